@@ -32,10 +32,10 @@ guides and reference are in ``README.md`` and ``notebooks/`` of the repository; 
 
 # Importing the package and `%load_ext` take milliseconds and leave a kernel as it was: each public name is imported
 # when it is first used, by the table in `__init__.pyi`. No other names are public.
+from nb_accelerate.base.lazy import attach
+from nb_accelerate.base.version import __version__ as __version__
 from nb_accelerate.errors import NbAccelerateError
 from nb_accelerate.errors.traceback_lines import shorten_tracebacks
-from nb_accelerate.lazy import attach
-from nb_accelerate.version import __version__ as __version__
 
 __getattr__, __dir__ = attach(__name__)
 shorten_tracebacks(NbAccelerateError)

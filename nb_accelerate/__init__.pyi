@@ -1,4 +1,4 @@
-"""The public names: the table that `nb_accelerate.lazy` and type checkers read. Each name stands here only."""
+"""The public names: the table that `nb_accelerate.base.lazy` and type checkers read. Each name stands here only."""
 
 from nb_accelerate import (
     accelerator as accelerator,
@@ -12,28 +12,24 @@ from nb_accelerate import (
     tracking as tracking,
     utils as utils,
 )
-from nb_accelerate.accelerator import Accelerator as Accelerator
-from nb_accelerate.checkpoint.listing import checkpoints as checkpoints
-from nb_accelerate.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
-from nb_accelerate.compat.exchange import synchronize_rng_states as synchronize_rng_states
-from nb_accelerate.compat.packages import is_rich_available as is_rich_available
-from nb_accelerate.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
-from nb_accelerate.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from nb_accelerate.config.distributed import DistributedType as DistributedType
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from nb_accelerate.config.kwargs import (
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from nb_accelerate.base.config.distributed import DistributedType as DistributedType
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from nb_accelerate.base.config.kwargs import (
     AutocastKwargs as AutocastKwargs,
     DDPCommunicationHookType as DDPCommunicationHookType,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     GradScalerKwargs as GradScalerKwargs,
     InitProcessGroupKwargs as InitProcessGroupKwargs,
 )
-from nb_accelerate.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
-from nb_accelerate.config.parallelism import ParallelismConfig as ParallelismConfig
-from nb_accelerate.config.profiling import ProfileKwargs as ProfileKwargs
-from nb_accelerate.config.project import ProjectConfiguration as ProjectConfiguration
-from nb_accelerate.data import skip_first_batches as skip_first_batches
-from nb_accelerate.display.runs import runs as runs
+from nb_accelerate.base.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
+from nb_accelerate.base.config.parallelism import ParallelismConfig as ParallelismConfig
+from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
+from nb_accelerate.base.config.project import ProjectConfiguration as ProjectConfiguration
+from nb_accelerate.base.version import __version__ as __version__
+from nb_accelerate.compat.exchange import synchronize_rng_states as synchronize_rng_states
+from nb_accelerate.compat.packages import is_rich_available as is_rich_available
 from nb_accelerate.errors import (
     CollectiveMismatchError as CollectiveMismatchError,
     ConfigError as ConfigError,
@@ -49,15 +45,19 @@ from nb_accelerate.errors import (
     ShippingError as ShippingError,
     StartError as StartError,
 )
-from nb_accelerate.launch import notebook_launcher as notebook_launcher
 from nb_accelerate.launchers import debug_launcher as debug_launcher
-from nb_accelerate.magics import (
+from nb_accelerate.notebook.display.runs import runs as runs
+from nb_accelerate.notebook.launch import notebook_launcher as notebook_launcher
+from nb_accelerate.notebook.magics import (
     load_ipython_extension as load_ipython_extension,
     unload_ipython_extension as unload_ipython_extension,
 )
-from nb_accelerate.process.memory import find_executable_batch_size as find_executable_batch_size
-from nb_accelerate.process.progress import progress as progress
-from nb_accelerate.process.rng import set_seed as set_seed
-from nb_accelerate.ranks.attach import attach as attach
-from nb_accelerate.state import PartialState as PartialState
-from nb_accelerate.version import __version__ as __version__
+from nb_accelerate.notebook.ranks.attach import attach as attach
+from nb_accelerate.training.accelerator import Accelerator as Accelerator
+from nb_accelerate.training.checkpoint.listing import checkpoints as checkpoints
+from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
+from nb_accelerate.training.data import skip_first_batches as skip_first_batches
+from nb_accelerate.training.process.memory import find_executable_batch_size as find_executable_batch_size
+from nb_accelerate.training.process.progress import progress as progress
+from nb_accelerate.training.process.rng import set_seed as set_seed
+from nb_accelerate.training.state import PartialState as PartialState

@@ -5,7 +5,7 @@ from nb_accelerate.compat.loaders import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
 )
-from nb_accelerate.data import (
+from nb_accelerate.training.data import (
     BatchSamplerShard as BatchSamplerShard,
     DataLoaderDispatcher as DataLoaderDispatcher,
     DataLoaderShard as DataLoaderShard,
@@ -13,6 +13,6 @@ from nb_accelerate.data import (
     SkipBatchSampler as SkipBatchSampler,
     skip_first_batches as skip_first_batches,
 )
-from nb_accelerate.data.adapter import DataLoaderAdapter as DataLoaderAdapter
-from nb_accelerate.data.iterable import IterableDatasetShard as IterableDatasetShard
-from nb_accelerate.data.tracker import DataLoaderStateMixin as DataLoaderStateMixin
+from nb_accelerate.training.data.adapter import DataLoaderAdapter as DataLoaderAdapter
+from nb_accelerate.training.data.iterable import IterableDatasetShard as IterableDatasetShard
+from nb_accelerate.training.data.tracker import DataLoaderStateMixin as DataLoaderStateMixin

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.arguments import suggests_arguments
-from nb_accelerate.launch import notebook_launcher
+from nb_accelerate.base.config.arguments import suggests_arguments
+from nb_accelerate.notebook.launch import notebook_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,3 +1,3 @@
 """Names of ``accelerate.local_sgd``."""
 
-from nb_accelerate.accelerator.local_sgd import LocalSGD as LocalSGD
+from nb_accelerate.training.accelerator.local_sgd import LocalSGD as LocalSGD

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from nb_accelerate.optim import AcceleratedOptimizer
-from nb_accelerate.pytree import send_to_device
+from nb_accelerate.training.optim import AcceleratedOptimizer
+from nb_accelerate.training.pytree import send_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

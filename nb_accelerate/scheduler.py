@@ -1,3 +1,3 @@
 """Names of ``accelerate.scheduler``."""
 
-from nb_accelerate.optim import AcceleratedScheduler as AcceleratedScheduler
+from nb_accelerate.training.optim import AcceleratedScheduler as AcceleratedScheduler

@@ -11,6 +11,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nb_accelerate.base.version import __version__
 from nb_accelerate.cli import (
     config,
     env,
@@ -24,7 +25,6 @@ from nb_accelerate.cli import (
 )
 from nb_accelerate.cli.closed_output import discard_stdout
 from nb_accelerate.errors import NbAccelerateError
-from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
         """Parse, and name a flag that the command does not know together with the nearest that it knows."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            from nb_accelerate.config.checks import suggest
+            from nb_accelerate.base.config.checks import suggest
 
             command: _Parser = parsed.command
             flag = unknown[0].partition("=")[0]
@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print usage and message, with a suggestion, and exit with 2."""
         if found := re.fullmatch(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
-            from nb_accelerate.config.checks import suggest
+            from nb_accelerate.base.config.checks import suggest
 
             what, given, choices = found[1], found[2], found[3].replace("'", "").split(", ")
             what = "there is no command" if what == "COMMAND" else f"{what} cannot be"

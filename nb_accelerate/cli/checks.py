@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.accelerator import Accelerator
+    from nb_accelerate.training.accelerator import Accelerator
 
 _TOLERANCE = {"no": 1e-5, "bf16": 0.05, "fp16": 0.05, "fp8": 0.05}
 """Largest difference between a weight trained on all ranks and on one, by precision."""
@@ -29,7 +29,7 @@ def run_checks() -> int:
     Raises:
         CheckFailed: one of them did not hold on this rank.
     """
-    from nb_accelerate.accelerator import Accelerator
+    from nb_accelerate.training.accelerator import Accelerator
 
     accelerator = Accelerator()
     for name, check in CHECKS.items():

@@ -69,14 +69,14 @@ def _add_file(parser: argparse.ArgumentParser, default: Any) -> None:
 
 
 def _path(arguments: argparse.Namespace) -> Path:
-    from nb_accelerate.config.file import default_path
+    from nb_accelerate.base.config.file import default_path
 
     return arguments.config_file or default_path()
 
 
 def _ask(arguments: argparse.Namespace) -> int:
+    from nb_accelerate.base.config.file import write_config
     from nb_accelerate.cli.asking import asker_here
-    from nb_accelerate.config.file import write_config
 
     path = _path(arguments)
     try:
@@ -89,7 +89,7 @@ def _ask(arguments: argparse.Namespace) -> int:
 
 
 def _write_default(arguments: argparse.Namespace) -> int:
-    from nb_accelerate.config.file import write_config
+    from nb_accelerate.base.config.file import write_config
 
     path = _path(arguments)
     if path.exists():
@@ -100,7 +100,7 @@ def _write_default(arguments: argparse.Namespace) -> int:
 
 
 def _update(arguments: argparse.Namespace) -> int:
-    from nb_accelerate.config.file import name_unknown, read_config, write_config
+    from nb_accelerate.base.config.file import name_unknown, read_config, write_config
 
     path = _path(arguments)
     file = read_config(path)
@@ -115,9 +115,9 @@ def _update(arguments: argparse.Namespace) -> int:
 
 def machine_here() -> Machine:
     """Return the hardware of this machine. PyTorch is imported only if there is the driver of a GPU."""
-    from nb_accelerate.config.installed import is_installed
-    from nb_accelerate.devices.xla import XLA
-    from nb_accelerate.launch.machine import look
+    from nb_accelerate.base.config.installed import is_installed
+    from nb_accelerate.base.devices.xla import XLA
+    from nb_accelerate.notebook.launch.machine import look
 
     facts = look({})
     return Machine(

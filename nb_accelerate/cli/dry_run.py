@@ -7,19 +7,19 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.devices import find_kind
 from nb_accelerate.cli.job import planned
-from nb_accelerate.devices import find_kind
-from nb_accelerate.launch.environ import rank_environ
-from nb_accelerate.launch.machine import VisibleDevices, look
-from nb_accelerate.launch.rendezvous import Rendezvous
+from nb_accelerate.notebook.launch.environ import rank_environ
+from nb_accelerate.notebook.launch.machine import VisibleDevices, look
+from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.cli.job import Job
-    from nb_accelerate.config.launch import LaunchOptions
-    from nb_accelerate.launch.machine import MachineFacts
-    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.launch.machine import MachineFacts
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
 
 
 def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from nb_accelerate.cli.flags import GROUPS
-from nb_accelerate.config.engine_variables import (
+from nb_accelerate.base.config.engine_variables import (
     FSDP_DEFAULTS,
     USE_MESH,
     USES,
@@ -16,13 +15,14 @@ from nb_accelerate.config.engine_variables import (
     mesh_variables,
     xla_variables,
 )
+from nb_accelerate.cli.flags import GROUPS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-    from nb_accelerate.config.file import ConfigFile
+    from nb_accelerate.base.config.file import ConfigFile
 
 _SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "tpu": "XLA"}
 """Flags that ask for an engine, and the word for it in a configuration file."""
@@ -127,8 +127,8 @@ def check_mesh(variables: Mapping[str, str], world_size: int | None) -> None:
     Raises:
         ConfigError: a size is not supported, or they do not fit.
     """
-    from nb_accelerate.config.env import Environment
-    from nb_accelerate.config.parallelism import resolve_parallelism
+    from nb_accelerate.base.config.env import Environment
+    from nb_accelerate.base.config.parallelism import resolve_parallelism
 
     layout = resolve_parallelism(None, None, Environment({**os.environ, **variables}))
     if layout is not None and world_size is not None:

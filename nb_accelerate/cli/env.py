@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.config.file import default_path, read_config
-from nb_accelerate.config.versions import LOWEST, installed_version, is_too_old
-from nb_accelerate.devices.host import num_cpus
+from nb_accelerate.base.config.file import default_path, read_config
+from nb_accelerate.base.config.versions import LOWEST, installed_version, is_too_old
+from nb_accelerate.base.devices.host import num_cpus
+from nb_accelerate.base.version import __version__
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
     import argparse
@@ -102,7 +102,7 @@ def _torch() -> Iterator[tuple[str, str]]:
 
 def _devices() -> Iterator[str]:
     """Return a line for each device that this process sees, of any type in the device table."""
-    from nb_accelerate.devices import DEVICE_KINDS
+    from nb_accelerate.base.devices import DEVICE_KINDS
 
     for kind in DEVICE_KINDS:
         visible = os.environ.get(kind.visibility) if kind.visibility else None

@@ -48,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from nb_accelerate.bigmodel.estimate import estimate_memory, largest_layer, make_model, token_inputs
+    from nb_accelerate.training.bigmodel.estimate import estimate_memory, largest_layer, make_model, token_inputs
 
     sys.path.insert(0, str(Path.cwd()))  # where module:Class of one's own lies
     batch_size, sequence_length = arguments.batch_size, arguments.sequence_length

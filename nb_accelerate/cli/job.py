@@ -6,15 +6,15 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.launch import LaunchOptions
-from nb_accelerate.launch.plan import make_plan
-from nb_accelerate.worker.script import run_module, run_program, run_script
+from nb_accelerate.base.config.launch import LaunchOptions
+from nb_accelerate.notebook.launch.plan import make_plan
+from nb_accelerate.notebook.worker.script import run_module, run_program, run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.launch.machine import MachineFacts
-    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.launch.machine import MachineFacts
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.config.file import CONFIG_FILE
 from nb_accelerate.cli.engines import check_mesh, chosen_engine, engine_variables, mesh_of
 from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.cli.late_flags import flag_of_the_target
-from nb_accelerate.config.file import CONFIG_FILE
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from nbformat import NotebookNode
 
+    from nb_accelerate.base.config.file import ConfigFile
     from nb_accelerate.cli.job import Job
-    from nb_accelerate.config.file import ConfigFile
 
 _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
 
@@ -93,9 +93,9 @@ def _launch(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for notebooks, but {arguments.target!r} is none.")
     job = _job(arguments)
+    from nb_accelerate.base.config.file import name_unknown, read_config
     from nb_accelerate.cli.job import options_for, planned
     from nb_accelerate.cli.wording import errors_in_flags
-    from nb_accelerate.config.file import name_unknown, read_config
 
     file = read_config(arguments.config_file)
     if file is not None and not arguments.quiet and name_unknown(file):
@@ -109,7 +109,7 @@ def _launch(arguments: argparse.Namespace) -> int:
             wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_for_gpus(file))
             print("\n".join([*_sources(arguments, file), *describe(job, options, wants_gpus=wants_gpus)]))
             return 0
-        from nb_accelerate.launch.machine import look
+        from nb_accelerate.notebook.launch.machine import look
 
         facts = look(options.env)
         if arguments.multi_gpu and not facts.num_gpus:
@@ -119,7 +119,7 @@ def _launch(arguments: argparse.Namespace) -> int:
             line = flag_of_the_target(job.target, job.arguments)
             if line:
                 print(line, file=sys.stderr)
-        from nb_accelerate.launch.servers import warm_up_for
+        from nb_accelerate.notebook.launch.servers import warm_up_for
 
         warm_up_for(plan.method)  # it imports torch while this process imports the rest
         from nb_accelerate.cli.script import run
@@ -165,7 +165,7 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
     """
     said = vars(arguments)
 
-    from nb_accelerate.topology.place import place_in_step
+    from nb_accelerate.base.topology.place import place_in_step
 
     def choose(flag: str, default: Any) -> Any:
         return said[flag] if said[flag] is not None else default if file is None else file.get(flag, default)
@@ -351,7 +351,7 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
 
 def _function_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options with which one function of a notebook is launched; none for a whole notebook."""
-    from nb_accelerate.config.file import read_config
+    from nb_accelerate.base.config.file import read_config
 
     if arguments.function is not None:
         options = launch_options(arguments, read_config(arguments.config_file))

@@ -38,8 +38,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     import shutil
 
-    from nb_accelerate.checkpoint.merging import merge_weights
     from nb_accelerate.errors import ConfigError
+    from nb_accelerate.training.checkpoint.merging import merge_weights
 
     folder, output = arguments.checkpoint_directory, arguments.output_path
     if arguments.remove_checkpoint_dir and output.resolve().is_relative_to(folder.resolve()):

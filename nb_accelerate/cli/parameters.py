@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.checks import suggest
+from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,23 +11,23 @@ from typing import IO, TYPE_CHECKING
 
 from typing_extensions import override
 
+from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.cli.closed_output import discard_stdout
-from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError
-from nb_accelerate.helper_threads import HelperThread
-from nb_accelerate.launch.launch import Launch
-from nb_accelerate.launch.neighbours import gpu_warnings
-from nb_accelerate.launch.panel import announce
-from nb_accelerate.ranks.failures import RankTraceback
-from nb_accelerate.ranks.sinks import StreamSink
+from nb_accelerate.notebook.display.frontend import choose_front_end
+from nb_accelerate.notebook.launch.launch import Launch
+from nb_accelerate.notebook.launch.neighbours import gpu_warnings
+from nb_accelerate.notebook.launch.panel import announce
+from nb_accelerate.notebook.ranks.failures import RankTraceback
+from nb_accelerate.notebook.ranks.sinks import StreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
+    from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.cli.job import Job
-    from nb_accelerate.config.launch import LaunchOptions
-    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
 
 _FAILED = 1
 """Exit code of a script that raised."""

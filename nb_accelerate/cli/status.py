@@ -22,7 +22,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command is called alike)
     from nb_accelerate.cli.running import find_runs
-    from nb_accelerate.display.words import size
+    from nb_accelerate.notebook.display.words import size
 
     rows = [
         (

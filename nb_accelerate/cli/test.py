@@ -29,16 +29,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from nb_accelerate.base.config.file import read_config
+    from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.cli.checks import run_checks
     from nb_accelerate.cli.job import planned
     from nb_accelerate.cli.launch import launch_options
     from nb_accelerate.cli.script import tell
     from nb_accelerate.cli.wording import errors_in_flags
-    from nb_accelerate.config.file import read_config
-    from nb_accelerate.config.launch import LaunchOptions
-    from nb_accelerate.launch.launch import Launch
-    from nb_accelerate.launch.machine import look
-    from nb_accelerate.ranks.sinks import StreamSink
+    from nb_accelerate.notebook.launch.launch import Launch
+    from nb_accelerate.notebook.launch.machine import look
+    from nb_accelerate.notebook.ranks.sinks import StreamSink
 
     file = read_config(arguments.config_file)
     chosen = launch_options(arguments, file)

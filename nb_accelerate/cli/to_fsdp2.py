@@ -47,7 +47,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     import sys
 
-    from nb_accelerate.config.file import read_config, write_config
+    from nb_accelerate.base.config.file import read_config, write_config
     from nb_accelerate.errors import ConfigError
 
     config = read_config(arguments.config_file)

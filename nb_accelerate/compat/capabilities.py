@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nb_accelerate.config.env import Environment
-from nb_accelerate.devices import DEVICE_KINDS
-from nb_accelerate.devices.cuda import CUDA
-from nb_accelerate.process.devices import device_kind
-from nb_accelerate.topology import read_topology
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.devices import DEVICE_KINDS
+from nb_accelerate.base.devices.cuda import CUDA
+from nb_accelerate.base.topology import read_topology
+from nb_accelerate.training.process.devices import device_kind
 
 if TYPE_CHECKING:
-    from nb_accelerate.devices import DeviceKind
+    from nb_accelerate.base.devices import DeviceKind
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.base.config.distributed import DistributedType
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.state import AcceleratorState
+from nb_accelerate.training.state import AcceleratorState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.config.deepspeed import DeepSpeedPlugin
+    from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
 
 
 def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:

@@ -11,8 +11,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.checks import check_whole
-from nb_accelerate.config.env import Environment, variables_set
+from nb_accelerate.base.config.checks import check_whole
+from nb_accelerate.base.config.env import Environment, variables_set
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

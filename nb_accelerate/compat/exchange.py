@@ -1,4 +1,4 @@
-"""Free functions that exchange tensors and objects between processes; see `nb_accelerate.comm.operations`."""
+"""Free functions that exchange tensors and objects between processes; see `training.comm.operations`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nb_accelerate.comm import operations
-from nb_accelerate.process import rng
-from nb_accelerate.pytree import map_tensors, tensors_in
-from nb_accelerate.state.choices import current_collectives, current_data_collectives
+from nb_accelerate.training.comm import operations
+from nb_accelerate.training.process import rng
+from nb_accelerate.training.pytree import map_tensors, tensors_in
+from nb_accelerate.training.state.choices import current_collectives, current_data_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

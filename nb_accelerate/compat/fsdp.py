@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.modules.module import _IncompatibleKeys
 
-from nb_accelerate.checkpoint.agreement import run_on_all_ranks
-from nb_accelerate.checkpoint.merging import merge_weights
-from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, METADATA_NAME, OPTIMIZER_NAME
-from nb_accelerate.checkpoint.sharded import named, numbered, read_model, read_optimizer
+from nb_accelerate.base.config.env import Environment
 from nb_accelerate.compat.models import is_peft_model
-from nb_accelerate.config.env import Environment
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.state import PartialState
-from nb_accelerate.strategies.parts import OptimizerPart
+from nb_accelerate.training.checkpoint.agreement import run_on_all_ranks
+from nb_accelerate.training.checkpoint.merging import merge_weights
+from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, METADATA_NAME, OPTIMIZER_NAME
+from nb_accelerate.training.checkpoint.sharded import named, numbered, read_model, read_optimizer
+from nb_accelerate.training.state import PartialState
+from nb_accelerate.training.strategies.parts import OptimizerPart
 
 if TYPE_CHECKING:
     import os
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nb_accelerate.accelerator import Accelerator
-    from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.training.accelerator import Accelerator
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

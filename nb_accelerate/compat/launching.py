@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from nb_accelerate.base.config.distributed import DistributedType
 from nb_accelerate.compat.environ import patch_environment
-from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

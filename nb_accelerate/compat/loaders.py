@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate import data
-from nb_accelerate.comm import SingleCollectives
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.samplers import innermost_sampler
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process.rng import resolve_rng_types
-from nb_accelerate.state import GradientState
-from nb_accelerate.state.choices import current_collectives, current_process, newest_choices
+from nb_accelerate.training import data
+from nb_accelerate.training.comm import SingleCollectives
+from nb_accelerate.training.data.loader import DataLoaderShard
+from nb_accelerate.training.data.samplers import innermost_sampler
+from nb_accelerate.training.process.rng import resolve_rng_types
+from nb_accelerate.training.state import GradientState
+from nb_accelerate.training.state.choices import current_collectives, current_process, newest_choices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import DataLoader
 
-    from nb_accelerate.comm import Collectives
-    from nb_accelerate.process.rng import RNGType
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.process.rng import RNGType
 
 
 class SimulatedCollectives(SingleCollectives):

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nb_accelerate.config.env import Environment
-from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
-from nb_accelerate.config.precision import resolve_precision
-from nb_accelerate.precision import select_precision
-from nb_accelerate.precision.forward import Float32Forward
-from nb_accelerate.pytree import to_float32
-from nb_accelerate.state.choices import current_process, newest_choices
-from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
+from nb_accelerate.base.config.precision import resolve_precision
+from nb_accelerate.training.precision import select_precision
+from nb_accelerate.training.precision.forward import Float32Forward
+from nb_accelerate.training.pytree import to_float32
+from nb_accelerate.training.state.choices import current_process, newest_choices
+from nb_accelerate.training.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
     import contextlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nb_accelerate.config.distributed import DistributedType
+    from nb_accelerate.base.config.distributed import DistributedType
 
 
 def is_compiled_module(module: nn.Module) -> bool:

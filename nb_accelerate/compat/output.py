@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.config.env import Environment
-from nb_accelerate.process import context
-from nb_accelerate.state.choices import current_collectives
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.training.process import context
+from nb_accelerate.training.state.choices import current_collectives
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]

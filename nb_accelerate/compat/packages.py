@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.installed import is_installed
 from nb_accelerate.compat.versions import compare_versions
-from nb_accelerate.config.env import Environment
-from nb_accelerate.config.installed import is_installed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

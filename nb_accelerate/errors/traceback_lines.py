@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nb_accelerate.ipython_versions import cell_number, is_module_level
+from nb_accelerate.base.ipython_versions import cell_number, is_module_level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -3,6 +3,6 @@
 A name is imported from where it is defined when it is first used, without the other names of its module.
 """
 
-from nb_accelerate.lazy import attach
+from nb_accelerate.base.lazy import attach
 
 __getattr__, __dir__ = attach(__name__, advice="; nb_accelerate/compat/parity.md lists what is left out")

@@ -1,4 +1,4 @@
-"""The public names of ``accelerate.utils``: the table that `nb_accelerate.lazy` and type checkers read."""
+"""The public names of ``accelerate.utils``: the table that `nb_accelerate.base.lazy` and type checkers read."""
 
 from nb_accelerate.utils import (
     constants as constants,

@@ -1,6 +1,6 @@
 """Names of ``accelerate.utils.constants``."""
 
-from nb_accelerate.checkpoint.names import (
+from nb_accelerate.training.checkpoint.names import (
     MODEL_NAME as MODEL_NAME,
     OPTIMIZER_NAME as OPTIMIZER_NAME,
     RNG_STATE_NAME as RNG_STATE_NAME,

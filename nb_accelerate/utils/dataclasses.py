@@ -1,16 +1,15 @@
 """Options and their words, under the names of ``accelerate.utils.dataclasses``."""
 
-from nb_accelerate.bigmodel.sizes import CustomDtype as CustomDtype
-from nb_accelerate.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
-from nb_accelerate.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from nb_accelerate.config.distributed import DistributedType as DistributedType
-from nb_accelerate.config.dynamo import (
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from nb_accelerate.base.config.distributed import DistributedType as DistributedType
+from nb_accelerate.base.config.dynamo import (
     DynamoBackend as DynamoBackend,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from nb_accelerate.config.fp8 import AORecipeKwargs as AORecipeKwargs
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from nb_accelerate.config.kwargs import (
+from nb_accelerate.base.config.fp8 import AORecipeKwargs as AORecipeKwargs
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from nb_accelerate.base.config.kwargs import (
     AutocastKwargs as AutocastKwargs,
     DDPCommunicationHookType as DDPCommunicationHookType,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
@@ -18,18 +17,19 @@ from nb_accelerate.config.kwargs import (
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
 )
-from nb_accelerate.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
-from nb_accelerate.config.parallelism import ParallelismConfig as ParallelismConfig
-from nb_accelerate.config.precision import PrecisionType as PrecisionType
-from nb_accelerate.config.profiling import ProfileKwargs as ProfileKwargs
-from nb_accelerate.config.project import (
+from nb_accelerate.base.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
+from nb_accelerate.base.config.parallelism import ParallelismConfig as ParallelismConfig
+from nb_accelerate.base.config.precision import PrecisionType as PrecisionType
+from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
+from nb_accelerate.base.config.project import (
     ComputeEnvironment as ComputeEnvironment,
     LoggerType as LoggerType,
     ProjectConfiguration as ProjectConfiguration,
 )
-from nb_accelerate.config.tensor_parallel import (
+from nb_accelerate.base.config.tensor_parallel import (
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
-from nb_accelerate.process.rng import RNGType as RNGType
-from nb_accelerate.pytree.structures import TensorInformation as TensorInformation
+from nb_accelerate.training.bigmodel.sizes import CustomDtype as CustomDtype
+from nb_accelerate.training.process.rng import RNGType as RNGType
+from nb_accelerate.training.pytree.structures import TensorInformation as TensorInformation

@@ -1,6 +1,6 @@
 """Names of ``accelerate.utils.memory``."""
 
-from nb_accelerate.process.memory import (
+from nb_accelerate.training.process.memory import (
     clear_device_cache as clear_device_cache,
     find_executable_batch_size as find_executable_batch_size,
     release_memory as release_memory,

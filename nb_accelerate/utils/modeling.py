@@ -1,25 +1,25 @@
 """Names of ``accelerate.utils.modeling``."""
 
-from nb_accelerate.bigmodel.sizes import (
-    calculate_maximum_sizes as calculate_maximum_sizes,
-    compute_module_sizes as compute_module_sizes,
-    dtype_byte_size as dtype_byte_size,
-    get_max_layer_size as get_max_layer_size,
-)
-from nb_accelerate.bigmodel.ties import (
-    check_tied_parameters_in_config as check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
-    find_tied_parameters as find_tied_parameters,
-    retie_parameters as retie_parameters,
-)
-from nb_accelerate.checkpoint.files import (
-    convert_file_size_to_int as convert_file_size_to_int,
-    id_tensor_storage as id_tensor_storage,
-    load_state_dict as load_state_dict,
-)
-from nb_accelerate.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
 from nb_accelerate.compat.models import (
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
     named_module_tensors as named_module_tensors,
 )
+from nb_accelerate.training.bigmodel.sizes import (
+    calculate_maximum_sizes as calculate_maximum_sizes,
+    compute_module_sizes as compute_module_sizes,
+    dtype_byte_size as dtype_byte_size,
+    get_max_layer_size as get_max_layer_size,
+)
+from nb_accelerate.training.bigmodel.ties import (
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+    find_tied_parameters as find_tied_parameters,
+    retie_parameters as retie_parameters,
+)
+from nb_accelerate.training.checkpoint.files import (
+    convert_file_size_to_int as convert_file_size_to_int,
+    id_tensor_storage as id_tensor_storage,
+    load_state_dict as load_state_dict,
+)
+from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model

@@ -1,3 +1,3 @@
 """Names of ``accelerate.utils.offload``."""
 
-from nb_accelerate.bigmodel.ties import extract_submodules_state_dict as extract_submodules_state_dict
+from nb_accelerate.training.bigmodel.ties import extract_submodules_state_dict as extract_submodules_state_dict

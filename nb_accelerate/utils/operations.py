@@ -18,7 +18,7 @@ from nb_accelerate.errors import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     DistributedOperationException as DistributedOperationException,
 )
-from nb_accelerate.pytree.structures import (
+from nb_accelerate.training.pytree.structures import (
     concatenate as concatenate,
     find_batch_size as find_batch_size,
     find_device as find_device,

@@ -1,11 +1,5 @@
 """Names of ``accelerate.utils.other``, and ``tqdm``."""
 
-from nb_accelerate.accelerator.compiling import compile_regions as compile_regions
-from nb_accelerate.accelerator.saving import save as save
-from nb_accelerate.checkpoint.files import (
-    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
-    load as load,
-)
 from nb_accelerate.compat.capabilities import check_os_kernel as check_os_kernel
 from nb_accelerate.compat.environ import (
     is_port_in_use as is_port_in_use,
@@ -20,4 +14,10 @@ from nb_accelerate.compat.models import (
     recursive_getattr as recursive_getattr,
 )
 from nb_accelerate.compat.output import convert_bytes as convert_bytes, tqdm as tqdm
-from nb_accelerate.strategies.unwrapping import extract_model_from_parallel as extract_model_from_parallel
+from nb_accelerate.training.accelerator.compiling import compile_regions as compile_regions
+from nb_accelerate.training.accelerator.saving import save as save
+from nb_accelerate.training.checkpoint.files import (
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    load as load,
+)
+from nb_accelerate.training.strategies.unwrapping import extract_model_from_parallel as extract_model_from_parallel

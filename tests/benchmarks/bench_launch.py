@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 from turns import medians, ratios
 
-from nb_accelerate.launch import close, notebook_launcher
+from nb_accelerate.notebook.launch import close, notebook_launcher
 
 launch = functools.partial(notebook_launcher, progress="off")
 

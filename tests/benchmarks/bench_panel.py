@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from turns import pin, ratio_of_sums
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.display.notebook_panel import NotebookPanel
-from nb_accelerate.display.panel import Action, Panel
-from nb_accelerate.display.seen import Seen
-from nb_accelerate.display.view import Facts
-from nb_accelerate.progress_page import PageReader, Phase, ProgressPage, layout
-from nb_accelerate.protocol.anonymous_file import anonymous_file
+from nb_accelerate.base.progress_page import PageReader, Phase, ProgressPage, layout
+from nb_accelerate.notebook.display.notebook_panel import NotebookPanel
+from nb_accelerate.notebook.display.panel import Action, Panel
+from nb_accelerate.notebook.display.seen import Seen
+from nb_accelerate.notebook.display.view import Facts
+from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 
 RANKS = 64
 STEPS = 20
@@ -93,7 +93,7 @@ def _watched(width: int, batch_size: int) -> dict[str, list[float]]:
     loss is looked at ten times a second only.
     """
     from nb_accelerate import Accelerator
-    from nb_accelerate.progress_page import page as pages
+    from nb_accelerate.base.progress_page import page as pages
 
     torch.set_num_threads(1)
     pin()
@@ -177,8 +177,8 @@ def _training() -> list[str]:
 
 WRITER = """
 import sys, time
-from nb_accelerate.progress_page import ProgressPage, Phase
-from nb_accelerate.progress_page import layout
+from nb_accelerate.base.progress_page import ProgressPage, Phase
+from nb_accelerate.base.progress_page import layout
 import mmap
 pages = [ProgressPage(mmap.mmap(int(fd), layout.SIZE)) for fd in sys.argv[1:]]
 for page in pages:

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.limit(180)]
 
 CELLS = [
     # Values that are equal are shown once, also if a rank is off the CPU for more than a moment.
-    "%load_ext nb_accelerate\nimport dataclasses\nfrom nb_accelerate.pool import Pool\n"
+    "%load_ext nb_accelerate\nimport dataclasses\nfrom nb_accelerate.notebook.pool import Pool\n"
     "Pool.timeouts = dataclasses.replace(Pool.timeouts, fold=30.0)",
     "%%distributed -n 2\nimport os\nprint('here is rank', rank)\nworld_size * 100",
     "%%distributed\nimport matplotlib.pyplot as plt\nplt.figure(figsize=(3, 1))\nplt.plot([rank, 1, 2]);",

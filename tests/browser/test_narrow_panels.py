@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fixtures.panels import Run
 
-from nb_accelerate.display import html
-from nb_accelerate.display.phase_times import parts
-from nb_accelerate.progress_page import Phase
+from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.notebook.display import html
+from nb_accelerate.notebook.display.phase_times import parts
 
 if TYPE_CHECKING:
     from browser.chromium import Chromium

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from browser.test_panel import SETUP, launch, start, wait_for_percent
-from nb_accelerate.display.page_title import title_script
+from nb_accelerate.notebook.display.page_title import title_script
 
 if TYPE_CHECKING:
     from browser.conftest import OpenNotebook
@@ -83,7 +83,7 @@ WATCH = """() => {
     };
     Object.defineProperty(document, 'hidden', {get: () => true});
 }"""
-AT_ONCE = "from nb_accelerate.display import notification; notification.LEAST_SECONDS = 0.0"
+AT_ONCE = "from nb_accelerate.notebook.display import notification; notification.LEAST_SECONDS = 0.0"
 
 
 def test_who_has_pressed_the_button_is_notified_of_the_end(open_notebook: OpenNotebook) -> None:

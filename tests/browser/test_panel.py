@@ -13,7 +13,7 @@ import pytest
 from fixtures.leaks import name_of
 
 from browser.notebook import IDLE
-from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER
+from nb_accelerate.base.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER
 
 if TYPE_CHECKING:
     import psutil

@@ -9,8 +9,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from nb_accelerate.base.version import __version__
 from nb_accelerate.cli import env, main
-from nb_accelerate.version import __version__
 
 
 def test_the_console_script_is_this_command_line():

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.file import name_unknown, read_config, write_config
 from nb_accelerate.cli import main
 from nb_accelerate.cli.engines import chosen_engine, engine_variables
 from nb_accelerate.cli.flags import add_flags
-from nb_accelerate.config.env import Environment
-from nb_accelerate.config.file import name_unknown, read_config, write_config
 
 FSDP = {
     "fsdp_version": 2,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nb_accelerate.bigmodel.estimate import count_activations, estimate_memory, make_model
 from nb_accelerate.cli import main
+from nb_accelerate.training.bigmodel.estimate import count_activations, estimate_memory, make_model
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ import psutil
 import pytest
 from cli import flags_page
 
+from nb_accelerate.base.config.file import read_config
 from nb_accelerate.cli import main
 from nb_accelerate.cli.flags import GROUPS, REFUSED, add_flags
 from nb_accelerate.cli.launch import launch_options
-from nb_accelerate.config.file import read_config
 
 SAY_WHO = """
 import json, os, sys
@@ -202,7 +202,7 @@ import sys
 
 def note(event, arguments):
     if event == "subprocess.Popen":
-        print("command", "nb_accelerate.launch.launch" in sys.modules, "torch" in sys.modules, flush=True)
+        print("command", "nb_accelerate.notebook.launch.launch" in sys.modules, "torch" in sys.modules, flush=True)
 
 sys.addaudithook(note)
 from nb_accelerate.cli import main

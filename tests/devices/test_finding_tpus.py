@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.devices import xla
+from nb_accelerate.base.devices import xla
 
 
 @pytest.fixture

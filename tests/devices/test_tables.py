@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
-from nb_accelerate.config.launch import LaunchOptions
-from nb_accelerate.config.precision import PrecisionType
-from nb_accelerate.devices import CPU, DEVICE_KINDS, DeviceKind, backend_named, find_kind
+from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
+from nb_accelerate.base.config.launch import LaunchOptions
+from nb_accelerate.base.config.precision import PrecisionType
+from nb_accelerate.base.devices import CPU, DEVICE_KINDS, DeviceKind, backend_named, find_kind
+from nb_accelerate.base.start_methods import START_METHODS, StartMethod
+from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.launch import starters
-from nb_accelerate.launch.environ import rank_environ
-from nb_accelerate.launch.machine import MachineFacts, VisibleDevices, look
-from nb_accelerate.launch.plan import LaunchPlan, make_plan
-from nb_accelerate.launch.rendezvous import Rendezvous
-from nb_accelerate.launch.servers import RankServer
-from nb_accelerate.pool.options import PoolOptions
-from nb_accelerate.precision import select_precision
-from nb_accelerate.process.devices import choose_device
-from nb_accelerate.start_methods import START_METHODS, StartMethod
-from nb_accelerate.topology import Topology, read_topology
+from nb_accelerate.notebook.launch import starters
+from nb_accelerate.notebook.launch.environ import rank_environ
+from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, look
+from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
+from nb_accelerate.notebook.launch.rendezvous import Rendezvous
+from nb_accelerate.notebook.launch.servers import RankServer
+from nb_accelerate.notebook.pool.options import PoolOptions
+from nb_accelerate.training.precision import select_precision
+from nb_accelerate.training.process.devices import choose_device
 
 TESTS = Path(__file__).parents[1]
 
@@ -91,7 +91,7 @@ RUN = """
 import os
 from devices.test_tables import CHIP, DEVICE_KINDS
 from nb_accelerate import notebook_launcher
-from nb_accelerate.process.setup import setup_process
+from nb_accelerate.training.process.setup import setup_process
 
 DEVICE_KINDS.insert(0, CHIP)
 
@@ -232,5 +232,7 @@ def test_the_numbers_of_a_rank_are_read_as_they_were_written() -> None:
 
 
 def test_the_tables_need_no_torch() -> None:
-    program = "import sys, nb_accelerate.devices, nb_accelerate.start_methods; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, nb_accelerate.base.devices, nb_accelerate.base.start_methods; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.devices import find_kind, tpu
+from nb_accelerate.base.devices import find_kind, tpu
 
 PACKAGE = """
 import os, sys, types

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 from fixtures.panels import Run
 
-from nb_accelerate.display import html, text
-from nb_accelerate.display.advice import advice
-from nb_accelerate.display.phase_times import RankTimes, in_words, parts_of_sum
-from nb_accelerate.progress_page import Phase
+from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.notebook.display import html, text
+from nb_accelerate.notebook.display.advice import advice
+from nb_accelerate.notebook.display.phase_times import RankTimes, in_words, parts_of_sum
 
 WELL: Mapping[Phase, float] = {
     Phase.DATA: 2.0,

@@ -8,7 +8,7 @@ import pytest
 from fixtures.kernels import Kernel
 
 from nb_accelerate import attach, notebook_launcher
-from nb_accelerate.launch import Launch
+from nb_accelerate.notebook.launch import Launch
 
 SETUP = """
 import os, threading
@@ -30,7 +30,7 @@ def notebook(shared_kernel: Kernel) -> Kernel:
 
 
 def test_without_a_run_there_is_a_sentence(notebook: Kernel) -> None:
-    notebook.run("from nb_accelerate.ranks.panel import recent; recent.clear()").ok()
+    notebook.run("from nb_accelerate.notebook.ranks.panel import recent; recent.clear()").ok()
     assert "There was none yet" in notebook.run("attach()").message
 
 
@@ -60,6 +60,6 @@ def wait_for_the_end() -> None:
 
 def test_nothing_of_what_ranks_returned_is_kept(notebook: Kernel) -> None:
     notebook.run("notebook_launcher(greet, num_processes=2, progress='text')").ok()
-    kept = "import gc\nfrom nb_accelerate.ranks.request import Request\ngc.collect()\n"
+    kept = "import gc\nfrom nb_accelerate.notebook.ranks.request import Request\ngc.collect()\n"
     kept += "print(sum(isinstance(one, Request) for one in gc.get_objects()))"
     assert notebook.run(kept).ok().stdout == "0\n"

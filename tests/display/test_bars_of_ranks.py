@@ -20,8 +20,8 @@ def on_a_rank(function: Any, *args: Any, progress: str = "text") -> Any:
 
 
 def _bars() -> list[tuple[str, float, float | None, bool, int]]:
-    from nb_accelerate.progress_page import here
-    from nb_accelerate.progress_page.sample import read
+    from nb_accelerate.base.progress_page import here
+    from nb_accelerate.base.progress_page.sample import read
 
     return [(bar.label, bar.count, bar.total, bar.ended, bar.level) for bar in read(here()._memory).bars]
 
@@ -31,7 +31,7 @@ def _forms(path: str) -> dict[str, Any]:
     import tqdm.auto
     import tqdm.notebook
 
-    from nb_accelerate.progress_page import here
+    from nb_accelerate.base.progress_page import here
 
     seen: dict[str, Any] = {}
     page = here()

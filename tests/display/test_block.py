@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fixtures.screens import Stream
 
-from nb_accelerate.display.block import Block, can_redraw
-from nb_accelerate.display.view import Facts, Row, View
+from nb_accelerate.notebook.display.block import Block, can_redraw
+from nb_accelerate.notebook.display.view import Facts, Row, View
 
 
 def view_of(step: int, name: str = "train") -> View:

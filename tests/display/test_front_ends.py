@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from nb_accelerate.display.frontend import FROM_TERMINAL, choose_front_end, shows_widgets
+from nb_accelerate.notebook.display.frontend import FROM_TERMINAL, choose_front_end, shows_widgets
 
 CELL = {"metadata": {"cellId": "1a2b"}, "content": {"allow_stdin": True}}
 NO_CELL = {"metadata": {}, "content": {"allow_stdin": False}}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fixtures.kernels import Kernel, start_in_lab
 
-from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP
+from nb_accelerate.base.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP
 
 SETUP = """
 import contextlib, functools, io, os, sys, threading, time, torch
@@ -224,7 +224,7 @@ notebook_launcher(train_in_epochs, (4.0,), 2, progress='widget')"""
 
 
 GIVES_COMMANDS = """
-from nb_accelerate.ranks.panel import recent
+from nb_accelerate.notebook.ranks.panel import recent
 before = recent[-1]
 
 def press_all():

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from fixtures.panels import SLEEPS, Run
 
-from nb_accelerate.display import panel as panels
-from nb_accelerate.display.lines import Lines
-from nb_accelerate.display.panel import Action, Drawing, Panel
-from nb_accelerate.display.seen import Seen
-from nb_accelerate.display.view import Facts, View
-from nb_accelerate.progress_page import Bar, Phase
+from nb_accelerate.base.progress_page import Bar, Phase
+from nb_accelerate.notebook.display import panel as panels
+from nb_accelerate.notebook.display.lines import Lines
+from nb_accelerate.notebook.display.panel import Action, Drawing, Panel
+from nb_accelerate.notebook.display.seen import Seen
+from nb_accelerate.notebook.display.view import Facts, View
 
 
 class Paper:

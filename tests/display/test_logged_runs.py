@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nb_accelerate.display import runs as kept
-from nb_accelerate.display.runs import charts_of
-from nb_accelerate.progress_page import MAX_RECORD, here
-from nb_accelerate.records import RunRecord
-from nb_accelerate.tracking import NotebookTracker
+from nb_accelerate.base.progress_page import MAX_RECORD, here
+from nb_accelerate.base.records import RunRecord
+from nb_accelerate.notebook.display import runs as kept
+from nb_accelerate.notebook.display.runs import charts_of
+from nb_accelerate.training.tracking import NotebookTracker
 
 if TYPE_CHECKING:
     from fixtures.kernels import Kernel

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fixtures.panels import Run
 from hypothesis import Phase as HypothesisPhase, given, settings, strategies as st
 
-from nb_accelerate.display import html, text
-from nb_accelerate.progress_page import Bar, Phase, Sample, layout
-from nb_accelerate.progress_page.sample import read
+from nb_accelerate.base.progress_page import Bar, Phase, Sample, layout
+from nb_accelerate.base.progress_page.sample import read
+from nb_accelerate.notebook.display import html, text
 
 
 @given(

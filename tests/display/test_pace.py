@@ -9,9 +9,9 @@ import re
 import pytest
 from fixtures.panels import EVEN, LOOK, MOSTLY_WAITS, WORKS, Run
 
-from nb_accelerate.display import html
-from nb_accelerate.display.view import View
-from nb_accelerate.progress_page import Bar, Phase
+from nb_accelerate.base.progress_page import Bar, Phase
+from nb_accelerate.notebook.display import html
+from nb_accelerate.notebook.display.view import View
 
 
 def test_the_rate_is_that_of_the_last_seconds():

@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 from fixtures.panels import ALL_REDUCE, MOSTLY_WAITS, SLEEPS, WORKS, Run
 
-from nb_accelerate.display.view import FailureSummary
-from nb_accelerate.progress_page import CodeLine, Collective, Phase
+from nb_accelerate.base.progress_page import CodeLine, Collective, Phase
+from nb_accelerate.notebook.display.view import FailureSummary
 
 # Its life.
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nb_accelerate.accelerator import losses
-from nb_accelerate.accelerator.losses import LossReport
-from nb_accelerate.accelerator.memory_report import MemoryReport
-from nb_accelerate.comm.single import SingleCollectives
-from nb_accelerate.process.devices import CPU, device_kind
-from nb_accelerate.progress_page import ProgressPage, layout
-from nb_accelerate.progress_page.sample import read
-from nb_accelerate.strategies.strategy import Strategy
+from nb_accelerate.base.progress_page import ProgressPage, layout
+from nb_accelerate.base.progress_page.sample import read
+from nb_accelerate.training.accelerator import losses
+from nb_accelerate.training.accelerator.losses import LossReport
+from nb_accelerate.training.accelerator.memory_report import MemoryReport
+from nb_accelerate.training.comm.single import SingleCollectives
+from nb_accelerate.training.process.devices import CPU, device_kind
+from nb_accelerate.training.strategies.strategy import Strategy
 
 
 class Clock:

@@ -8,8 +8,8 @@ import re
 import pytest
 from fixtures.panels import LOOK, Run
 
-from nb_accelerate.display import html, text
-from nb_accelerate.progress_page import Bar, Phase
+from nb_accelerate.base.progress_page import Bar, Phase
+from nb_accelerate.notebook.display import html, text
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])

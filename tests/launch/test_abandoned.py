@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.launch.servers import _ExecutedServer
-from nb_accelerate.worker import scratch
-from nb_accelerate.worker.scratch import Scratch, remove_abandoned
+from nb_accelerate.notebook.launch.servers import _ExecutedServer
+from nb_accelerate.notebook.worker import scratch
+from nb_accelerate.notebook.worker.scratch import Scratch, remove_abandoned
 
 LAUNCH = """
 import os, sys, time
-from nb_accelerate.launch import notebook_launcher
+from nb_accelerate.notebook.launch import notebook_launcher
 
 def rank(waits):
     # The server, and where multiprocessing would put its files.
@@ -220,7 +220,7 @@ def test_sockets_of_multiprocessing_fit_into_it_however_long_the_path_of_the_tem
 IMPORTS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from nb_accelerate.launch.servers import _ExecutedServer
+from nb_accelerate.notebook.launch.servers import _ExecutedServer
 server = _ExecutedServer(("takes_long",))
 print(server.pid, flush=True)
 sys.stdin.read()

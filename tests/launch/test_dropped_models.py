@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nb_accelerate.worker.dropped import WatchedModels
+from nb_accelerate.notebook.worker.dropped import WatchedModels
 
 model = nn.Linear(2, 2)
 

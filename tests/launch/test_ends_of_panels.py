@@ -13,9 +13,9 @@ import pytest
 from fixtures.deadlines import observing
 from tqdm import tqdm
 
-from nb_accelerate.launch import notebook_launcher
-from nb_accelerate.ranks.loop import RankLoop
-from nb_accelerate.ranks.request import Awaits
+from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.request import Awaits
 
 
 def _rank_of_the_value(rank: int) -> int:

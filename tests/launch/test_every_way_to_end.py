@@ -24,11 +24,11 @@ from fixtures.leaks import started_by
 from fixtures.ranks import RunRanks
 
 from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
-from nb_accelerate.launch import Launch
 from nb_accelerate.launchers import notebook_launcher
-from nb_accelerate.ranks.request import Request
-from nb_accelerate.ranks.timeouts import Timeouts
-from nb_accelerate.worker.ends import NUDGE
+from nb_accelerate.notebook.launch import Launch
+from nb_accelerate.notebook.ranks.request import Request
+from nb_accelerate.notebook.ranks.timeouts import Timeouts
+from nb_accelerate.notebook.worker.ends import NUDGE
 
 HANGS = "from here on it hangs"
 """What the rank that does says."""
@@ -367,7 +367,7 @@ def test_an_interrupt_leaves_a_save_in_the_background_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def saves_and_trains(path: str) -> None:
-        from nb_accelerate.checkpoint.background import saves
+        from nb_accelerate.training.checkpoint.background import saves
 
         def write(_: object) -> None:
             time.sleep(0.5)

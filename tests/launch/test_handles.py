@@ -249,7 +249,9 @@ def test_a_launch_inside_a_rank_works(notebook: Kernel) -> None:
 
 def test_what_stays_between_launches_is_named_with_its_memory_and_can_be_ended(notebook: Kernel) -> None:
     shown = (
-        notebook.run("from nb_accelerate.launch import close, warm_status, warm_up\nprint(warm_status())").ok().stdout
+        notebook.run("from nb_accelerate.notebook.launch import close, warm_status, warm_up\nprint(warm_status())")
+        .ok()
+        .stdout
     )
     assert "idle processes" in shown
     assert " MB of their own" in shown
@@ -262,7 +264,7 @@ def test_what_stays_between_launches_is_named_with_its_memory_and_can_be_ended(n
 def test_what_stays_is_named_also_where_the_system_tells_nothing_of_other_processes(notebook: Kernel) -> None:
     """As macOS, where only this process may ask for its memory."""
     refuse = (
-        "import psutil\nfrom nb_accelerate.launch import close, warm_status, warm_up\n"
+        "import psutil\nfrom nb_accelerate.notebook.launch import close, warm_status, warm_up\n"
         "def refused(process): raise psutil.AccessDenied(process.pid)\n"
         "usual, psutil.Process.memory_full_info = psutil.Process.memory_full_info, refused"
     )
@@ -286,7 +288,7 @@ def has_what_can_wait():
 
 @pytest.mark.slow
 def test_idle_processes_are_there_before_what_can_wait_is_imported_and_others_afterwards(notebook: Kernel) -> None:
-    notebook.run("import sys, time\nfrom nb_accelerate.launch import close, warm_status\nclose()").ok()
+    notebook.run("import sys, time\nfrom nb_accelerate.notebook.launch import close, warm_status\nclose()").ok()
     notebook.run(IDLE).ok()
     # The rank waits for the server, so that it has not imported the rest when the rank runs.
     first = "print(launch(has_what_can_wait, (), 1))\nearly = idle(())\nlate = idle(early)"

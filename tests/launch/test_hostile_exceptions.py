@@ -15,10 +15,10 @@ from fixtures.kernels import Kernel
 from fixtures.ranks import RunRanks
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.diagnostics.render import render_report
-from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, error_of, summary
-from nb_accelerate.ranks.request import Request
-from nb_accelerate.worker.call import fail
+from nb_accelerate.notebook.diagnostics.render import render_report
+from nb_accelerate.notebook.ranks.failures import Incident, IncidentKind, Wording, error_of, summary
+from nb_accelerate.notebook.ranks.request import Request
+from nb_accelerate.notebook.worker.call import fail
 
 CLASSES = """
 import sys

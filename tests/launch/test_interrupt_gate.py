@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from nb_accelerate.protocol.messages import Failure
-from nb_accelerate.worker import interrupt
-from nb_accelerate.worker.call import answer
-from nb_accelerate.worker.ends import NUDGE, NUMBER
-from nb_accelerate.worker.interrupt import InterruptGate
+from nb_accelerate.notebook.protocol.messages import Failure
+from nb_accelerate.notebook.worker import interrupt
+from nb_accelerate.notebook.worker.call import answer
+from nb_accelerate.notebook.worker.ends import NUDGE, NUMBER
+from nb_accelerate.notebook.worker.interrupt import InterruptGate
 
 
 class Rank:

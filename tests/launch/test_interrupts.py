@@ -12,7 +12,7 @@ import psutil
 import pytest
 from fixtures.kernels import Kernel
 
-from nb_accelerate.ranks.timeouts import Timeouts
+from nb_accelerate.notebook.ranks.timeouts import Timeouts
 
 SETUP = """
 import functools, os, signal, threading, time
@@ -156,9 +156,9 @@ def test_ranks_that_ignore_every_signal_are_killed_after_the_first(notebook: Ker
 @pytest.fixture
 def _patient(notebook: Kernel) -> Iterator[None]:
     """A kernel whose ranks are given half a minute to react to an interrupt."""
-    notebook.set_timeouts("nb_accelerate.launch.Launch", interrupt=30.0)
+    notebook.set_timeouts("nb_accelerate.notebook.launch.Launch", interrupt=30.0)
     yield
-    notebook.set_timeouts("nb_accelerate.launch.Launch", interrupt=Timeouts.interrupt)
+    notebook.set_timeouts("nb_accelerate.notebook.launch.Launch", interrupt=Timeouts.interrupt)
 
 
 @pytest.mark.usefixtures("_clean", "_patient")
@@ -179,9 +179,9 @@ def test_users_code_may_handle_the_interrupt_and_clean_up(notebook: Kernel) -> N
 
 
 LATE_RANK = """
-from nb_accelerate.launch import Launch
-from nb_accelerate.ranks.loop import RankLoop
-from nb_accelerate.ranks.timeouts import Timeouts
+from nb_accelerate.notebook.launch import Launch
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.timeouts import Timeouts
 Launch.timeouts = Timeouts(interrupt=30.0)
 forks, gate = 0, os.pipe()
 

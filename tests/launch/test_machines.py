@@ -25,9 +25,9 @@ import pytest
 import torch.distributed
 
 from nb_accelerate.errors import DeadlineError, StartError
-from nb_accelerate.launch import notebook_launcher
-from nb_accelerate.launch.machines import Machine, no_first_machine, not_all_came, refusal
-from nb_accelerate.launch.shared_state import SharedState
+from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.launch.machines import Machine, no_first_machine, not_all_came, refusal
+from nb_accelerate.notebook.launch.shared_state import SharedState
 
 
 @pytest.fixture(scope="module", autouse=True)

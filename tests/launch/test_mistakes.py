@@ -244,7 +244,7 @@ def test_a_variable_brings_all_frames_back(notebook: Kernel) -> None:
     code = BEFORE_RANKS["no ranks"].code
     try:
         notebook.run("%env NB_ACCELERATE_FULL_TRACEBACK=1").ok()
-        assert "nb_accelerate/launch/launcher.py" in notebook.run(code).traceback
+        assert "nb_accelerate/notebook/launch/launcher.py" in notebook.run(code).traceback
     finally:
         notebook.run("del os.environ['NB_ACCELERATE_FULL_TRACEBACK']").ok()
 
@@ -303,7 +303,7 @@ def test_a_script_shows_the_lines_of_the_user_and_not_those_of_the_package(tmp_p
 def test_a_script_shows_all_frames_when_it_is_asked_to(tmp_path: Path) -> None:
     shown = lines_of_script(tmp_path, "{'start_method': 'thread'}", NB_ACCELERATE_FULL_TRACEBACK="1")
     assert shown[0] == "Traceback (most recent call last):"
-    assert any("nb_accelerate/launch/launcher.py" in line for line in shown)
+    assert any("nb_accelerate/notebook/launch/launcher.py" in line for line in shown)
 
 
 @pytest.mark.slow

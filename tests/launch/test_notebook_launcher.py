@@ -324,7 +324,7 @@ def test_a_prepared_model_comes_back_as_the_model_in_it(notebook: Kernel) -> Non
 def test_a_prepared_optimizer_and_scheduler_come_back_as_those_in_them(notebook: Kernel) -> None:
     notebook.run(
         "from nb_accelerate import Accelerator\n"
-        "from nb_accelerate.state import AcceleratorState\n"
+        "from nb_accelerate.training.state import AcceleratorState\n"
         "AcceleratorState._reset_state(True)\n"  # earlier cells may have made an Accelerator here
         "def prepare():\n"
         "    model = torch.nn.Linear(2, 2)\n"

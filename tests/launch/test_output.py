@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from fixtures.kernels import Kernel
 
-from nb_accelerate.protocol.output import StreamName
-from nb_accelerate.ranks.output import prefixed
-from nb_accelerate.ranks.request_output import RequestOutput
-from nb_accelerate.ranks.sinks import Sink
+from nb_accelerate.notebook.protocol.output import StreamName
+from nb_accelerate.notebook.ranks.output import prefixed
+from nb_accelerate.notebook.ranks.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.sinks import Sink
 
 SETUP = """
 import ctypes, functools, os, subprocess, sys, time
@@ -157,7 +157,9 @@ def test_one_rank_gets_its_prefix_also_if_equal_lines_are_folded(notebook: Kerne
 
 
 def test_equal_lines_are_shown_once_and_others_with_their_rank(notebook: Kernel) -> None:
-    notebook.set_timeouts("nb_accelerate.launch.Launch", fold=600.0)  # a line may be this late and is still equal
+    notebook.set_timeouts(
+        "nb_accelerate.notebook.launch.Launch", fold=600.0
+    )  # a line may be this late and is still equal
     notebook.run("def mostly_equal():\n    print('same'); print('differs by', rank()); print('same again')").ok()
     cell = notebook.run("notebook_launcher(mostly_equal, (), 3, progress='off')").ok()
     assert sorted(cell.stdout.splitlines()) == [
@@ -170,7 +172,7 @@ def test_equal_lines_are_shown_once_and_others_with_their_rank(notebook: Kernel)
 
 
 def test_what_accelerator_prints_has_no_rank_and_stays_in_its_place(notebook: Kernel) -> None:
-    notebook.set_timeouts("nb_accelerate.launch.Launch", fold=600.0)
+    notebook.set_timeouts("nb_accelerate.notebook.launch.Launch", fold=600.0)
     code = """\
 def talk():
     from nb_accelerate import Accelerator

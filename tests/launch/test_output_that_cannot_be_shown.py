@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from nb_accelerate.errors import LaunchError
-from nb_accelerate.launch import notebook_launcher
-from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.ranks.merge import Merge
-from nb_accelerate.ranks.output import RankOutput
-from nb_accelerate.ranks.sinks import CellSink
+from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.ranks.merge import Merge
+from nb_accelerate.notebook.ranks.output import RankOutput
+from nb_accelerate.notebook.ranks.sinks import CellSink
 
 
 def talk() -> str:
@@ -50,8 +50,8 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Session:
     """The launches of this test are in this cell."""
     kernel = Kernel()
     # pytest's streams are not the kernel's, so they would be taken for what the cell has redirected.
-    monkeypatch.setattr("nb_accelerate.ranks.sinks._unless_kernels", lambda _: None)
-    monkeypatch.setattr("nb_accelerate.launch.launcher.sink_here", lambda: CellSink(kernel))
+    monkeypatch.setattr("nb_accelerate.notebook.ranks.sinks._unless_kernels", lambda _: None)
+    monkeypatch.setattr("nb_accelerate.notebook.launch.launcher.sink_here", lambda: CellSink(kernel))
     return kernel.session
 
 
@@ -87,8 +87,8 @@ def test_so_is_what_is_lost_on_the_way_there(
 
 
 def test_a_panel_that_cannot_be_made_is_missing(cell: Session, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("nb_accelerate.launch.launch.make_panel", fail)
-    monkeypatch.setattr("nb_accelerate.launch.launcher.announce", fail)
+    monkeypatch.setattr("nb_accelerate.notebook.launch.launch.make_panel", fail)
+    monkeypatch.setattr("nb_accelerate.notebook.launch.launcher.announce", fail)
     assert launch(progress="text") == ["returned", "returned"]
 
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
+from nb_accelerate.base.config.launch import LaunchOptions
+from nb_accelerate.base.devices.cuda import CUDA, devices_in
+from nb_accelerate.base.devices.xla import XLA
 from nb_accelerate.cli.wording import in_flags
-from nb_accelerate.config.launch import LaunchOptions
-from nb_accelerate.devices.cuda import CUDA, devices_in
-from nb_accelerate.devices.xla import XLA
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.launch.environ import rank_environ
-from nb_accelerate.launch.machine import MachineFacts, VisibleDevices, interface_of, look
-from nb_accelerate.launch.neighbours import warnings_from
-from nb_accelerate.launch.plan import LaunchPlan, make_plan
-from nb_accelerate.launch.rendezvous import Rendezvous, open_rendezvous
-from nb_accelerate.ranks.failures import oom_kills
+from nb_accelerate.notebook.launch.environ import rank_environ
+from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, interface_of, look
+from nb_accelerate.notebook.launch.neighbours import warnings_from
+from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
+from nb_accelerate.notebook.launch.rendezvous import Rendezvous, open_rendezvous
+from nb_accelerate.notebook.ranks.failures import oom_kills
 
 
 def plan(facts: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:
@@ -278,7 +278,7 @@ def options(**given: Any) -> LaunchOptions:
 
 def test_a_driver_is_noticed_by_its_name_whoever_loaded_it_and_from_wherever() -> None:
     program = """
-from nb_accelerate.devices.cuda import is_loaded
+from nb_accelerate.base.devices.cuda import is_loaded
 print(is_loaded("libtorch_cpu.so"))
 import torch
 print(is_loaded("libtorch_cpu.so"), is_loaded("libcuda.so.0"))

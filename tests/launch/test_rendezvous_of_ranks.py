@@ -17,14 +17,14 @@ import pytest
 from fixtures.ranks import RunRanks
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.worker.connections import connections
+from nb_accelerate.notebook.worker.connections import connections
 
 
 @pytest.fixture(params=["a file", "a socket"])
 def any_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks meet in a file without a name, or, as on macOS, in a store that one of them serves."""
     if request.param == "a socket":
-        monkeypatch.setattr("nb_accelerate.launch.rendezvous._file_without_name", lambda: -1)
+        monkeypatch.setattr("nb_accelerate.notebook.launch.rendezvous._file_without_name", lambda: -1)
 
 
 def test_groups_are_made_again_and_again_whoever_makes_them(run_ranks: RunRanks) -> None:
@@ -80,7 +80,7 @@ def test_an_address_and_a_store_of_the_ranks_own_work_beside_it(run_ranks: RunRa
         import torch
         import torch.distributed as dist
 
-        from nb_accelerate.progress_page import here, layout
+        from nb_accelerate.base.progress_page import here, layout
 
         rank = int(os.environ["RANK"])
         found, others = [], []

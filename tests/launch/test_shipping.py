@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nb_accelerate.errors import ShippingError
-from nb_accelerate.protocol.shipping import pack, unpack
+from nb_accelerate.notebook.protocol.shipping import pack, unpack
 
 
 def round_trip(value: Any) -> Any:

@@ -25,9 +25,9 @@ import torch  # noqa: F401 - as a notebook has: a forked rank then need not impo
 from fixtures.deadlines import overdue_when
 
 from nb_accelerate.errors import DeadlineError, StartError
-from nb_accelerate.launch import notebook_launcher, servers
-from nb_accelerate.launch.launch import Launch
-from nb_accelerate.launch.servers import close_warm_server, warm_server
+from nb_accelerate.notebook.launch import notebook_launcher, servers
+from nb_accelerate.notebook.launch.launch import Launch
+from nb_accelerate.notebook.launch.servers import close_warm_server, warm_server
 
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
 ALL_METHODS = [*METHODS, pytest.param("spawn", marks=pytest.mark.slow)]
@@ -215,7 +215,11 @@ def test_folders_that_torch_makes_when_it_is_imported_end_with_the_server() -> N
 
 
 @pytest.mark.parametrize(
-    "module", ["nb_accelerate.checkpoint.sharded", pytest.param("nb_accelerate.accelerator", marks=pytest.mark.slow)]
+    "module",
+    [
+        "nb_accelerate.training.checkpoint.sharded",
+        pytest.param("nb_accelerate.training.accelerator", marks=pytest.mark.slow),
+    ],
 )
 def test_a_module_that_the_server_cannot_import_fails_only_who_needs_it(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,7 +285,7 @@ open(END, ">", "$ARGV[0].end");
 @pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
 def test_children_that_fork_and_exit_for_ever_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "nb_accelerate.worker.server._KILL_ORPHANS_TIMEOUT", 30.0
+        "nb_accelerate.notebook.worker.server._KILL_ORPHANS_TIMEOUT", 30.0
     )  # however little of a processor it is given
 
     def function() -> None:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from fixtures.kernels import Kernel
 
-from nb_accelerate.worker.connections import connections
+from nb_accelerate.notebook.worker.connections import connections
 
 SETUP = """
 import functools, os, torch

@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
+from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, StartError
-from nb_accelerate.launch import notebook_launcher
-from nb_accelerate.launch.local import LocalRank
-from nb_accelerate.progress_page import here
-from nb_accelerate.ranks.panel import make_panel
+from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.launch.local import LocalRank
+from nb_accelerate.notebook.ranks.panel import make_panel
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow), "inline"]
 
@@ -136,7 +136,7 @@ def test_an_interrupt_before_anybody_watches_over_the_ranks_ends_them(
             time.sleep(0.01)  # there is no event for what another process writes
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nb_accelerate.ranks.loop.RankLoop.run", is_interrupted)
+    monkeypatch.setattr("nb_accelerate.notebook.ranks.loop.RankLoop.run", is_interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch(function, method=method)
     for path in tmp_path.iterdir():
@@ -253,7 +253,7 @@ def test_ranks_know_from_the_start_whether_their_bars_are_rows(
             time.sleep(0.01)  # as above
         return make_panel(*args, **options)
 
-    monkeypatch.setattr("nb_accelerate.launch.launch.make_panel", late)
+    monkeypatch.setattr("nb_accelerate.notebook.launch.launch.make_panel", late)
     assert notebook_launcher(function, (), 2, start_method=method, progress="text", timeout=45) == [True, True]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.topology import read_topology
-from nb_accelerate.topology.place import first_node, place_in_step, place_of
+from nb_accelerate.base.topology import read_topology
+from nb_accelerate.base.topology.place import first_node, place_in_step, place_of
 
 SAY_WHO = """
 import torch

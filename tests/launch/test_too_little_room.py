@@ -12,8 +12,8 @@ import pytest
 from fixtures.kernels import Kernel
 
 from nb_accelerate.errors import StartError
-from nb_accelerate.launch import notebook_launcher, servers
-from nb_accelerate.launch.servers import close_warm_server
+from nb_accelerate.notebook.launch import notebook_launcher, servers
+from nb_accelerate.notebook.launch.servers import close_warm_server
 
 LAUNCH = """
 import os, resource, sys
@@ -35,8 +35,8 @@ for number in numbers:
     except StartError as error:
         print(str(error).partition(" (ulimit")[0])
     assert opened() == before or method == "forkserver", os.listdir("/proc/self/fd")
-import nb_accelerate.launch
-nb_accelerate.launch.close()
+import nb_accelerate.notebook.launch
+nb_accelerate.notebook.launch.close()
 """
 
 

@@ -37,8 +37,8 @@ def train(folder: str) -> list[list[tuple[Any, ...]]]:
     """Train three times; return for each what the page of this rank said at the events of the Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from nb_accelerate.progress_page import here
-    from nb_accelerate.progress_page.sample import read
+    from nb_accelerate.base.progress_page import here
+    from nb_accelerate.base.progress_page.sample import read
 
     class Recorder(TrainerCallback):  # type: ignore[misc]
         """Notes the page at each event; Trainers call it after those callbacks that they have by themselves."""

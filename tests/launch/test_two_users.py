@@ -94,7 +94,7 @@ found["log"] = [word.rstrip(".") for one in long.displays for word in one["text/
 kernel.run("%distributed stop").ok()
 found["seconds"]["pool"] = time.monotonic() - began
 kernel.close()
-from nb_accelerate.launch.servers import close_warm_server
+from nb_accelerate.notebook.launch.servers import close_warm_server
 close_warm_server()
 print(json.dumps(found))
 """

@@ -17,7 +17,7 @@ import pytest
 from fixtures.distributions import ROOT, pip
 from fixtures.kernels import Kernel
 
-from nb_accelerate.config.versions import LOWEST, is_too_old
+from nb_accelerate.base.config.versions import LOWEST, is_too_old
 
 if TYPE_CHECKING:
     from collections.abc import Callable

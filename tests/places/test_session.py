@@ -49,8 +49,8 @@ def notebook(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     kernel = Kernel(kernel_class=request.param)
     # Seconds. A rank that was off the CPU for a while says the same as the other nevertheless.
     kernel.run("%load_ext nb_accelerate").ok()
-    kernel.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)
-    kernel.put("nb_accelerate.magics.names._ANSWER_WITHIN", 20.0)
+    kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
+    kernel.put("nb_accelerate.notebook.magics.names._ANSWER_WITHIN", 20.0)
     kernel.run(SETUP).ok()
     kernel.run(TRAIN).ok()
     kernel.run("%%distributed -n 2\nvalue = 0").ok()  # ranks that a test starts are held against it

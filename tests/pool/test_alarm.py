@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nb_accelerate.protocol.messages import CutOff
-from nb_accelerate.worker import alarm as module
-from nb_accelerate.worker.alarm import Alarm
+from nb_accelerate.notebook.protocol.messages import CutOff
+from nb_accelerate.notebook.worker import alarm as module
+from nb_accelerate.notebook.worker.alarm import Alarm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from nb_accelerate.cli import notebook
 
 CELLS = {
     # A rank that was off the CPU for a while says the same as the other nevertheless.
-    "timeouts": "import dataclasses\nfrom nb_accelerate.pool import Pool\n"
+    "timeouts": "import dataclasses\nfrom nb_accelerate.notebook.pool import Pool\n"
     "Pool.timeouts = dataclasses.replace(Pool.timeouts, fold=30.0)",
     "auto": "%load_ext nb_accelerate\n%distributed config --progress off\n%distributed auto on",
     "imports": (

@@ -16,14 +16,14 @@ SUM = "%%distributed\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(int(t
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
-    shared_kernel.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)
+    shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
     shared_kernel.run(
-        "import os, signal, threading, time\nimport nb_accelerate.pool\nfrom nb_accelerate.ranks.loop import RankLoop\n"
-        "from nb_accelerate.ranks.steps import StepKind"
+        "import os, signal, threading, time\nimport nb_accelerate.notebook.pool\nfrom nb_accelerate.notebook.ranks.loop import RankLoop\n"
+        "from nb_accelerate.notebook.ranks.steps import StepKind"
     ).ok()
     shared_kernel.run("%%distributed\nimport time, torch, torch.distributed as dist").ok()
-    shared_kernel.run("loop = nb_accelerate.pool.current().group.loop").ok()
+    shared_kernel.run("loop = nb_accelerate.notebook.pool.current().group.loop").ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()
 
@@ -35,7 +35,7 @@ def _the_ranks_go_on(notebook: Kernel) -> Iterator[None]:
 
 
 def pid_of(notebook: Kernel, rank: int) -> int:
-    value = notebook.run(f"nb_accelerate.pool.status()[{rank}].pid").ok().value
+    value = notebook.run(f"nb_accelerate.notebook.pool.status()[{rank}].pid").ok().value
     assert value is not None
     return int(value)
 

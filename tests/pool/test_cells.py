@@ -23,8 +23,8 @@ def texts(cell: Cell) -> list[str]:
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
     # Seconds. A rank that was off the CPU for a while says the same as the other nevertheless.
-    shared_kernel.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)
-    shared_kernel.put("nb_accelerate.magics.names._ANSWER_WITHIN", 20.0)
+    shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
+    shared_kernel.put("nb_accelerate.notebook.magics.names._ANSWER_WITHIN", 20.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
     first = shared_kernel.run("%%distributed\nrank").ok()
     assert first.stdout == "2 processes on CPU\n[rank 0] 0\n[rank 1] 1\n"
@@ -400,12 +400,12 @@ class TestMistakes:
 
     def test_more_ranks_than_a_machine_can_hold_are_a_slip(self, notebook: Kernel):
         cell = notebook.run(
-            "from nb_accelerate import pool\npool.Pool().start(pool.PoolOptions(num_processes=100_000))"
+            "from nb_accelerate.notebook import pool\npool.Pool().start(pool.PoolOptions(num_processes=100_000))"
         )
         assert (cell.error, "-n 100000: that many processes" in cell.message) == ("ConfigError", True)
 
     @pytest.mark.parametrize(
-        "line", ["%distributed status", "%%distributed\n1", "from nb_accelerate import pool\npool.start()"]
+        "line", ["%distributed status", "%%distributed\n1", "from nb_accelerate.notebook import pool\npool.start()"]
     )
     def test_ranks_have_no_ranks_of_their_own(self, notebook: Kernel, line: str):
         cell = notebook.run(f"%%distributed\n{line}")
@@ -434,7 +434,7 @@ class TestNotebook:
         notebook.run(
             "handle = get_ipython().run_cell_magic('distributed', '--background', '''\n"
             "import torch\n"
-            "from nb_accelerate.accelerator import Accelerator\n"
+            "from nb_accelerate.training.accelerator import Accelerator\n"
             "accelerator = Accelerator(cpu=True)\n"
             "model = torch.nn.Linear(1, 1)\n"
             "model, optimizer, loader = accelerator.prepare(\n"
@@ -487,7 +487,7 @@ class TestNotebook:
         assert texts(cell) == ["[1, 1]"]
 
     def test_programs_call_functions(self, notebook: Kernel):
-        notebook.run("from nb_accelerate import pool").ok()
+        notebook.run("from nb_accelerate.notebook import pool").ok()
         assert notebook.run("pool.run('rank * 2', quiet=True)").ok().value == "[0, 2]"
         assert notebook.run("pool.push({'pushed': 4}); pool.pull('pushed')").ok().value == "[4, 4]"
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from nb_accelerate.errors import PoolError
-from nb_accelerate.launch.local import LocalRank
-from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, read_cell
-from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.ranks.hang import HangWatch
-from nb_accelerate.ranks.loop import RankLoop
-from nb_accelerate.ranks.merge import Merge
-from nb_accelerate.ranks.output import RankOutput
-from nb_accelerate.ranks.request_output import RequestOutput
-from nb_accelerate.ranks.sources import Sources
-from nb_accelerate.ranks.timeouts import Timeouts
+from nb_accelerate.notebook.launch.local import LocalRank
+from nb_accelerate.notebook.pool import CellHandle, CellOptions, Pool, PoolOptions, read_cell
+from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.ranks.hang import HangWatch
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.merge import Merge
+from nb_accelerate.notebook.ranks.output import RankOutput
+from nb_accelerate.notebook.ranks.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.sources import Sources
+from nb_accelerate.notebook.ranks.timeouts import Timeouts
 
 CELL = """
 import sys
@@ -169,7 +169,7 @@ def test_errors_in_what_follows_a_cell_are_as_harmless(pool: Pool, monkeypatch: 
     def fail(*_: object) -> None:
         raise Fault("telling")
 
-    monkeypatch.setattr("nb_accelerate.pool.cell.tell_failure", fail)
+    monkeypatch.setattr("nb_accelerate.notebook.pool.cell.tell_failure", fail)
     page = Page()
     with goes_on(pool):
         pool.finish(pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}, sink=page, tell=True))

@@ -19,8 +19,8 @@ from torch.nn.utils import spectral_norm, weight_norm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from nb_accelerate import Accelerator, notebook_launcher
-from nb_accelerate.convert.converted import Converted
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.convert.converted import Converted
 
 _TRAIN = """
 for epoch in range(2):

@@ -13,7 +13,7 @@ from fixtures.kernels import BLOCKED_RANKS, Kernel
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
     # Seconds. A rank that was off the CPU for a while says the same as the other nevertheless.
-    shared_kernel.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)
+    shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
     shared_kernel.run(BLOCKED_RANKS).ok()
     shared_kernel.run(

@@ -19,10 +19,10 @@ from fixtures.kernels import BLOCKED_RANKS, Kernel, message_until
 from fixtures.ranks import RunRanks
 
 from nb_accelerate import notebook_launcher
+from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import LaunchError, RemoteError
-from nb_accelerate.helper_threads import HelperThread
-from nb_accelerate.ranks.steering import steering_actions
-from nb_accelerate.worker.connections import connections
+from nb_accelerate.notebook.ranks.steering import steering_actions
+from nb_accelerate.notebook.worker.connections import connections
 
 LIMIT = 5.0
 """Seconds in which there is an answer."""
@@ -58,7 +58,7 @@ def ranks(notebook: Kernel) -> Iterator[Kernel]:
 
 
 def test_the_users_error_ends_a_cell_whose_alarm_fails(ranks: Kernel, tmp_path: Path) -> None:
-    ranks.run(FAIL.format(module="nb_accelerate.worker.alarm", name="cut_connections")).ok()
+    ranks.run(FAIL.format(module="nb_accelerate.notebook.worker.alarm", name="cut_connections")).ok()
     folder = repr(str(tmp_path))
     cell = ranks.run(
         f"%%distributed\nif rank == 1:\n    until_blocked({folder}, 1)\n    raise KeyError('mine')\n"
@@ -79,7 +79,7 @@ def test_a_thread_that_fails_between_cells_is_told_at_once(ranks: Kernel, tmp_pa
     trigger = tmp_path / "trigger"
     os.mkfifo(trigger)
     cell = ranks.start(
-        "%%distributed\nfrom nb_accelerate.helper_threads import HelperThread\n"
+        "%%distributed\nfrom nb_accelerate.base.helper_threads import HelperThread\n"
         f"if rank == 1:\n    HelperThread(lambda: (open({str(trigger)!r}).read(), 1 / 0), name='idle').start()\n"
         "print('last')"
     )
@@ -92,7 +92,7 @@ def test_a_thread_that_fails_between_cells_is_told_at_once(ranks: Kernel, tmp_pa
 
 
 def test_stacks_come_from_ranks_whose_thread_for_them_has_failed(ranks: Kernel) -> None:
-    ranks.run(FAIL.format(module="nb_accelerate.worker.stack_writer", name="_listed")).ok()
+    ranks.run(FAIL.format(module="nb_accelerate.notebook.worker.stack_writer", name="_listed")).ok()
     cell = ranks.start("%%distributed --background\nprint('begun', flush=True); time.sleep(600)")
     ranks.finish(cell)
     ranks.run("handle = _").ok()
@@ -109,7 +109,7 @@ def test_a_call_ends_although_its_main_thread_is_blocked(tmp_path: Path) -> None
         import torch.distributed as dist
 
         from nb_accelerate import Accelerator
-        from nb_accelerate.helper_threads import HelperThread
+        from nb_accelerate.base.helper_threads import HelperThread
 
         if Accelerator(cpu=True).process_index == 0:
             HelperThread(lambda: (Path(trigger).read_text(), 1 / 0), name="blocked").start()
@@ -131,7 +131,7 @@ def test_a_call_ends_although_its_main_thread_is_blocked(tmp_path: Path) -> None
 def test_whatever_a_save_in_the_background_raises_ends_it_on_all_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
     def save(where: str) -> str:
         from nb_accelerate import Accelerator
-        from nb_accelerate.checkpoint.state import StateWriter
+        from nb_accelerate.training.checkpoint.state import StateWriter
 
         def leaves(*_: Any) -> Any:
             raise SystemExit(3)

@@ -16,7 +16,7 @@ from fixtures.kernels import BLOCKED_RANKS, Kernel
 from fixtures.leaks import name_of
 from fixtures.old_torch import SHARDS_ON_CPUS
 
-from nb_accelerate.pool import Pool
+from nb_accelerate.notebook.pool import Pool
 
 SETUP = """
 %load_ext nb_accelerate
@@ -78,12 +78,12 @@ def last(ranks: int) -> int:
 @contextlib.contextmanager
 def timeouts(notebook: Kernel, **seconds: float) -> Iterator[None]:
     """Other timeouts of the pool for a while: the tests share the kernel."""
-    notebook.set_timeouts("nb_accelerate.pool.Pool", **seconds)
+    notebook.set_timeouts("nb_accelerate.notebook.pool.Pool", **seconds)
     try:
         yield
     finally:
         usual = {name: getattr(Pool.timeouts, name) for name in seconds}
-        notebook.set_timeouts("nb_accelerate.pool.Pool", **usual)
+        notebook.set_timeouts("nb_accelerate.notebook.pool.Pool", **usual)
 
 
 class TestExceptions:
@@ -337,7 +337,7 @@ class TestInterrupts:
         for rank in range(1, ranks):
             wait_for_state(notebook, rank, "idle")
         notebook.run(
-            "import nb_accelerate.pool\nnb_accelerate.pool.current().group.loop.post(handle.request.expire)"
+            "import nb_accelerate.notebook.pool\nnb_accelerate.pool.current().group.loop.post(handle.request.expire)"
         ).ok()
         cell = notebook.run("handle.result(20)")
         assert cell.error == "DeadlineError"

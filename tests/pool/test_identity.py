@@ -33,7 +33,7 @@ CHANGED = "was changed both in the notebook and on the ranks"
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
-    shared_kernel.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)
+    shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
     shared_kernel.run(SETUP).ok()
     shared_kernel.run("%%distributed\nimport torch").ok()

@@ -47,7 +47,9 @@ def test_stopping_while_a_cell_runs_leaves_nothing(kernel: Kernel) -> None:
 @pytest.mark.slow
 def test_two_notebooks_do_not_meet(kernel: Kernel, shared_kernel: Kernel) -> None:
     for number, one in enumerate((kernel, shared_kernel)):
-        one.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)  # equal output is one line, however late a rank is
+        one.set_timeouts(
+            "nb_accelerate.notebook.pool.Pool", fold=30.0
+        )  # equal output is one line, however late a rank is
         one.run("%load_ext nb_accelerate").ok()
         one.run(f"%%distributed\nnumber = {number}").ok()
     code = (

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nb_accelerate.pool.code_names import names_in
-from nb_accelerate.pool.names import free_names
-from nb_accelerate.pool.source import read_cell
+from nb_accelerate.notebook.pool.code_names import names_in
+from nb_accelerate.notebook.pool.names import free_names
+from nb_accelerate.notebook.pool.source import read_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nb_accelerate.pool.source import read_cell
+from nb_accelerate.notebook.pool.source import read_cell
 
 NAMES = "abcde"
 FUNCTIONS = "fgh"

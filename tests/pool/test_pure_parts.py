@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
+from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.errors import ConfigError, PoolError
-from nb_accelerate.magics import args
-from nb_accelerate.magics.auto import route
-from nb_accelerate.magics.names import words_for
-from nb_accelerate.pool.code_names import names_in
-from nb_accelerate.pool.group import breaks_group
-from nb_accelerate.pool.lifecycle import PoolState, check, state_of
-from nb_accelerate.pool.names import free_names
-from nb_accelerate.pool.namespace_sync import NamespaceSync, Verdict
-from nb_accelerate.pool.source import read_cell
-from nb_accelerate.protocol.content import Numbers, Snapshot
-from nb_accelerate.ranks.display_ids import DisplayIds
-from nb_accelerate.ranks.hang import verdict
-from nb_accelerate.ranks.merge import Merge
-from nb_accelerate.ranks.steps import StepKind
-from nb_accelerate.topology.rank_lists import label
+from nb_accelerate.notebook.magics import args
+from nb_accelerate.notebook.magics.auto import route
+from nb_accelerate.notebook.magics.names import words_for
+from nb_accelerate.notebook.pool.code_names import names_in
+from nb_accelerate.notebook.pool.group import breaks_group
+from nb_accelerate.notebook.pool.lifecycle import PoolState, check, state_of
+from nb_accelerate.notebook.pool.names import free_names
+from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync, Verdict
+from nb_accelerate.notebook.pool.source import read_cell
+from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.ranks.display_ids import DisplayIds
+from nb_accelerate.notebook.ranks.hang import verdict
+from nb_accelerate.notebook.ranks.merge import Merge
+from nb_accelerate.notebook.ranks.steps import StepKind
 
 
 class TestLifeCycle:
@@ -417,7 +417,7 @@ class TestHangs:
 
     @pytest.mark.parametrize(
         ("file", "function"),
-        [("torch/nn/parallel/distributed.py", "_pre_forward"), ("nb_accelerate/comm/gather.py", "gather")],
+        [("torch/nn/parallel/distributed.py", "_pre_forward"), ("nb_accelerate/training/comm/gather.py", "gather")],
     )
     def test_a_parallel_forward_waits_and_so_does_whoever_wants_what_a_device_has_gathered(self, file, function):
         dump = WAITS.replace("torch/distributed/distributed_c10d.py", file).replace("all_reduce", function)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.launch import notebook_launcher, servers
-from nb_accelerate.pool import CellOptions, Pool, PoolOptions, read_cell
+from nb_accelerate.notebook.launch import notebook_launcher, servers
+from nb_accelerate.notebook.pool import CellOptions, Pool, PoolOptions, read_cell
 
 SEED = 20
 COUNT = 200

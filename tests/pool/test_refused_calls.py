@@ -49,7 +49,7 @@ class TestSession:
             "    return int(Accelerator(cpu=True).reduce(torch.full((1,), a)).item())"
         ).ok()
         notebook.run("assert notebook_launcher(train, (21,), 2, progress='off') == [42, 42]").ok()
-        notebook.run("from nb_accelerate.launch import warm_status\nassert warm_status().pid").ok()
+        notebook.run("from nb_accelerate.notebook.launch import warm_status\nassert warm_status().pid").ok()
 
     def test_cells_take_names_along(self, notebook: Kernel) -> None:
         notebook.run("import numpy as np\nnumbers = np.arange(1_000_000)\nword = 'shipped'").ok()
@@ -80,7 +80,7 @@ class TestSession:
         assert notebook.run(SUM).ok().stdout == "2\n"
 
     def test_the_panel_is_printed_and_a_checkpoint_read_again(self, notebook: Kernel) -> None:
-        notebook.put("nb_accelerate.display.lines._FIRST", 0.2)
+        notebook.put("nb_accelerate.notebook.display.lines._FIRST", 0.2)
         notebook.run("import tempfile\nfolder = tempfile.mkdtemp()").ok()
         assert notebook.run(SUM).ok().stdout.endswith("2\n")
         trained = notebook.run(
@@ -132,7 +132,7 @@ def test_without_netlink_ranks_run_and_what_connects_them_says_what_is_missing(w
 
 def test_a_new_rank_meets_the_others_over_a_socket(kernel: Kernel) -> None:
     """As on macOS, where torch cannot open a file without a name."""
-    kernel.run("import nb_accelerate.launch.rendezvous as here\nhere._file_without_name = lambda: -1").ok()
+    kernel.run("import nb_accelerate.notebook.launch.rendezvous as here\nhere._file_without_name = lambda: -1").ok()
     kernel.run("%load_ext nb_accelerate").ok()
     assert kernel.run(SUM.replace("distributed", "distributed -n 2", 1)).ok().stdout.endswith("2\n")
     assert "rank 1 is new" in kernel.run("%distributed restart 1", timeout=LIMIT).ok().stdout

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from nb_accelerate.errors import ConfigError, DeadlineError, PoolError, RankDiedError
-from nb_accelerate.launch import servers, setup
-from nb_accelerate.launch.local import LocalRank
-from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, group as groups, read_cell
-from nb_accelerate.pool.lifecycle import PoolState
-from nb_accelerate.ranks.loop import RankLoop
+from nb_accelerate.notebook.launch import servers, setup
+from nb_accelerate.notebook.launch.local import LocalRank
+from nb_accelerate.notebook.pool import CellHandle, CellOptions, Pool, PoolOptions, group as groups, read_cell
+from nb_accelerate.notebook.pool.lifecycle import PoolState
+from nb_accelerate.notebook.ranks.loop import RankLoop
 
 LEAVES_SLOWLY = "import atexit, time\natexit.register(time.sleep, 600)"
 

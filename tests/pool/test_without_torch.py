@@ -51,7 +51,7 @@ def test_what_needs_ranks_says_in_one_line_what_to_install(without_torch: Kernel
 
 
 def test_so_does_a_function_for_programs(without_torch: Kernel):
-    cell = without_torch.run("from nb_accelerate import pool\npool.run('rank')")
+    cell = without_torch.run("from nb_accelerate.notebook import pool\npool.run('rank')")
     assert (cell.error, "pip install torch" in cell.message) == ("MissingDependencyError", True)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.progress_page import Collective, Phase, ProgressPage, Sample, layout
-from nb_accelerate.progress_page.sample import read
+from nb_accelerate.base.progress_page import Collective, Phase, ProgressPage, Sample, layout
+from nb_accelerate.base.progress_page.sample import read
 
 
 class Clock:
@@ -91,7 +91,7 @@ def train(slow: int) -> dict[str, float]:
     from torch.utils.data import DataLoader, TensorDataset
 
     from nb_accelerate import Accelerator
-    from nb_accelerate.progress_page import here
+    from nb_accelerate.base.progress_page import here
 
     accelerator = Accelerator(cpu=True)
 
@@ -153,7 +153,7 @@ def work_before_forward(kind: str) -> dict[str, float]:
     from torch.utils.data import DataLoader, TensorDataset
 
     from nb_accelerate import Accelerator
-    from nb_accelerate.progress_page import here
+    from nb_accelerate.base.progress_page import here
 
     accelerator = Accelerator(cpu=True, dynamo_backend="eager" if kind == "compiled" else "no")
     model = nn.Linear(4, 1)
@@ -190,7 +190,7 @@ def test_a_model_that_was_prepared_can_be_loaded_and_compiled_without_this_packa
         from torch import nn
 
         from nb_accelerate import Accelerator
-        from nb_accelerate.progress_page import here
+        from nb_accelerate.base.progress_page import here
 
         model = Accelerator(cpu=True).prepare(nn.Linear(2, 1))
         model(torch.ones(1, 2))

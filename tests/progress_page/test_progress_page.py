@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nb_accelerate import progress_page as pages
-from nb_accelerate.progress_page import Collective, PageReader, Phase, ProgressPage, Sample, layout
-from nb_accelerate.progress_page.sample import read
-from nb_accelerate.protocol.anonymous_file import anonymous_file
+from nb_accelerate.base import progress_page as pages
+from nb_accelerate.base.progress_page import Collective, PageReader, Phase, ProgressPage, Sample, layout
+from nb_accelerate.base.progress_page.sample import read
+from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 
 
 @pytest.fixture
@@ -451,7 +451,7 @@ def test_garbage_is_read_without_failing(garbage: bytes, at: int, seed: int) -> 
 
 WRITER = """
 import sys, time
-from nb_accelerate.progress_page import Phase, install
+from nb_accelerate.base.progress_page import Phase, install
 page = install(int(sys.argv[1]))
 page.begin_request()
 page.begin_loop(total=1000, rows=4, epoch=2, evaluates=False)
@@ -481,7 +481,7 @@ def test_the_page_of_a_rank_that_was_killed_says_where_it_was(reader: PageReader
 
 FLIPPER = """
 import sys
-from nb_accelerate.progress_page import install
+from nb_accelerate.base.progress_page import install
 page = install(int(sys.argv[1]))
 page.begin_request()
 print("ready", flush=True)

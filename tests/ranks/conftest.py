@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nb_accelerate.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.loop import RankLoop
 
 
 @pytest.fixture

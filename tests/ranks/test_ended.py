@@ -5,12 +5,12 @@ from __future__ import annotations
 from fixtures.actor_ranks import SOON, ActorRank
 
 from nb_accelerate.errors import DeadlockError
-from nb_accelerate.ranks.ended import ended_as
-from nb_accelerate.ranks.failures import STOPPED, Incident, IncidentKind, Wording, error_of
-from nb_accelerate.ranks.loop import RankLoop
-from nb_accelerate.ranks.proxy import RankProxy
-from nb_accelerate.ranks.request import Request
-from nb_accelerate.ranks.steps import call_steps
+from nb_accelerate.notebook.ranks.ended import ended_as
+from nb_accelerate.notebook.ranks.failures import STOPPED, Incident, IncidentKind, Wording, error_of
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.proxy import RankProxy
+from nb_accelerate.notebook.ranks.request import Request
+from nb_accelerate.notebook.ranks.steps import call_steps
 
 
 def test_in_a_deadlock_the_rank_that_left_is_marked_and_not_the_one_that_waits(loop: RankLoop) -> None:

@@ -10,11 +10,11 @@ import pytest
 from fixtures.actor_ranks import ActorRank, failure
 
 from nb_accelerate.errors import RankDiedError
-from nb_accelerate.pool.ending import wording
-from nb_accelerate.pool.rank import PoolRank
-from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, death, first_cause
-from nb_accelerate.ranks.loop import RankLoop
-from nb_accelerate.ranks.proxy import RankProxy
+from nb_accelerate.notebook.pool.ending import wording
+from nb_accelerate.notebook.pool.rank import PoolRank
+from nb_accelerate.notebook.ranks.failures import Incident, IncidentKind, Wording, death, first_cause
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.proxy import RankProxy
 
 
 def incident(kind: IncidentKind, when: float, **options: Any) -> Incident:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nb_accelerate.protocol.messages import InputRequest
-from nb_accelerate.ranks.failures import Wording
-from nb_accelerate.ranks.input_requests import InputRequests, PendingInput
-from nb_accelerate.ranks.request import Request
-from nb_accelerate.ranks.waiting import wait_for
+from nb_accelerate.notebook.protocol.messages import InputRequest
+from nb_accelerate.notebook.ranks.failures import Wording
+from nb_accelerate.notebook.ranks.input_requests import InputRequests, PendingInput
+from nb_accelerate.notebook.ranks.request import Request
+from nb_accelerate.notebook.ranks.waiting import wait_for
 
 
 def pending(rank: int) -> PendingInput:

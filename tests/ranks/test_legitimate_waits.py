@@ -23,19 +23,19 @@ import torch.distributed as dist
 from fixtures.actor_ranks import SOON, ActorRank
 
 from nb_accelerate.errors import DeadlockError
-from nb_accelerate.launch import Launch, notebook_launcher
-from nb_accelerate.ranks import hang
-from nb_accelerate.ranks.failures import Wording
-from nb_accelerate.ranks.hang import HangWatch
-from nb_accelerate.ranks.proxy import RankProxy
-from nb_accelerate.ranks.request import Request
-from nb_accelerate.ranks.steps import call_steps
-from nb_accelerate.ranks.timeouts import Timeouts
+from nb_accelerate.notebook.launch import Launch, notebook_launcher
+from nb_accelerate.notebook.ranks import hang
+from nb_accelerate.notebook.ranks.failures import Wording
+from nb_accelerate.notebook.ranks.hang import HangWatch
+from nb_accelerate.notebook.ranks.proxy import RankProxy
+from nb_accelerate.notebook.ranks.request import Request
+from nb_accelerate.notebook.ranks.steps import call_steps
+from nb_accelerate.notebook.ranks.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.ranks.loop import RankLoop
+    from nb_accelerate.notebook.ranks.loop import RankLoop
 
 QUICK = Timeouts(quiet=0.1, told=0.3, deadlock=0.6)
 LONG = 1.6

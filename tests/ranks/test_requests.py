@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from fixtures.actor_ranks import RESULT, SOON, ActorRank, Cell, begin, failure
 
+from nb_accelerate.base.progress_page.layout import Phase
+from nb_accelerate.base.progress_page.page import ProgressPage
 from nb_accelerate.errors import DeadlineError, PoolError
-from nb_accelerate.pool.ending import cell_steps
-from nb_accelerate.progress_page.layout import Phase
-from nb_accelerate.progress_page.page import ProgressPage
-from nb_accelerate.ranks.failures import Wording, error_of
-from nb_accelerate.ranks.guard import GuardedOutput
-from nb_accelerate.ranks.loop import RankLoop
-from nb_accelerate.ranks.proxy import RankProxy
-from nb_accelerate.ranks.request import Awaits, Request
-from nb_accelerate.ranks.request_output import RequestOutput
-from nb_accelerate.ranks.steps import call_steps, quit_steps
-from nb_accelerate.ranks.timeouts import NEVER, Timeouts
+from nb_accelerate.notebook.pool.ending import cell_steps
+from nb_accelerate.notebook.ranks.failures import Wording, error_of
+from nb_accelerate.notebook.ranks.guard import GuardedOutput
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.proxy import RankProxy
+from nb_accelerate.notebook.ranks.request import Awaits, Request
+from nb_accelerate.notebook.ranks.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.steps import call_steps, quit_steps
+from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
 
 
 def test_ranks_of_any_kind_answer_print_and_leave(loop: RankLoop) -> None:

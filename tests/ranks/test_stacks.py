@@ -17,21 +17,21 @@ from fixtures.deadlines import observing
 from fixtures.ranks import RunRanks
 
 import nb_accelerate
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, ONE_THREAD, STOPPED, listed, where
-from nb_accelerate.launch import Launch
-from nb_accelerate.progress_page import ProgressPage, layout
-from nb_accelerate.protocol.messages import Parcel, Result
-from nb_accelerate.ranks import deadlock, hang, proxy
-from nb_accelerate.ranks.deadlock import DeadlockWatch
-from nb_accelerate.ranks.failures import Wording
-from nb_accelerate.ranks.hang import HangWatch
-from nb_accelerate.ranks.loop import RankLoop
-from nb_accelerate.ranks.panel import RequestView
-from nb_accelerate.ranks.proxy import RankProxy
-from nb_accelerate.ranks.request import Request
-from nb_accelerate.ranks.status import locate_ranks
-from nb_accelerate.ranks.steps import call_steps
-from nb_accelerate.ranks.timeouts import Timeouts
+from nb_accelerate.base.progress_page import ProgressPage, layout
+from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL, ONE_THREAD, STOPPED, listed, where
+from nb_accelerate.notebook.launch import Launch
+from nb_accelerate.notebook.protocol.messages import Parcel, Result
+from nb_accelerate.notebook.ranks import deadlock, hang, proxy
+from nb_accelerate.notebook.ranks.deadlock import DeadlockWatch
+from nb_accelerate.notebook.ranks.failures import Wording
+from nb_accelerate.notebook.ranks.hang import HangWatch
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.panel import RequestView
+from nb_accelerate.notebook.ranks.proxy import RankProxy
+from nb_accelerate.notebook.ranks.request import Request
+from nb_accelerate.notebook.ranks.status import locate_ranks
+from nb_accelerate.notebook.ranks.steps import call_steps
+from nb_accelerate.notebook.ranks.timeouts import Timeouts
 
 if TYPE_CHECKING:
     pass
@@ -84,8 +84,8 @@ def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(lo
 
 def test_a_rank_that_waits_for_its_next_request_is_outside_of_users_code() -> None:
     dump = (
-        'Stack (most recent call first):\n  File "/x/nb_accelerate/protocol/channel.py", line 155 in _recv_fds\n'
-        '  File "/x/nb_accelerate/worker/rank.py", line 9 in serve\n  File "<string>", line 1 in <module>\n'
+        'Stack (most recent call first):\n  File "/x/nb_accelerate/notebook/protocol/channel.py", line 155 in _recv_fds\n'
+        '  File "/x/nb_accelerate/notebook/worker/rank.py", line 9 in serve\n  File "<string>", line 1 in <module>\n'
     )
     assert where(dump) == "outside your code"
 
@@ -154,7 +154,7 @@ JOINS = dump(
 )
 COMPUTES = dump('/torch/autograd/graph.py", line 5 in _engine_run_backward', 'train.py", line 7 in train')
 CALLS = dump('/torch/distributed/rpc/api.py", line 9 in rpc_sync', 'train.py", line 7 in train')
-IDLE = dump('/nb_accelerate/worker/rank.py", line 9 in serve')
+IDLE = dump('/nb_accelerate/notebook/worker/rank.py", line 9 in serve')
 LOADS = dump('train.py", line 8 in load')
 
 

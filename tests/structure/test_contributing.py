@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.config.checks import suggest
-from nb_accelerate.tracking.select import TRACKERS
+from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.training.tracking.select import TRACKERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nb_accelerate"
@@ -160,9 +160,9 @@ def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
     shown = _run(
         copy,
-        "from nb_accelerate.display.html import render\n"
-        "from nb_accelerate.display.state import PanelState\n"
-        "from nb_accelerate.display.view import Facts\n"
+        "from nb_accelerate.notebook.display.html import render\n"
+        "from nb_accelerate.notebook.display.state import PanelState\n"
+        "from nb_accelerate.notebook.display.view import Facts\n"
         "state = PanelState(Facts(name='train', setup=()), [0, 1], 0.0)\n"
         "print(render(state.view(1.0)))",
     )
@@ -172,7 +172,7 @@ def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
 
 MIRROR = """\
 from dataclasses import dataclass
-from nb_accelerate.strategies.strategy import Strategy
+from nb_accelerate.training.strategies.strategy import Strategy
 
 @dataclass(frozen=True)
 class MirrorPlugin:
@@ -195,12 +195,14 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
     (strategies / "mirror.py").write_text(MIRROR)
     _insert(
         copy / "nb_accelerate" / "__init__.pyi",
-        "from nb_accelerate.state import",
-        "from nb_accelerate.strategies.mirror import MirrorPlugin as MirrorPlugin\n",
+        "from nb_accelerate.training.state import",
+        "from nb_accelerate.training.strategies.mirror import MirrorPlugin as MirrorPlugin\n",
     )
     select = strategies / "select.py"
     _insert(
-        select, "from nb_accelerate.strategies.single", "from nb_accelerate.strategies.mirror import MirrorStrategy\n"
+        select,
+        "from nb_accelerate.training.strategies.single",
+        "from nb_accelerate.training.strategies.mirror import MirrorStrategy\n",
     )
     _insert(select, "    fsdp: Fully", "    mirror: Any = None\n")
     _insert(
@@ -235,7 +237,7 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
 
 
 ABACUS = """\
-from nb_accelerate.devices.kind import DeviceKind
+from nb_accelerate.base.devices.kind import DeviceKind
 
 ABACUS = DeviceKind(
     name="meta",  # torch has no others without hardware
@@ -255,7 +257,7 @@ def test_a_device_is_added_by_the_files_of_its_row(copy: Path):
         pytest.skip("there is no table of devices yet")
     table = copy / "nb_accelerate" / "devices" / "table.py"
     (table.parent / "abacus.py").write_text(ABACUS)
-    _insert(table, "from nb_accelerate.devices.kind", "from nb_accelerate.devices.abacus import ABACUS\n")
+    _insert(table, "from nb_accelerate.base.devices.kind", "from nb_accelerate.base.devices.abacus import ABACUS\n")
     listed = table.read_text(encoding="utf-8").replace("DEVICE_KINDS: list[DeviceKind] = [", "DEVICE_KINDS = [ABACUS, ")
     table.write_text(listed, encoding="utf-8")
     new, lines, _ = _rows()["device"]
@@ -277,7 +279,7 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
         pytest.skip("there is no table of start methods yet")
     (copy / "nb_accelerate" / "launch" / "careful.py").write_text(
         "import contextlib\n"
-        "from nb_accelerate.launch.servers import ColdServer\n"
+        "from nb_accelerate.notebook.launch.servers import ColdServer\n"
         "@contextlib.contextmanager\n"
         "def careful(options):\n"
         "    print('starting carefully')\n"
@@ -287,7 +289,7 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
     _insert(
         copy / "nb_accelerate" / "start_methods.py",
         '        StartMethod(name="inline"',
-        '        StartMethod(name="careful", starter="nb_accelerate.launch.careful:careful"),\n',
+        '        StartMethod(name="careful", starter="nb_accelerate.notebook.launch.careful:careful"),\n',
     )
     new, lines, _ = _rows()["start method or engine"]
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])

@@ -40,19 +40,21 @@ def test_unloading_undoes_what_loading_did(shell: InteractiveShell):
 
 def test_unloading_gives_the_warm_processes_back(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch):
     closed = []
-    monkeypatch.setitem(sys.modules, "nb_accelerate.launch", SimpleNamespace(close=lambda: closed.append(True)))
+    monkeypatch.setitem(
+        sys.modules, "nb_accelerate.notebook.launch", SimpleNamespace(close=lambda: closed.append(True))
+    )
     nb_accelerate.unload_ipython_extension(shell)
     assert closed == [True]
 
 
 def test_unloading_where_nothing_was_launched_loads_nothing(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "nb_accelerate.launch", raising=False)
+    monkeypatch.delitem(sys.modules, "nb_accelerate.notebook.launch", raising=False)
     nb_accelerate.unload_ipython_extension(shell)
-    assert "nb_accelerate.launch" not in sys.modules
+    assert "nb_accelerate.notebook.launch" not in sys.modules
 
 
 def test_the_launcher_has_what_unloading_calls():
-    from nb_accelerate import launch
+    from nb_accelerate.notebook import launch
 
     launch.close()  # also where nothing is running
     launch.close()

@@ -83,7 +83,7 @@ def test_a_tree_that_keeps_the_rules_passes(tree: Path):
             "def late():\n    from nb_accelerate import trainer",
             "maths (level 1) imports trainer (level 2)",
         ),
-        ("trainer/loop.py", "import nb_accelerate.launch", "trainer (level 2) imports launch (level 2)"),
+        ("trainer/loop.py", "import nb_accelerate.notebook.launch", "trainer (level 2) imports launch (level 2)"),
         ("launch/start.py", "import nb_accelerate.maths", "launch (notebook half) imports maths (training half)"),
         ("trainer/loop.py", "import nb_accelerate.wire", "trainer (training half) imports wire (notebook half)"),
         ("wire/send.py", "import torch", "wire (notebook half) imports torch when it is imported"),

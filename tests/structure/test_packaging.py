@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from structure.layers import imports_of
 
-from nb_accelerate.config.versions import LOWEST
+from nb_accelerate.base.config.versions import LOWEST
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,7 +14,7 @@ from structure.public_api import SNAPSHOT, describe
 
 import nb_accelerate
 import nb_accelerate.utils
-from nb_accelerate import lazy
+from nb_accelerate.base import lazy
 
 
 def test_the_public_names_and_signatures_are_those_of_the_snapshot():
@@ -126,7 +126,7 @@ def test_a_strict_type_checker_accepts_each_public_name(tmp_path: Path):
     )
     said = [line.partition(": ")[2] for line in run.stdout.splitlines() if line.startswith(str(script))]
     assert len(said) == 4, run.stdout
-    assert "nb_accelerate.accelerator.accelerator.Accelerator" in said[0]
+    assert "nb_accelerate.training.accelerator.accelerator.Accelerator" in said[0]
     assert [line.rpartition(".")[2].strip('"') for line in said[1:3]] == ["Values", "Launch"]
     assert "Accelerater" in said[3]
 

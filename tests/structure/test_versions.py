@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nb_accelerate.base.config.versions import LOWEST, is_too_old
 from nb_accelerate.cli import main
-from nb_accelerate.config.versions import LOWEST, is_too_old
 
 OLD = [
     ("ipython", "7.33.0", "7.34"),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nb_accelerate.process import context
+from nb_accelerate.training.process import context
 
 
 @pytest.fixture(autouse=True)

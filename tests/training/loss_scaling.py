@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.kwargs import GradScalerKwargs
-from nb_accelerate.process import context
+from nb_accelerate.base.config.kwargs import GradScalerKwargs
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
 
 MODELS = 2
 

@@ -71,7 +71,7 @@ def train(where: str, every: str, in_background: bool, pause: float, ranks: int)
 
 def _set_clock() -> None:
     """Have checkpoints of attempts be dated an hour early and an hour late, in turn."""
-    from nb_accelerate.checkpoint import manifest
+    from nb_accelerate.training.checkpoint import manifest
 
     hours = 1 if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) % 2 else -1
 

@@ -22,17 +22,17 @@ from fixtures.ranks import RunRanks
 from torch import nn
 
 import nb_accelerate
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint import state
-from nb_accelerate.checkpoint.background import StoreExchange, saves
-from nb_accelerate.checkpoint.files import load_state_dict, write
-from nb_accelerate.checkpoint.host_copies import HostCopies
-from nb_accelerate.config.project import ProjectConfiguration
+from nb_accelerate.base.config.project import ProjectConfiguration
+from nb_accelerate.base.progress_page import Phase, here, layout, page
+from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.process import context, group
-from nb_accelerate.progress_page import Phase, here, layout, page
-from nb_accelerate.progress_page.sample import read
-from nb_accelerate.strategies.parts import OptimizerPart
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.checkpoint import state
+from nb_accelerate.training.checkpoint.background import StoreExchange, saves
+from nb_accelerate.training.checkpoint.files import load_state_dict, write
+from nb_accelerate.training.checkpoint.host_copies import HostCopies
+from nb_accelerate.training.process import context, group
+from nb_accelerate.training.strategies.parts import OptimizerPart
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_all_ranks_raise_an_error_in_the_background_after_the_same_step(run_rank
     def train(where: str) -> Any:
         from training.test_background_saves import _trained
 
-        from nb_accelerate.checkpoint import state
+        from nb_accelerate.training.checkpoint import state
 
         accelerator, _, optimizer = _trained()
         rank = accelerator.process_index
@@ -168,7 +168,7 @@ def test_ranks_that_save_in_the_background_all_learn_how_it_ended(run_ranks: Run
         import torch
         from training.test_background_saves import _filled
 
-        from nb_accelerate.checkpoint import state
+        from nb_accelerate.training.checkpoint import state
 
         accelerator, model, _ = _filled(1.0)
         handle = accelerator.save_state(where, async_save=True)
@@ -232,7 +232,7 @@ def test_a_second_signal_ends_a_process_that_had_no_handler(tmp_path: Path):
     program = (
         "import os, signal, sys, torch\n"
         "from nb_accelerate import Accelerator\n"
-        "from nb_accelerate.config.project import ProjectConfiguration\n"
+        "from nb_accelerate.base.config.project import ProjectConfiguration\n"
         "project = ProjectConfiguration(sys.argv[1], save_on_signal='SIGTERM')\n"
         "accelerator = Accelerator(cpu=True, project_config=project)\n"
         "loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.0)))\n"
@@ -344,7 +344,7 @@ def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: Run
     def save(where: str) -> None:
         from training.test_background_saves import _filled
 
-        from nb_accelerate.checkpoint import state
+        from nb_accelerate.training.checkpoint import state
 
         accelerator, _, _ = _filled(1.0)
         state.write = lambda *_, **__: (_ for _ in ()).throw(ZeroDivisionError("on purpose"))
@@ -367,7 +367,7 @@ def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Pat
     program = (
         "import atexit, multiprocessing, os, sys, threading\n"
         "from training.test_background_saves import _filled\n"
-        "from nb_accelerate.checkpoint import state\n"
+        "from nb_accelerate.training.checkpoint import state\n"
         "too_late = threading.Event()\n"
         "write = state.StateWriter.write\n"
         "def write_later(*args):\n"

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nb_accelerate import utils
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.options import note_use
+from nb_accelerate.base.config.options import note_use
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.utils import (
     AutocastKwargs,
     DataLoaderConfiguration,

@@ -15,10 +15,10 @@ import torch
 from fixtures.ranks import RunRanks
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint.checksums import Recorder, Verification
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.process import context, group
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.checkpoint.checksums import Recorder, Verification
+from nb_accelerate.training.process import context, group
 
 
 @pytest.fixture(autouse=True)
@@ -328,8 +328,8 @@ def test_a_rank_that_fails_while_saving_fails_all_and_training_goes_on(run_ranks
 
         from training.test_checkpoint_damage import Run
 
-        from nb_accelerate.checkpoint import state
-        from nb_accelerate.checkpoint.manifest import Manifest
+        from nb_accelerate.training.checkpoint import state
+        from nb_accelerate.training.checkpoint.manifest import Manifest
 
         run = Run()
         run.accelerator.save_state(where)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import nb_accelerate
-from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.process import context
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
 
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "link", "unlink")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)

@@ -15,11 +15,11 @@ import torch
 from fixtures.ranks import RunRanks
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint.model import load_checkpoint_in_model
-from nb_accelerate.config.project import ProjectConfiguration
+from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.process import context, group
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model
+from nb_accelerate.training.process import context, group
 
 
 @pytest.fixture(autouse=True)
@@ -331,8 +331,8 @@ def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ran
 
         from training.test_checkpoint_folders import _numbering
 
-        from nb_accelerate.checkpoint import sharing
         from nb_accelerate.errors import CheckpointError
+        from nb_accelerate.training.checkpoint import sharing
 
         rank = int(os.environ["RANK"])
         own = Path(root) / f"disk {rank}"

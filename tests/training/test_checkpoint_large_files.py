@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from nb_accelerate import Accelerator
-from nb_accelerate.checkpoint.checksums import BLOCK
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.process import context
+from nb_accelerate.training.checkpoint.checksums import BLOCK
+from nb_accelerate.training.process import context
 
 PLACES = (0.0, 0.3, 0.5, 0.9, 1.0)
 """Parts of a file of two blocks after which a bit is flipped."""

@@ -14,10 +14,10 @@ import pytest
 import torch
 from training.test_checkpoint_folders import _filled
 
-from nb_accelerate.checkpoint import publishing
-from nb_accelerate.checkpoint.publishing import Staging
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.process import context, group
+from nb_accelerate.training.checkpoint import publishing
+from nb_accelerate.training.checkpoint.publishing import Staging
+from nb_accelerate.training.process import context, group
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ from fixtures.ranks import RunRanks
 from safetensors.torch import load_file
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint.numbered import numbered
-from nb_accelerate.config.project import ProjectConfiguration
+from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context, group
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.checkpoint.numbered import numbered
+from nb_accelerate.training.process import context, group
 
 
 @pytest.fixture(autouse=True)

@@ -18,13 +18,13 @@ from fixtures.ranks import RunRanks
 from torch import nn
 
 import nb_accelerate
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint import manifest
-from nb_accelerate.checkpoint.background import saves
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.config.project import ProjectConfiguration, SaveInterval
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
+from nb_accelerate.base.config.project import ProjectConfiguration, SaveInterval
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.process import context, group
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.checkpoint import manifest
+from nb_accelerate.training.checkpoint.background import saves
+from nb_accelerate.training.process import context, group
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_while_it_saves_in_the_background_holds_up_nobody(
 
         from training.test_checkpoints_together import _accelerator
 
-        from nb_accelerate.checkpoint import state
+        from nb_accelerate.training.checkpoint import state
 
         accelerator = _accelerator()
         if accelerator.process_index == 1:
@@ -102,7 +102,7 @@ def test_a_rank_that_is_interrupted_as_a_save_begins_ends_it_for_all_and_the_nex
     def save(where: str) -> str:
         from training.test_checkpoints_together import _accelerator
 
-        from nb_accelerate.checkpoint.background import saves
+        from nb_accelerate.training.checkpoint.background import saves
 
         accelerator = _accelerator()
         told = ""
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_leaves_the_others_the_time_to_end_a_save_in_the_backg
         import torch
         from training.test_checkpoints_together import _accelerator
 
-        from nb_accelerate.checkpoint import state
+        from nb_accelerate.training.checkpoint import state
 
         accelerator = _accelerator()
         write = state.StateWriter.write

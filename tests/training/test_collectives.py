@@ -11,15 +11,22 @@ import pytest
 import torch
 
 from nb_accelerate import utils
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.comm import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
 from nb_accelerate.errors import (
     CannotPadNestedTensorWarning,
     CollectiveMismatchError,
     ConfigError,
     DistributedOperationException,
 )
-from nb_accelerate.pytree import find_batch_size, map_tensors, paths_of_tensors, send_to_device, tensors_in
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.comm import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from nb_accelerate.training.pytree import find_batch_size, map_tensors, paths_of_tensors, send_to_device, tensors_in
 from nb_accelerate.utils import copy_tensor_to_devices
 
 Point = namedtuple("Point", ["x", "y"])
@@ -172,7 +179,7 @@ def test_one_process_exchanges_with_itself():
 
 def test_a_structure_of_small_tensors_travels_in_one_collective(run_ranks):
     def count():
-        from nb_accelerate.comm import TorchCollectives
+        from nb_accelerate.training.comm import TorchCollectives
 
         calls = []
         whole = TorchCollectives.all_gather

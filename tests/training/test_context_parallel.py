@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.training.accelerator import Accelerator
 
 
 @pytest.mark.slow

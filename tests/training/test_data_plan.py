@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from nb_accelerate.data.iterable import IterableDatasetShard, LastRow, MarkingShard
-from nb_accelerate.data.plan import GroupRows, ShardPlan
-from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.data.shuffling import RowNumbers
-from nb_accelerate.data.split import split_between
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.data.iterable import IterableDatasetShard, LastRow, MarkingShard
+from nb_accelerate.training.data.plan import GroupRows, ShardPlan
+from nb_accelerate.training.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.training.data.shuffling import RowNumbers
+from nb_accelerate.training.data.split import split_between
 
 CASES = {
     "rows": st.integers(0, 60),

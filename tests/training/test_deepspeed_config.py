@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from nb_accelerate import Accelerator, DeepSpeedPlugin, MissingDependencyError, NotPreparedError
-from nb_accelerate.config.deepspeed_choice import resolve_deepspeed
-from nb_accelerate.config.deepspeed_json import HfDeepSpeedConfig, contradictions, filled
-from nb_accelerate.config.env import Environment
-from nb_accelerate.config.file import read_config
-from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
-from nb_accelerate.config.parallelism import ParallelismConfig
+from nb_accelerate.base.config.deepspeed_choice import resolve_deepspeed
+from nb_accelerate.base.config.deepspeed_json import HfDeepSpeedConfig, contradictions, filled
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.file import read_config
+from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
+from nb_accelerate.base.config.parallelism import ParallelismConfig
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.deepspeed.resolve import Run, engine_config
-from nb_accelerate.strategies.select import resolve_engines
+from nb_accelerate.training.strategies.deepspeed.resolve import Run, engine_config
+from nb_accelerate.training.strategies.select import resolve_engines
 from nb_accelerate.utils import DummyOptim, DummyScheduler, FullyShardedDataParallelPlugin
 
 RUN = Run(precision="no", world_size=2, accumulation_steps=4, batch_sizes=(8,))
@@ -178,7 +178,7 @@ def test_what_is_given_replaces_another_engine_of_an_accelerator_before():
 
 def test_without_deepspeed_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    from nb_accelerate.strategies.deepspeed.library import import_deepspeed
+    from nb_accelerate.training.strategies.deepspeed.library import import_deepspeed
 
     with pytest.raises(MissingDependencyError, match="pip install deepspeed"):
         import_deepspeed("cpu")

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nb_accelerate.config.env import Environment
+from nb_accelerate.base.config.env import Environment
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context, devices, group
-from nb_accelerate.process.setup import setup_process
+from nb_accelerate.training.process import context, devices, group
+from nb_accelerate.training.process.setup import setup_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,8 +24,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 import nb_accelerate
 import nb_accelerate.utils
 from nb_accelerate.errors import ConfigError, MissingDependencyError, NotPreparedError
-from nb_accelerate.launch import notebook_launcher
-from nb_accelerate.state import AcceleratorState, GradientState, PartialState
+from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.training.state import AcceleratorState, GradientState, PartialState
 
 accelerate = pytest.importorskip("accelerate")
 

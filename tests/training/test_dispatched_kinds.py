@@ -11,10 +11,10 @@ import torch
 from fixtures.batch_kinds import KINDS
 from torch.utils.data import DataLoader, IterableDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data import skip_first_batches
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.errors import ConfigError, DispatchError
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data import skip_first_batches
 
 
 class Stream(IterableDataset):

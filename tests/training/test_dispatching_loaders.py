@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data.dispatcher import DataLoaderDispatcher
-from nb_accelerate.data.packing import pack, unpack, write
-from nb_accelerate.data.plan import part_bounds
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.errors import ConfigError, DispatchError
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher
+from nb_accelerate.training.data.packing import pack, unpack, write
+from nb_accelerate.training.data.plan import part_bounds
 
 Pair = namedtuple("Pair", ["inputs", "numbers"])
 
@@ -209,7 +209,7 @@ def test_a_loop_that_is_left_early_starts_anew(run_ranks):
 
 def test_a_batch_takes_one_collective(run_ranks):
     def count():
-        from nb_accelerate.comm import TorchCollectives
+        from nb_accelerate.training.comm import TorchCollectives
 
         calls = []
         for name in ("scatter", "broadcast_objects", "broadcast", "all_gather", "all_gather_object"):

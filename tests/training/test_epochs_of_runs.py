@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate import Accelerator
+from nb_accelerate.base.progress_page import Sample, here
+from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.progress_page import Sample, here
-from nb_accelerate.progress_page.sample import read
 
 EPOCHS = 2
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.file import read_config
-from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
-from nb_accelerate.config.precision import PrecisionType
-from nb_accelerate.devices.cuda import CUDA
-from nb_accelerate.devices.mps import MPS
+from nb_accelerate.base.config.file import read_config
+from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
+from nb_accelerate.base.config.precision import PrecisionType
+from nb_accelerate.base.devices.cuda import CUDA
+from nb_accelerate.base.devices.mps import MPS
 from nb_accelerate.errors import ConfigError, MissingDependencyError
-from nb_accelerate.precision import select_precision
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.precision import select_precision
 from nb_accelerate.utils import AORecipeKwargs
 
 

@@ -19,7 +19,7 @@ from nb_accelerate import Accelerator, debug_launcher, utils
 from nb_accelerate.data_loader import SkipDataLoader, get_sampler, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optimizer import move_to_device
-from nb_accelerate.process import context, group
+from nb_accelerate.training.process import context, group
 
 Point = namedtuple("Point", "x y")
 
@@ -419,7 +419,7 @@ def test_versions_are_compared(monkeypatch):
 
 
 def test_a_package_is_not_a_folder_of_its_name(tmp_path: Path, monkeypatch):
-    from nb_accelerate.config.installed import is_installed
+    from nb_accelerate.base.config.installed import is_installed
 
     (tmp_path / "clearml").mkdir()
     (tmp_path / "clearml" / "run.txt").write_text("")

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.process import context
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
 from nb_accelerate.utils import (
     load_fsdp_model,
     load_fsdp_optimizer,

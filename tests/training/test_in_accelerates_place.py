@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.distributed import DistributedType
-from nb_accelerate.process import context
-from nb_accelerate.state import AcceleratorState, GradientState, PartialState
+from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
+from nb_accelerate.training.state import AcceleratorState, GradientState, PartialState
 
 REPLACE = """
 import importlib, pkgutil, sys
@@ -118,4 +118,4 @@ optimizer.step()
 print(PartialState._shared_state["distributed_type"] == DistributedType.NO, type(optimizer).__module__)
 """
     run = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True)
-    assert run.stdout.split() == ["True", "nb_accelerate.optim.optimizer"], run.stderr
+    assert run.stdout.split() == ["True", "nb_accelerate.training.optim.optimizer"], run.stderr

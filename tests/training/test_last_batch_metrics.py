@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch.utils.data import DataLoader
 
-from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.training.accelerator import Accelerator
 
 ROWS, BATCH = 21, 8
 SCRIPT = f"""

@@ -21,7 +21,7 @@ from nb_accelerate.data_loader import (
     skip_first_batches,
 )
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.state import GradientState
+from nb_accelerate.training.state import GradientState
 
 
 class Rows(Dataset):

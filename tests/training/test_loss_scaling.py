@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from training.loss_scaling import compare
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.kwargs import GradScalerKwargs
+from nb_accelerate.base.config.kwargs import GradScalerKwargs
 from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.training.accelerator import Accelerator
 
 
 def test_random_programs_are_bit_equal_to_a_plain_scaler_loop():

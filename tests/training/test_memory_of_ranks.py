@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-from nb_accelerate.progress_page import RankMemory, here
-from nb_accelerate.progress_page.sample import read
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from nb_accelerate.base.progress_page import RankMemory, here
+from nb_accelerate.base.progress_page.sample import read
+from nb_accelerate.training.accelerator import Accelerator
 
 WIDTH = 512
 

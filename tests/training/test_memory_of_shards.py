@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
-from nb_accelerate.config.parallelism import ParallelismConfig
-from nb_accelerate.config.tensor_parallel import TorchTensorParallelConfig
-from nb_accelerate.process import context
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
+from nb_accelerate.base.config.parallelism import ParallelismConfig
+from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
 
 WIDTH, BLOCKS = 256, 6
 FLOATS = BLOCKS * 2 * WIDTH * WIDTH

@@ -11,10 +11,10 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.data.samplers import BatchSamplerShard
-from nb_accelerate.data.split import split_between
-from nb_accelerate.pytree import send_to_device
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data.samplers import BatchSamplerShard
+from nb_accelerate.training.data.split import split_between
+from nb_accelerate.training.pytree import send_to_device
 
 
 class Graph:

@@ -11,11 +11,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.accumulation import GradientAccumulationPlugin
-from nb_accelerate.config.dynamo import TorchDynamoPlugin
-from nb_accelerate.config.env import Environment
-from nb_accelerate.config.kwargs import (
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.base.config.dynamo import TorchDynamoPlugin
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.kwargs import (
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -23,11 +22,12 @@ from nb_accelerate.config.kwargs import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.config.parallelism import ParallelismConfig
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
+from nb_accelerate.base.config.parallelism import ParallelismConfig
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context
-from nb_accelerate.process.rng import set_seed
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
+from nb_accelerate.training.process.rng import set_seed
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_seeds_make_numbers_repeat_and_ranks_differ_when_asked(run_ranks):
 
         import numpy as np
 
-        from nb_accelerate.accelerator import Accelerator
+        from nb_accelerate.training.accelerator import Accelerator
 
         set_seed(3, device_specific=True)  # known to the environment before there is an Accelerator
         early = torch.rand(1).item()
@@ -200,7 +200,7 @@ def test_seeds_make_numbers_repeat_and_ranks_differ_when_asked(run_ranks):
 
 def test_options_and_topology_import_no_torch():
     code = (
-        "import sys, nb_accelerate.topology, nb_accelerate.config.kwargs, nb_accelerate.config.loader, "
-        "nb_accelerate.config.accumulation, nb_accelerate.config.precision; sys.exit('torch' in sys.modules)"
+        "import sys, nb_accelerate.base.topology, nb_accelerate.base.config.kwargs, nb_accelerate.base.config.loader, "
+        "nb_accelerate.base.config.accumulation, nb_accelerate.base.config.precision; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from nb_accelerate import Accelerator, DataLoaderConfiguration
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.process import context
+from nb_accelerate.training.process import context
 
 ROWS = 22
 

@@ -13,10 +13,10 @@ import torch
 import torch.multiprocessing
 
 from nb_accelerate import Accelerator, PartialState, utils
-from nb_accelerate.devices.cuda import pci_address
+from nb_accelerate.base.devices.cuda import pci_address
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import affinity
-from nb_accelerate.process.rng import RNGType, synchronize
+from nb_accelerate.training.process import affinity
+from nb_accelerate.training.process.rng import RNGType, synchronize
 
 NAMES = ("RANK", "LOCAL_RANK", "FORK_LAUNCHED")
 
@@ -92,7 +92,7 @@ def test_cores_are_left_alone_where_there_is_no_device_or_no_word_of_it(tmp_path
     assert affinity.near_cores("0000:99:00.0", tmp_path) == set()
     assert os.sched_getaffinity(0) == before
     asked = []
-    monkeypatch.setattr("nb_accelerate.process.setup.set_numa_affinity", asked.append)
+    monkeypatch.setattr("nb_accelerate.training.process.setup.set_numa_affinity", asked.append)
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
     PartialState._reset_state()
     PartialState(cpu=True)

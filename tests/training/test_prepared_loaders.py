@@ -23,10 +23,10 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.data_loader import DataLoaderShard, IterableDatasetShard, SeedableRandomSampler
 from nb_accelerate.errors import CollectiveMismatchError, ConfigError
+from nb_accelerate.training.accelerator import Accelerator
 
 Pair = namedtuple("Pair", ["inputs", "numbers"])
 

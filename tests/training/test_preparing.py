@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.accelerator.compiling import repeated_blocks
-from nb_accelerate.accelerator.local_sgd import LocalSGD
-from nb_accelerate.config.accumulation import GradientAccumulationPlugin
-from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin, resolve_dynamo
-from nb_accelerate.config.env import Environment
-from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.base.config.dynamo import DynamoBackend, TorchDynamoPlugin, resolve_dynamo
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
 from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.accelerator.compiling import repeated_blocks
+from nb_accelerate.training.accelerator.local_sgd import LocalSGD
 
 
 def pair(seed=0):

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.distributed import DistributedType
-from nb_accelerate.config.env import Environment
+from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context, devices, group
-from nb_accelerate.process.setup import setup_process
-from nb_accelerate.topology import Topology, read_topology
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context, devices, group
+from nb_accelerate.training.process.setup import setup_process
 
 
 @pytest.fixture(autouse=True)

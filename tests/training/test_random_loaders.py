@@ -25,9 +25,9 @@ from torch.utils.data import (
 )
 from training.test_kinds_of_batches import KINDS as BATCHES
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data import skip_first_batches
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data import skip_first_batches
 
 WORLD = 2
 KINDS = (

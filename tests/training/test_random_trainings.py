@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
+from nb_accelerate.training.accelerator import Accelerator
 
 WORLD = 2
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.accelerator.memory_report import MemoryReport
-from nb_accelerate.accelerator.replicas import Replicas
-from nb_accelerate.strategies.model_memory import measure
-from nb_accelerate.tracking import GeneralTracker
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.accelerator.memory_report import MemoryReport
+from nb_accelerate.training.accelerator.replicas import Replicas
+from nb_accelerate.training.strategies.model_memory import measure
+from nb_accelerate.training.tracking import GeneralTracker
 
 
 def train() -> list[float]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data import skip_first_batches
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data import skip_first_batches
 
 
 class Stream(IterableDataset):

@@ -11,10 +11,10 @@ import torch
 from fixtures.ranks import RunRanks
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint.model import load_checkpoint_in_model
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.process import context, group
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model
+from nb_accelerate.training.process import context, group
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.kwargs import GradScalerKwargs
-from nb_accelerate.process import context
-from nb_accelerate.state import GradientState
+from nb_accelerate.base.config.kwargs import GradScalerKwargs
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
+from nb_accelerate.training.state import GradientState
 
 ROWS, BATCH, STEPS = 20, 2, 2
 FP16 = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=1024.0, growth_interval=3)]}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint.merging import merge_weights
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.process import context
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.checkpoint.merging import merge_weights
+from nb_accelerate.training.process import context
 
 ROWS = 8
 

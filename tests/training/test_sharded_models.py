@@ -10,11 +10,11 @@ from fixtures.block_models import Model, Tied
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-from nb_accelerate.config.kwargs import GradScalerKwargs
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from nb_accelerate.base.config.kwargs import GradScalerKwargs
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.shards import gather_whole, local_part
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.strategies.shards import gather_whole, local_part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,7 +162,7 @@ def test_an_optimizer_that_has_stepped_keeps_its_state_and_a_window_that_was_lef
 @pytest.mark.slow
 def test_a_checkpoint_of_shards_is_that_of_a_whole_model_and_the_other_way_round(run_ranks, tmp_path: Path):
     def train(sharded: bool, load: Path | None, save: Path) -> Any:
-        from nb_accelerate.process import context
+        from nb_accelerate.training.process import context
 
         context.reset()
         whole = Plugin(state_dict_type="FULL_STATE_DICT")

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.env import Environment
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin, resolve_fsdp
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plugin, resolve_fsdp
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties, find_blocks
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.strategies.blocks import blocks_by_class, blocks_by_size, check_ties, find_blocks
 
 
 def test_tied_weights_in_two_blocks_are_refused_by_name():

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from nb_accelerate.process import rng
-from nb_accelerate.process.devices import device_kind
+from nb_accelerate.training.process import rng
+from nb_accelerate.training.process.devices import device_kind
 
 
 def test_ranks_that_use_different_devices_share_the_state_of_the_one_that_each_uses() -> None:

@@ -15,10 +15,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data import skip_first_batches
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data import skip_first_batches
 
 
 class Counted(Dataset):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data import DataLoaderShard, skip_first_batches
-from nb_accelerate.data.dispatcher import DataLoaderDispatcher
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.data_loader import SkipDataLoader
 from nb_accelerate.errors import CheckpointError, MissingDependencyError
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data import DataLoaderShard, skip_first_batches
+from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher
 
 pytest.importorskip("torchdata")
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.accumulation import GradientAccumulationPlugin
-from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.base.config.distributed import DistributedType
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context, group
-from nb_accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context, group
+from nb_accelerate.training.state import AcceleratorState, GradientState, PartialState, is_initialized
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_an_argument_that_is_not_one_is_named():
 
 def test_states_and_accelerator_agree_on_every_rank(run_ranks):
     def run():
-        from nb_accelerate.state import AcceleratorState, PartialState
+        from nb_accelerate.training.state import AcceleratorState, PartialState
 
         before = PartialState(cpu=True)
         accelerator = Accelerator()

@@ -18,17 +18,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.accelerator.steering import change_learning_rate
-from nb_accelerate.config.project import ProjectConfiguration
-from nb_accelerate.display.panel import Action
+from nb_accelerate.base.config.project import ProjectConfiguration
+from nb_accelerate.base.progress_page import Phase, Sample, here
+from nb_accelerate.base.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP, CommandWriter
+from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
-from nb_accelerate.launch import Launch, notebook_launcher
-from nb_accelerate.process import context
-from nb_accelerate.progress_page import Phase, Sample, here
-from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP, CommandWriter
-from nb_accelerate.progress_page.sample import read
-from nb_accelerate.ranks.steering import steering_actions
+from nb_accelerate.notebook.display.panel import Action
+from nb_accelerate.notebook.launch import Launch, notebook_launcher
+from nb_accelerate.notebook.ranks.steering import steering_actions
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.accelerator.steering import change_learning_rate
+from nb_accelerate.training.process import context
 
 
 def _train(where: str, epochs: int, uses_epochs: bool) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _train(where: str, epochs: int, uses_epochs: bool) -> dict[str, Any]:
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from nb_accelerate.accelerator import Accelerator
+    from nb_accelerate.training.accelerator import Accelerator
 
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True)
@@ -306,7 +306,7 @@ def test_a_rank_that_takes_no_steps_is_named_and_the_others_go_on(tmp_path: Path
         import torch
         from torch import nn
 
-        from nb_accelerate.accelerator import Accelerator
+        from nb_accelerate.training.accelerator import Accelerator
 
         accelerator = Accelerator(cpu=True)
         _, optimizer = accelerator.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-from nb_accelerate.config.parallelism import ParallelismConfig
-from nb_accelerate.config.tensor_parallel import TorchTensorParallelConfig
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from nb_accelerate.base.config.parallelism import ParallelismConfig
+from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
 
 if TYPE_CHECKING:
     from pathlib import Path

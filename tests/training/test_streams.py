@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data import skip_first_batches
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.data_loader import SkipDataLoader
 from nb_accelerate.errors import ConfigError, DispatchError
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data import skip_first_batches
 
 
 class Stream(IterableDataset):

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.comm import SingleCollectives
-from nb_accelerate.comm.data_parallel import between_groups
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.config.parallelism import ParallelismConfig
-from nb_accelerate.config.tensor_parallel import TorchTensorParallelConfig, TorchTensorParallelPlugin
+from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
+from nb_accelerate.base.config.parallelism import ParallelismConfig
+from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig, TorchTensorParallelPlugin
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context
-from nb_accelerate.process.rng import set_seed
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.comm import SingleCollectives
+from nb_accelerate.training.comm.data_parallel import between_groups
+from nb_accelerate.training.process import context
+from nb_accelerate.training.process.rng import set_seed
 
 transformers = pytest.importorskip("transformers")
 
@@ -248,7 +248,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan, message):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from nb_accelerate.strategies.layer_plan import TensorParallelizer
+    from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
 
     init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

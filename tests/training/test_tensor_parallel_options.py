@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.parallelism import ParallelismConfig
-from nb_accelerate.config.tensor_parallel import TorchTensorParallelConfig
-from nb_accelerate.process import context
+from nb_accelerate.base.config.parallelism import ParallelismConfig
+from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
 
 PLAN = {"0": "colwise", "2": "rowwise"}
 ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.project import LoggerType, ProjectConfiguration
+from nb_accelerate.base.config.project import LoggerType, ProjectConfiguration
 from nb_accelerate.errors import ConfigError, MissingDependencyError, NotPreparedError
-from nb_accelerate.process import context, group
-from nb_accelerate.tracking import (
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context, group
+from nb_accelerate.training.tracking import (
     GeneralTracker,
     JSONLinesTracker,
     filter_trackers,
@@ -182,7 +182,7 @@ def test_only_the_main_process_records(run_ranks, tmp_path: Path):
 def test_a_tracker_for_all_processes_records_on_all(run_ranks):
     def run():
         from nb_accelerate import Accelerator
-        from nb_accelerate.tracking import GeneralTracker, on_main_process
+        from nb_accelerate.training.tracking import GeneralTracker, on_main_process
 
         class Everywhere(GeneralTracker):
             name = "everywhere"
@@ -317,7 +317,7 @@ def test_tensorboard_shows_what_was_logged(tmp_path: Path):
 
 
 def test_using_a_tracker_before_it_is_open_is_an_error_that_says_so(tmp_path: Path):
-    from nb_accelerate.tracking import TensorBoardTracker
+    from nb_accelerate.training.tracking import TensorBoardTracker
 
     with pytest.raises(NotPreparedError, match="run of tensorboard is not open"):
         TensorBoardTracker("digits", tmp_path).log({"loss": 1})
@@ -404,7 +404,7 @@ def test_the_run_of_a_library_has_the_name_that_scripts_for_accelerate_use(track
 
 
 def test_comet_on_a_stand_in(monkeypatch):
-    from nb_accelerate.tracking import CometMLTracker
+    from nb_accelerate.training.tracking import CometMLTracker
 
     assert _calls_of(monkeypatch, "comet_ml", CometMLTracker("digits", workspace="me")) == [
         ("start", {"project_name": "digits", "workspace": "me"}),
@@ -416,7 +416,7 @@ def test_comet_on_a_stand_in(monkeypatch):
 
 
 def test_aim_on_a_stand_in(monkeypatch):
-    from nb_accelerate.tracking import AimTracker
+    from nb_accelerate.training.tracking import AimTracker
 
     assert _calls_of(monkeypatch, "aim", AimTracker("digits", "logs", log_system_params=False)) == [
         ("Run", {"repo": "logs", "log_system_params": False}),
@@ -428,7 +428,7 @@ def test_aim_on_a_stand_in(monkeypatch):
 
 
 def test_clearml_on_a_stand_in(monkeypatch):
-    from nb_accelerate.tracking import ClearMLTracker
+    from nb_accelerate.training.tracking import ClearMLTracker
 
     calls: list[Any] = []
 
@@ -452,7 +452,7 @@ def test_clearml_on_a_stand_in(monkeypatch):
 
 
 def test_dvclive_on_a_stand_in(monkeypatch):
-    from nb_accelerate.tracking import DVCLiveTracker
+    from nb_accelerate.training.tracking import DVCLiveTracker
 
     assert _calls_of(monkeypatch, "dvclive", DVCLiveTracker("digits", dir="out")) == [
         ("Live", {"dir": "out"}),
@@ -476,7 +476,7 @@ def test_swanlab_and_trackio_on_a_stand_in(monkeypatch, name: str):
 
 
 def test_mlflow_on_a_stand_in(monkeypatch, tmp_path: Path, caplog):
-    from nb_accelerate.tracking import MLflowTracker
+    from nb_accelerate.training.tracking import MLflowTracker
 
     monkeypatch.setenv("MLFLOW_TAGS", '{"team": "us"}')
     calls: list[Any] = []

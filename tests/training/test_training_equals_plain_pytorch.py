@@ -58,7 +58,7 @@ def train_with_us(
     split_batches: bool = False,
     mixed_precision: str | None = None,
 ) -> tuple[list[float], list[torch.Tensor], list[float]]:
-    from nb_accelerate.accelerator import Accelerator
+    from nb_accelerate.training.accelerator import Accelerator
 
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulate,
@@ -138,7 +138,7 @@ def test_bf16_on_two_ranks_stays_within_five_thousandths_of_one_process(run_rank
 
 def test_shuffled_training_on_ranks_sees_the_rows_that_one_process_would(run_ranks):
     def rows_seen() -> list[int]:
-        from nb_accelerate.accelerator import Accelerator
+        from nb_accelerate.training.accelerator import Accelerator
 
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(7 + accelerator.process_index)  # ranks have random numbers of their own
@@ -152,7 +152,7 @@ def test_shuffled_training_on_ranks_sees_the_rows_that_one_process_would(run_ran
 
 
 def test_a_model_copied_after_prepare_computes_with_its_own_weights():
-    from nb_accelerate.accelerator import Accelerator
+    from nb_accelerate.training.accelerator import Accelerator
 
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(make_model())
     twin = copy.deepcopy(model)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.accumulation import GradientAccumulationPlugin
-from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.errors.frame_locals import locals_of
+from nb_accelerate.training.accelerator import Accelerator
 
 Schedulers = torch.optim.lr_scheduler
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.accumulation import GradientAccumulationPlugin
-from nb_accelerate.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.tracking import GeneralTracker
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.tracking import GeneralTracker
 
 
 def test_a_plateau_schedule_may_be_stepped_in_a_window():

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from nb_accelerate.process import context
+from nb_accelerate.training.process import context
 
 collect_ignore_glob = [] if find_spec("deepspeed") else ["test_*.py"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from nb_accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context
+from nb_accelerate.training.process import context
 from nb_accelerate.utils import AORecipeKwargs, TorchTensorParallelConfig
 
 ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

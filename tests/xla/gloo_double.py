@@ -26,7 +26,7 @@ def install(chips: int) -> None:
     os.environ |= {"GLOO_DOUBLE": FOLDER, "PYTHONPATH": f"{here}{os.pathsep}{others}"}  # see sitecustomize.py
     from torch_xla._internal import pjrt
 
-    from nb_accelerate.devices import xla
+    from nb_accelerate.base.devices import xla
 
     Path(FOLDER).mkdir()
     xla.num_chips = lambda: chips

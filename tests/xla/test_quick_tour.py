@@ -13,7 +13,7 @@ from training.tours import (
 )
 from training.tours.stage import START, play
 
-from nb_accelerate.process import context
+from nb_accelerate.training.process import context
 
 BLOCKS = {
     "main use": (START, training.MAIN_USE),

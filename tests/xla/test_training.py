@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch_xla.debug import metrics
 
 from nb_accelerate import Accelerator, DistributedType, checkpoints
+from nb_accelerate.base.progress_page import Phase, ProgressPage, here, layout
+from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import context
-from nb_accelerate.progress_page import Phase, ProgressPage, here, layout
-from nb_accelerate.progress_page.sample import read
+from nb_accelerate.training.process import context
 from nb_accelerate.utils import DataLoaderConfiguration, set_seed
 
 TOLERANCE = 1e-5
@@ -127,7 +127,9 @@ def programs(epoch: Callable[[], None]) -> tuple[int, int, int, float]:
 def test_programs_are_those_of_a_loop_of_torch_xla_that_keeps_its_loss(monkeypatch: pytest.MonkeyPatch):
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-    monkeypatch.setattr("nb_accelerate.accelerator.losses._REPORT_SECONDS", 0.0)  # the loss of each step is read
+    monkeypatch.setattr(
+        "nb_accelerate.training.accelerator.losses._REPORT_SECONDS", 0.0
+    )  # the loss of each step is read
 
     # Each loop has shapes of its own, or the second would find what the first has compiled.
     bare = nn.Linear(31, 7).to("xla")
@@ -294,7 +296,7 @@ def test_a_seed_does_not_start_the_runtime():
     code = (
         "import torch_xla.core.xla_model\n"
         "from nb_accelerate.utils import DataLoaderConfiguration, set_seed\n"
-        "from nb_accelerate.devices import find_kind\n"
+        "from nb_accelerate.base.devices import find_kind\n"
         "set_seed(3)\n"
         "print(find_kind('xla').is_initialized())\n"
         "from nb_accelerate import Accelerator\n"
@@ -455,7 +457,7 @@ def test_steps_whose_shapes_change_get_one_warning(caplog: pytest.LogCaptureFixt
 def page(monkeypatch: pytest.MonkeyPatch) -> bytearray:
     """The progress page that a notebook would read."""
     memory = bytearray(layout.SIZE)
-    monkeypatch.setattr("nb_accelerate.progress_page.page._page", ProgressPage(memory))
+    monkeypatch.setattr("nb_accelerate.base.progress_page.page._page", ProgressPage(memory))
     here().begin_request()
     return memory
 

@@ -43,8 +43,8 @@ def write(_: int, folder: str) -> None:
 
 
 def initialize(rank: int, world_size: int, folder: str) -> None:
-    from nb_accelerate.process.xla import _initialize
-    from nb_accelerate.topology import Topology
+    from nb_accelerate.base.topology import Topology
+    from nb_accelerate.training.process.xla import _initialize
 
     _initialize(Topology.of_machine(rank, world_size))
     write(rank, folder)

@@ -51,7 +51,7 @@ def _forget_states() -> None:
     """Begin the next script as if it were the first. The process group stays, and both packages take it."""
     import accelerate
 
-    import nb_accelerate.state
+    import nb_accelerate.training.state
 
     for package in (accelerate, nb_accelerate):
         package.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -59,7 +59,7 @@ def _forget_states() -> None:
 
 
 def _on_rank(names: list[str], folder: str) -> list[dict[str, Any]]:
-    from nb_accelerate.state import PartialState
+    from nb_accelerate.training.state import PartialState
 
     PartialState(cpu=True)  # makes the process group
     return [play(names, package, folder) for package in ("accelerate", "nb_accelerate")]

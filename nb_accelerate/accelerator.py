@@ -1,0 +1,5 @@
+"""Names of ``accelerate.accelerator``."""
+
+from nb_accelerate.training.accelerator import Accelerator
+
+__all__ = ["Accelerator"]

@@ -1,5 +1,0 @@
-"""The facade: what a training script talks to."""
-
-from nb_accelerate.accelerator.accelerator import Accelerator
-
-__all__ = ["Accelerator"]

@@ -1,0 +1,70 @@
+"""How many batches make one optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from nb_accelerate.base.config.checks import check_flag, check_options, check_whole, first_given
+from nb_accelerate.base.config.kwargs import KwargsHandler
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nb_accelerate.base.config.env import Environment
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients accumulate.
+
+    Attributes:
+        num_steps: batches for one optimizer step; None leaves it to ``gradient_accumulation_steps``.
+        adjust_scheduler: count a batch that ends without an optimizer step in the scheduler's step count.
+        sync_with_dataloader: close the window at the last batch of a loader, however many batches it has.
+        sync_each_batch: reduce gradients over ranks after every batch: more traffic, less memory.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    @override
+    def _check(self) -> None:
+        if self.num_steps is not None:
+            check_whole("num_steps", self.num_steps, at_least=1)
+        check_flag("adjust_scheduler", self.adjust_scheduler)
+        check_flag("sync_with_dataloader", self.sync_with_dataloader)
+        check_flag("sync_each_batch", self.sync_each_batch)
+
+
+def resolve_accumulation(
+    steps: int | None, plugin: GradientAccumulationPlugin | None, environment: Environment
+) -> GradientAccumulationPlugin:
+    """Choose how gradients accumulate: the plugin, else the environment, else the argument, else every batch by itself.
+
+    The environment counts more than the argument, as in accelerate: it is what the launcher of a finished script says.
+
+    Raises:
+        ConfigError: a value is wrong, or ``steps`` and the plugin contradict each other.
+    """
+    if steps is not None:
+        check_whole("gradient_accumulation_steps", steps, at_least=1)
+    plugin = check_options("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+    given = plugin or GradientAccumulationPlugin()
+    if steps is not None and given.num_steps is not None and steps != given.num_steps:
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin.num_steps={given.num_steps} "
+            "contradict each other. Write the number in one of them only."
+        )
+    return GradientAccumulationPlugin(
+        num_steps=first_given(given.num_steps, environment.gradient_accumulation_steps, steps, default=1),
+        adjust_scheduler=given.adjust_scheduler,
+        sync_with_dataloader=given.sync_with_dataloader,
+        sync_each_batch=given.sync_each_batch,
+    )

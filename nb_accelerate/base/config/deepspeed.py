@@ -1,0 +1,320 @@
+"""How models are trained with DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.base.config.checks import check_choice, check_flag, check_number, check_whole
+from nb_accelerate.base.config.deepspeed_json import AUTO, HfDeepSpeedConfig, contradictions, filled
+from nb_accelerate.base.config.installed import is_installed
+from nb_accelerate.base.config.kwargs import KwargsHandler
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Fields of `DeepSpeedPlugin` by the keys that say the same in a DeepSpeed configuration."""
+
+_DEVICES = ("none", "cpu", "nvme")
+
+
+@dataclass
+class DeepSpeedPlugin(KwargsHandler):
+    """Train with DeepSpeed: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``. Names are accelerate's.
+
+    What is None is taken from ``hf_ds_config``, else from ``ACCELERATE_DEEPSPEED_*`` variables, else it has the
+    default that is named here. Contradictions between fields and ``hf_ds_config`` are refused.
+
+    Attributes:
+        hf_ds_config: DeepSpeed's own configuration: the path of a JSON file, a dict, or a `HfDeepSpeedConfig`. Its
+            values may be ``"auto"``; they are filled in when a model is prepared.
+        gradient_accumulation_steps: batches for one optimizer step. Default: as the `Accelerator` says.
+        gradient_clipping: the greatest norm of gradients. Default: that of ``clip_grad_norm_``, and none without it.
+        zero_stage: 0 shards nothing, 1 shards optimizer state over ranks, 2 gradients too, 3 parameters too.
+            Default: 2.
+        is_train_batch_min: of loaders that are prepared with a model, the smallest batch size counts; else the
+            greatest.
+        offload_optimizer_device: where optimizer state is kept: ``"none"`` (the default) is the device of the model,
+            ``"cpu"`` host memory (stages 1 to 3), ``"nvme"`` a disk (stage 3).
+        offload_param_device: where parameters are kept; stage 3 only.
+        offload_optimizer_nvme_path: folder for optimizer state on a disk.
+        offload_param_nvme_path: folder for parameters on a disk.
+        zero3_init_flag: make models of transformers sharded from the first, with ``from_pretrained``. Stage 3, where
+            it is the default.
+        zero3_save_16bit_model: let ``engine.save_16bit_model`` gather the weights of stage 3. Default: True.
+        transformer_moe_cls_names: classes of mixture-of-experts layers that stage 3 is to gather whole, separated by
+            commas.
+        enable_msamp: not supported.
+        msamp_opt_level: not supported.
+
+    Raises:
+        ConfigError: a value is not supported, of the wrong type, or contradicts another one.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+    selected: bool = field(default=False, init=False, repr=False, compare=False)
+
+    @override
+    def _check(self) -> None:
+        for name in ("gradient_accumulation_steps", "gradient_clipping"):
+            if getattr(self, name) == AUTO:
+                object.__setattr__(self, name, None)
+        if self.gradient_accumulation_steps is not None:
+            check_whole("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
+        if self.gradient_clipping is not None:
+            check_number("gradient_clipping", self.gradient_clipping, above=0)
+        if self.zero_stage is not None and check_whole("zero_stage", self.zero_stage, at_least=0) > 3:
+            raise ConfigError(f"zero_stage={self.zero_stage} is not a stage. Write 0, 1, 2 or 3.")
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_choice(name, getattr(self, name), _DEVICES))
+        for name in ("is_train_batch_min", "zero3_init_flag", "zero3_save_16bit_model"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        if self.enable_msamp:
+            raise ConfigError(
+                "enable_msamp=True was given, but MS-AMP is not supported. Leave it out, and write "
+                "mixed_precision='bf16'."
+            )
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            is_given = self.hf_ds_config is not None and self.hf_ds_config != "none"  # the word of accelerate
+            object.__setattr__(self, "hf_ds_config", HfDeepSpeedConfig(self.hf_ds_config if is_given else _default()))
+        self._merge()
+
+    def _merge(self) -> None:
+        """Put fields into the configuration, and what only the configuration says into fields.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        config = self.hf_ds_config.config
+        said = {key: getattr(self, name) for name, key in _KEYS.items() if getattr(self, name) is not None}
+        # What this plugin has put there itself may be changed.
+        own: set[str] = set(getattr(self, "_own_keys", ()))
+        found = contradictions(config, {key: value for key, value in said.items() if key not in own})
+        if found:
+            raise ConfigError(
+                f"DeepSpeedPlugin and its configuration contradict each other: {'; '.join(found)}. Write each in one "
+                'of the two places only, or "auto" in the configuration.'
+            )
+        for key, value in said.items():
+            *sections, last = key.split(".")
+            node = config
+            for section in sections:
+                node = node.setdefault(section, {})
+            if node.get(last) in {None, AUTO} or key in own:
+                node[last] = value
+                own.add(key)
+        object.__setattr__(self, "_own_keys", frozenset(own))
+        stage = self.get_value("zero_optimization.stage")
+        if stage is not None and stage != AUTO:
+            self._check_offload(check_whole("zero_optimization.stage", stage, at_least=0))
+        for name, key in _KEYS.items():
+            value = self.get_value(key)
+            if getattr(self, name) is None and value is not None and value != AUTO:
+                object.__setattr__(self, name, value)
+
+    def _check_offload(self, stage: int) -> None:
+        least = {"optimizer": 1, "param": 3}
+        for what, at_least in least.items():
+            device = self.get_value(f"zero_optimization.offload_{what}.device", "none")
+            if device not in {"none", AUTO, None} and stage < at_least:
+                raise ConfigError(
+                    f"offload_{what}_device={device!r} needs zero_stage={at_least} or more, and the stage is {stage}."
+                )
+        if self.zero3_init_flag and stage != 3:
+            raise ConfigError(
+                f"zero3_init_flag=True needs zero_stage=3, and the stage is {stage}. Write one or the other."
+            )
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration, to read and to change; models are prepared with what it says then."""
+        config: dict[str, Any] = self.hf_ds_config.config
+        return config
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 2 where nothing says another one."""
+        stage = self.get_value("zero_optimization.stage")
+        return 2 if stage in {None, AUTO} else int(stage)
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a key such as ``"zero_optimization.stage"``, or ``default`` if it is not there."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Return whether a key is there and ``"auto"``."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill in one key if it is ``"auto"``; else compare it.
+
+        Args:
+            ds_key_long: its dotted name.
+            mismatches: gets a line if it has another value.
+            must_match: compare it.
+            **kwargs: values by dotted names.
+
+        Raises:
+            ConfigError: it is ``"auto"``, and ``kwargs`` has no value for it.
+        """
+        node, key = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None:
+            return
+        if node.get(key) == AUTO:
+            if ds_key_long not in kwargs:
+                raise ConfigError(f"{ds_key_long} is 'auto' in the DeepSpeed configuration. Write its value there.")
+            node[key] = kwargs[ds_key_long]
+        elif must_match and mismatches is not None and ds_key_long in kwargs:
+            mismatches += contradictions(self.deepspeed_config, {ds_key_long: kwargs[ds_key_long]})
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill in all keys that are ``"auto"``; compare the others.
+
+        Args:
+            prefix: the dotted name of the section to begin with, and a dot; empty for all.
+            mismatches: gets a line for each key that has another value.
+            config: the section.
+            must_match: compare keys that are not ``"auto"``.
+            **kwargs: values by dotted names.
+
+        Raises:
+            ConfigError: a key has another value, or none.
+        """
+        found: list[str] = [] if mismatches is None else mismatches
+        for key, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + key, found, must_match, **kwargs)
+        if found and not prefix:
+            raise ConfigError(f"The DeepSpeed configuration contradicts what is asked for: {'; '.join(found)}.")
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Switch one precision on in the configuration, where it leaves that open.
+
+        Raises:
+            ConfigError: it says another one.
+        """
+        other = {"bf16": "fp16", "fp16": "bf16"}.get(mixed_precision)
+        if other is None:
+            return
+        if self.get_value(f"{other}.enabled") is True:
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r} was asked for, but the DeepSpeed configuration has "
+                f'{other}.enabled true. Write one of the two, or {{"{other}": {{"enabled": "auto"}}}}.'
+            )
+        if self.get_value(f"{mixed_precision}.enabled") is False:
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r} was asked for, but the DeepSpeed configuration has "
+                f"{mixed_precision}.enabled false. Leave out one of the two."
+            )
+        self.deepspeed_config.setdefault(mixed_precision, {})["enabled"] = True
+
+    @property
+    def precision(self) -> str | None:
+        """The precision that the configuration switches on; None if it leaves that open."""
+        return next((name for name in ("bf16", "fp16") if self.get_value(f"{name}.enabled") is True), None)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Return whether models of transformers are made sharded from the first."""
+        return self.stage == 3 and self.zero3_init_flag is not False
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell transformers about the configuration, so that ``from_pretrained`` shards models from the first."""
+        tell_transformers(self)
+
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Return a block in which models of transformers are made sharded from the first, or are not.
+
+        Args:
+            enable: whether they are.
+        """
+        before = self.zero3_init_flag
+        object.__setattr__(self, "zero3_init_flag", enable)
+        tell_transformers(self)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "zero3_init_flag", before)
+            tell_transformers(self)
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Refuse: ``accelerator.state.select_deepspeed_plugin(name)`` selects one of several plugins.
+
+        Raises:
+            ConfigError: always, unless that method calls it.
+        """
+        if not _from_accelerator_state:
+            raise ConfigError("Write accelerator.state.select_deepspeed_plugin(name) to select a plugin.")
+        object.__setattr__(self, "selected", True)
+
+    def deselect(self) -> None:
+        """Note that another plugin is selected."""
+        object.__setattr__(self, "selected", False)
+
+
+def _default() -> dict[str, Any]:
+    return {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": AUTO,
+        "gradient_clipping": AUTO,
+        "zero_optimization": {},
+    }
+
+
+def tell_transformers(plugin: DeepSpeedPlugin) -> None:
+    """Make ``from_pretrained`` of transformers shard models from the first, as a plugin says; undo it otherwise.
+
+    transformers keeps a weak reference to an object of its own, which lives as long as the plugin. Does nothing where
+    transformers is not installed.
+    """
+    vars(plugin).pop("_told", None)
+    if not plugin.is_zero3_init_enabled() or not is_installed("transformers"):
+        return
+    integrations: Any = importlib.import_module("transformers.integrations")
+    steps = ("optimizer", "scheduler")  # what models are made with says nothing about how they are trained
+    usable = filled({key: value for key, value in plugin.deepspeed_config.items() if key not in steps}, {})
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & usable.keys():
+        usable["train_micro_batch_size_per_gpu"] = 1  # zero.Init asks for one, and uses none
+    vars(plugin)["_told"] = integrations.HfDeepSpeedConfig(usable)

@@ -1,0 +1,207 @@
+"""DeepSpeed's JSON configuration: read it, ask for its values by dotted names, fill in what it leaves to ``"auto"``.
+
+Format: https://www.deepspeed.ai/docs/config-json
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.config.checks import described, shown
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+AUTO = "auto"
+"""The value of a key that is filled in when models are prepared."""
+
+_MISSING = object()
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration whose values can be asked for by dotted names.
+
+    Args:
+        config_file_or_dict: a dict, which is copied; the path of a JSON file; or JSON as text, plain or as base64.
+
+    Attributes:
+        config: the configuration as nested dicts.
+
+    Raises:
+        ConfigError: there is no such file, or it is no JSON object.
+    """
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config = read_deepspeed_config(config_file_or_dict)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the dict that has, or would have, a key, and the last part of the key; None if there is none."""
+        *sections, key = ds_key_long.split(".")
+        node: Any = self.config
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        return node if isinstance(node, dict) else None, key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a key such as ``"zero_optimization.stage"``, or ``default`` if it is not there."""
+        node, key = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(key, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a key and all that is below it.
+
+        Args:
+            ds_key_long: its dotted name.
+            must_exist: refuse to remove what is not there.
+
+        Raises:
+            ConfigError: it is not there, and must be.
+        """
+        node, key = self.find_config_node(ds_key_long)
+        if node is not None and key in node:
+            del node[key]
+        elif must_exist:
+            raise ConfigError(f"The DeepSpeed configuration has no {ds_key_long!r} to remove: {self.config}")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Return whether a key is there and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Return whether a key is there and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Return whether gradients are sharded, and parameters are not."""
+        return bool(self.get_value("zero_optimization.stage") == 2)
+
+    def is_zero3(self) -> bool:
+        """Return whether parameters are sharded."""
+        return bool(self.get_value("zero_optimization.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Return whether optimizer state or parameters are kept outside of the device."""
+        devices = {self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")}
+        return (self.is_zero2() or self.is_zero3()) and bool(devices & {"cpu", "nvme"})
+
+    def set_stage_and_offload(self) -> None:
+        """Do nothing: stage and offload are read from ``config`` when they are asked for. For ported code."""
+
+
+def read_deepspeed_config(given: Any) -> dict[str, Any]:
+    """Return a DeepSpeed configuration as nested dicts that belong to the caller.
+
+    Args:
+        given: see `HfDeepSpeedConfig`.
+
+    Raises:
+        ConfigError: there is no such file, or it is no JSON object.
+    """
+    if isinstance(given, HfDeepSpeedConfig) or isinstance(getattr(given, "config", None), dict):
+        return copy.deepcopy(given.config)
+    if isinstance(given, dict):
+        return copy.deepcopy(given)
+    if not isinstance(given, (str, os.PathLike)):
+        raise ConfigError(
+            f"hf_ds_config={shown(given)} is {described(given)}. Write the path of a JSON file, or the configuration "
+            "as a dict."
+        )
+    path = Path(given).expanduser()
+    text = str(given)
+    is_file = len(text) < 4096 and path.is_file()
+    if is_file:
+        found = _parsed(path.read_text(encoding="utf-8"))
+    else:
+        found = _parsed(text)
+        found = _parsed(_decoded(text)) if found is None else found
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"hf_ds_config={text[:200]!r} is {'not a file with' if is_file else 'no file, and'} no JSON object either. "
+            "Write the path of a DeepSpeed configuration, or the configuration as a dict."
+        )
+    return found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _decoded(text: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(text).decode()
+    except ValueError:
+        return ""
+
+
+def contradictions(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """Return a phrase for each value that a configuration has otherwise, with both values.
+
+    Args:
+        config: nested dicts; what is ``"auto"`` in them contradicts nothing.
+        values: by dotted names.
+    """
+    found = []
+    for name, value in values.items():
+        node: Any = config
+        for part in name.split("."):
+            node = node.get(part, _MISSING) if isinstance(node, dict) else _MISSING
+        if node is not _MISSING and node is not None and node not in (AUTO, value):
+            found.append(f"{name} is {node!r} in the configuration and {value!r} here")
+    return found
+
+
+def filled(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration in which no key is ``"auto"``.
+
+    A key without a value is left out, so that DeepSpeed's default counts.
+
+    Args:
+        config: nested dicts.
+        values: for keys that are ``"auto"``, by dotted names; None is no value.
+
+    Raises:
+        ConfigError: a key of `_NEEDED` has no value.
+    """
+    result: dict[str, Any] = copy.deepcopy(dict(config))
+    for name in list(auto_keys(result)):
+        *sections, key = name.split(".")
+        node = result
+        for section in sections:
+            node = node[section]
+        if values.get(name) is not None:
+            node[key] = values[name]
+        elif name in _NEEDED:
+            raise ConfigError(
+                f"{name} is 'auto' in the DeepSpeed configuration, and nothing says what it is. {_NEEDED[name]}, or "
+                "write a number there."
+            )
+        else:
+            del node[key]
+    return result
+
+
+_NEEDED = {
+    "scheduler.params.total_num_steps": (
+        "Prepare a DummyScheduler(optimizer, total_num_steps=...) together with the model"
+    ),
+}
+"""Keys for which DeepSpeed has no default, and where their values come from."""
+
+
+def auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all keys that are ``"auto"``."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from auto_keys(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and value == AUTO:
+            yield f"{prefix}{key}"

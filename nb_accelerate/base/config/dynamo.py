@@ -1,0 +1,150 @@
+"""`TorchDynamoPlugin`: how models are compiled with `torch.compile`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.base.config.checks import check_choice, check_flag, check_options
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.kwargs import KwargsHandler
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class DynamoBackend(str, Enum):
+    """Backends of `torch.compile`, which turn a captured graph into code. Not all work on every machine."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    OPENXLA = "OPENXLA"
+    TVM = "TVM"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_RENAMED = dict.fromkeys(("aot_torchxla_trace_once", "torchxla_trace_once"), "openxla")
+"""Backends of accelerate that torch_xla has under another name since its 2.1."""
+
+_BACKENDS = tuple(member.value.lower() for member in DynamoBackend)
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How ``prepare`` compiles models.
+
+    Attributes:
+        backend: the backend of `torch.compile`; None takes this and what else is not given from ``ACCELERATE_DYNAMO_*``
+            variables. Without these models are not compiled.
+        mode: what to optimise for: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or
+            ``"max-autotune-no-cudagraphs"``.
+        fullgraph: refuse models that cannot be captured as one graph.
+        dynamic: compile for tensors whose shapes vary; None lets torch find out.
+        options: arguments of the backend, in place of ``mode``.
+        disable: capture nothing, for testing.
+        use_regional_compilation: compile the repeated blocks of a model by themselves, which takes less time than
+            the whole model and runs nearly as fast.
+
+    Raises:
+        ConfigError: a value is of the wrong type, or not a choice.
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend is None:
+            self._complete(Environment())
+
+    def _complete(self, environment: Environment) -> None:
+        """Take what was not given from the environment, if a backend is named there."""
+        prefix = "ACCELERATE_DYNAMO_"
+        backend = environment.text(f"{prefix}BACKEND")
+        if backend is None:
+            return
+        self.backend = backend
+        self.mode = self.mode or (None if self.options is not None else environment.text(f"{prefix}MODE"))
+        self.fullgraph = self.fullgraph or bool(environment.flag(f"{prefix}USE_FULLGRAPH"))
+        self.dynamic = environment.flag(f"{prefix}USE_DYNAMIC") if self.dynamic is None else self.dynamic
+        self.use_regional_compilation = self.use_regional_compilation or bool(
+            environment.flag(f"{prefix}USE_REGIONAL_COMPILATION")
+        )
+
+    @override
+    def to_kwargs(self) -> dict[str, Any]:
+        given = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+        return given | ({"backend": str(self.backend).lower()} if "backend" in given else {})
+
+    @override
+    def _check(self) -> None:
+        if self.backend is not None:
+            chosen = check_choice("dynamo_backend", self.backend, _BACKENDS)
+            object.__setattr__(self, "backend", DynamoBackend(chosen.upper()))
+        if self.mode is not None:
+            object.__setattr__(self, "mode", check_choice("mode", self.mode, _MODES))
+        for name in ("fullgraph", "disable", "use_regional_compilation"):
+            check_flag(name, getattr(self, name))
+        if self.dynamic is not None:
+            check_flag("dynamic", self.dynamic)
+        if self.mode is not None and self.options is not None:
+            raise ConfigError("mode and options were both given, and torch takes one of them. Leave one out.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether models are compiled."""
+        return self.backend not in {None, DynamoBackend.NO}
+
+    def to_compile(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile` that differ from their defaults."""
+        given = self.to_kwargs()
+        given.pop("use_regional_compilation", None)
+        name = str(self.backend).lower()
+        return given | {"backend": _RENAMED.get(name, name)}
+
+
+def resolve_dynamo(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, environment: Environment
+) -> TorchDynamoPlugin:
+    """Choose how models are compiled: argument or plugin, else the environment, else not at all.
+
+    A plugin without a backend is completed from the environment and returned itself, so that its fields can be set
+    until a model is prepared.
+
+    Raises:
+        ConfigError: a value is wrong, or both were given.
+    """
+    if backend is not None and plugin is not None:
+        raise ConfigError(
+            "dynamo_backend and dynamo_plugin were both given. Write TorchDynamoPlugin(backend=...) and leave "
+            "dynamo_backend out."
+        )
+    given = check_options("dynamo_plugin", plugin, TorchDynamoPlugin) or TorchDynamoPlugin(backend=backend)
+    if given.backend is None:
+        given._complete(environment)  # noqa: SLF001 - it may name other variables than those of this process
+        given.backend = given.backend or DynamoBackend.NO
+    return given

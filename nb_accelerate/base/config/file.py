@@ -1,0 +1,284 @@
+"""Configuration files: what ``nb-accelerate config`` writes, and what was written for Hugging Face accelerate.
+
+Names, values and places are accelerate's. Format: https://huggingface.co/docs/accelerate/package_reference/cli
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.base.config.engine_variables import (
+    FSDP_DEFAULTS,
+    USES,
+    deepspeed_fields,
+    deepspeed_variables,
+    dynamo_variables,
+    fsdp_variables,
+    mesh_variables,
+    xla_variables,
+)
+from nb_accelerate.base.config.file_keys import KEYS, KNOWN, KNOWN_IN, NO_WORDS
+from nb_accelerate.base.config.precision import PrecisionType
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONFIG_FILE = "NB_ACCELERATE_CONFIG_FILE"
+"""Names the file to use; ``launch --config_file`` sets it for the processes that it starts."""
+
+
+def default_path(variables: Mapping[str, str] | None = None) -> Path:
+    """Return the path of the default configuration file.
+
+    Args:
+        variables: environment variables; by default those of this process. ``NB_ACCELERATE_CONFIG_FILE`` is the path
+            if it is set. Otherwise the file is in the folder ``accelerate`` of ``HF_HOME``, of
+            ``XDG_CACHE_HOME/huggingface`` or of ``~/.cache/huggingface``.
+    """
+    variables = os.environ if variables is None else variables
+    if variables.get(CONFIG_FILE):
+        return Path(variables[CONFIG_FILE]).expanduser()
+    cache = variables.get("XDG_CACHE_HOME") or "~/.cache"
+    home = variables.get("HF_HOME") or os.path.join(cache, "huggingface")  # noqa: PTH118 - "~" is expanded below
+    folder = Path(home).expanduser() / "accelerate"
+    yaml, older = folder / "default_config.yaml", folder / "default_config.json"
+    return older if older.is_file() and not yaml.is_file() else yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFile:
+    """A configuration file that was read and checked.
+
+    Attributes:
+        path: the file.
+        values: all keys and values; keys of older versions of accelerate are renamed to those of 1.15.
+        unknown: keys that neither accelerate 1.15 nor this package knows, those of sections as ``fsdp_config.KEY``.
+            They are kept when the file is written again.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    unknown: tuple[str, ...] = ()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or ``default`` where the file does not say."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return the value of a key that has keys of its own; empty where the file has none."""
+        return self.get(name, {})  # type: ignore[no-any-return]
+
+    @property
+    def machines(self) -> tuple[int, int]:
+        """The fewest and the most machines: ``num_machines`` is a number, or a range such as ``1:4``."""
+        said = self.get("num_machines", -1)
+        fewest, _, most = str(1 if said == -1 else said).partition(":")
+        return int(fewest), int(most or fewest)
+
+    def launch_options(self) -> dict[str, Any]:
+        """Return the values about the ranks of one machine, as arguments of `notebook_launcher`.
+
+        A file for several machines gives no arguments: a cell waits for other machines only if its own call says so.
+        """
+        if self.machines[1] > 1:
+            return {}
+        found: dict[str, Any] = {}
+        if self.get("num_processes", -1) > 0:
+            found["num_processes"] = self.values["num_processes"]
+        if self.get("distributed_type") == DistributedType.MULTI_CPU:
+            found["devices"] = "cpu"
+        elif self.get("gpu_ids", "all") != "all" and not self.get("use_cpu"):
+            found["devices"] = [int(number) for number in self.values["gpu_ids"].split(",")]
+        return found
+
+    def as_variables(self, given: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the environment variables that say the same to an `Accelerator`.
+
+        Args:
+            given: the environment. Where it turns off the engine of the file, options of that engine are left out.
+        """
+        kind = self.get("distributed_type")
+        is_off = (given or {}).get(USES.get(kind, ""), "").strip().lower() in NO_WORDS
+        return self.general_variables() | ({} if is_off else self.engine_variables(kind))
+
+    def engine_variables(self, kind: str | None) -> dict[str, str]:
+        """Return the variables that ask for an engine, with the options that the file has for it.
+
+        Args:
+            kind: ``FSDP``, ``DEEPSPEED`` or ``XLA``; all else needs none.
+        """
+        precision = self.get("mixed_precision")
+        if kind == DistributedType.FSDP:
+            return {"ACCELERATE_USE_FSDP": "true", **FSDP_DEFAULTS, **fsdp_variables(self.section("fsdp_config"))}
+        if kind == DistributedType.DEEPSPEED:
+            section = self.section("deepspeed_config")
+            fields = deepspeed_fields(section, has_precision=precision is not None)
+            return {"ACCELERATE_USE_DEEPSPEED": "true", **fields, **deepspeed_variables(section)}
+        if kind == DistributedType.XLA and precision == PrecisionType.BF16:
+            return xla_variables(downcast=bool(self.get("downcast_bf16")))
+        return {}
+
+    def general_variables(self) -> dict[str, str]:
+        """Return the variables that are the same for all engines."""
+        found: dict[str, str] = {}
+        for key, name in (
+            ("mixed_precision", "ACCELERATE_MIXED_PRECISION"),
+            ("use_cpu", "ACCELERATE_USE_CPU"),
+            ("debug", "ACCELERATE_DEBUG_MODE"),
+            ("enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY"),
+        ):
+            if self.get(key) is not None:
+                found[name] = _as_text(self.values[key])
+        if self.get("distributed_type") == DistributedType.MULTI_CPU:
+            found["ACCELERATE_USE_CPU"] = "true"
+        if self.get("mixed_precision") == PrecisionType.FP8:
+            section = self.section("fp8_config")
+            found |= {f"ACCELERATE_FP8_{key.upper()}": _as_text(value) for key, value in section.items()}
+        found |= mesh_variables(self.section("parallelism_config"))
+        found |= dynamo_variables(self.section("dynamo_config"))
+        return found
+
+
+def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None:
+    """Read and check a configuration file.
+
+    Args:
+        path: YAML or JSON. None is the file at `default_path`, which need not exist.
+
+    Returns:
+        The file; None where ``path`` is None and there is no default file.
+
+    Raises:
+        ConfigError: the file does not exist, cannot be read, or has a wrong value. The text names file and key.
+    """
+    file = default_path() if path is None else Path(path).expanduser()
+    try:
+        changed = file.stat().st_mtime_ns
+    except FileNotFoundError:
+        if path is None and not os.environ.get(CONFIG_FILE):
+            return None
+        raise ConfigError(
+            f"There is no configuration file {str(file)!r}. To make one: nb-accelerate config --config_file {file}"
+        ) from None
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    return _read(file, changed)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that has changed is another one
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(file, error) from None
+    return ConfigFile(path=file, **_checked(file, _parsed(file, text)))
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.")
+
+
+def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write a configuration file, as YAML or, where its name ends so, as JSON. Keys are in alphabetical order.
+
+    An existing file is replaced atomically: a reader sees the old file or the new one.
+
+    Args:
+        values: keys and values; None values are left out.
+        path: the file; missing folders are made.
+
+    Raises:
+        ConfigError: a value is wrong, or the folder cannot be written to.
+    """
+    file = Path(path).expanduser()
+    checked = _checked(file, dict(values))["values"]
+    kept = {key: value for key, value in sorted(checked.items()) if value is not None}
+    if file.suffix == ".json":
+        text = json.dumps(kept, indent=2) + "\n"
+    else:
+        import yaml
+
+        text = yaml.safe_dump(kept, sort_keys=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
+            new.write(text)
+        Path(new.name).replace(file)
+    except OSError as error:
+        raise ConfigError(f"The configuration file {str(file)!r} cannot be written: {error.strerror}.") from None
+    return file
+
+
+def _parsed(file: Path, text: str) -> dict[str, Any]:
+    import yaml  # here, because it is slow to import
+
+    class Loader(yaml.SafeLoader):
+        """YAML as others read it, but for 1:4, which is a range of machines, and in YAML 1.1 the number 64."""
+
+    Loader.yaml_implicit_resolvers = {
+        first: [
+            (tag, re.compile(rf"(?![^:]*:)(?:{pattern.pattern})", re.VERBOSE)) if ":int" in tag else (tag, pattern)
+            for tag, pattern in resolvers
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    try:
+        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
+    except (yaml.YAMLError, ValueError) as error:
+        raise _unreadable(file, error) from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"The configuration file {str(file)!r} has no lines such as 'num_processes: 2'.")
+    return found
+
+
+def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `ConfigFile`: values checked, converted and under the names of accelerate 1.15."""
+    values = dict(values)
+    if values.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise ConfigError(
+            f"The configuration file {str(file)!r} is for compute_environment={values['compute_environment']!r}, but "
+            f"this package starts processes on your own machines only. Write compute_environment: LOCAL_MACHINE"
+        )
+    if "fp16" in values:
+        was_on = values.pop("fp16")
+        values.setdefault("mixed_precision", "fp16" if was_on else "no")
+    if "dynamo_backend" in values:
+        backend = values.pop("dynamo_backend")
+        values.setdefault("dynamo_config", {} if backend == "NO" else {"dynamo_backend": backend})
+    for key, value in values.items():
+        check = KEYS.get(key)
+        if check is None or value is None:
+            continue
+        try:
+            values[key] = check(key, value)
+        except ConfigError as error:
+            raise ConfigError(f"In the configuration file {str(file)!r}: {error}") from None
+    unknown = [key for key in values if key not in KNOWN]
+    for name, known in KNOWN_IN.items():
+        section = values.get(name) or {}
+        unknown += [f"{name}.{key}" for key in section if f"{name}.{key}" not in known]
+    return {"values": values, "unknown": tuple(unknown)}
+
+
+def name_unknown(file: ConfigFile) -> str:
+    """Return a sentence about the unknown keys of a file; empty if there are none."""
+    if not file.unknown:
+        return ""
+    known = KNOWN.union(*KNOWN_IN.values())
+    listed = "; ".join(f"{key!r}.{suggest(key, known)}".removesuffix(".") for key in file.unknown)
+    return f"{file.path} has unknown keys, which are kept and not used: {listed}"
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,235 @@
+"""Arguments that are passed on to torch: for DistributedDataParallel, the gradient scaler, process groups, autocast.
+
+Pass instances in ``Accelerator(kwargs_handlers=[...])``, at most one of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.base.config.checks import check_choice, check_flag, check_number, check_whole, shown
+from nb_accelerate.base.config.options import Options
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class KwargsHandler(Options):
+    """Base of the classes in this module, and of dataclasses of users, frozen or not."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # subclasses are dataclasses
+        return {item.name: getattr(self, item.name) for item in fields}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+class DDPCommunicationHookType(str, Enum):
+    """How DistributedDataParallel sends gradients: unchanged, as 16-bit numbers, or as low-rank factors (PowerSGD)."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_HOOKS = tuple(member.value for member in DDPCommunicationHookType)
+_WRAPPERS = ("no", "fp16", "bf16")
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, and how it sends gradients.
+
+    Attributes:
+        dim: the batch dimension of inputs.
+        broadcast_buffers: send rank 0's buffers (batch norm statistics, say) to all ranks before each forward.
+        bucket_cap_mb: size of the buckets in which gradients are sent, in MiB.
+        find_unused_parameters: look, after each forward, for parameters that will get no gradient.
+        check_reduction: ignored by torch; kept because accelerate has it.
+        gradient_as_bucket_view: let gradients share the memory of the buckets in which they are sent.
+        static_graph: promise that the same parameters are used in every step.
+        comm_hook: how gradients are sent.
+        comm_wrapper: the number format around ``comm_hook``: no, fp16 or bf16.
+        comm_state_option: arguments of the PowerSGD state.
+
+    Raises:
+        ConfigError: a value is of the wrong type, or not a choice.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+
+    @override
+    def _check(self) -> None:
+        check_whole("dim", self.dim, at_least=0)
+        check_whole("bucket_cap_mb", self.bucket_cap_mb, at_least=1)
+        for name in (
+            "broadcast_buffers",
+            "find_unused_parameters",
+            "check_reduction",
+            "gradient_as_bucket_view",
+            "static_graph",
+        ):
+            check_flag(name, getattr(self, name))
+        hook = check_choice("comm_hook", self.comm_hook, _HOOKS)
+        wrapper = check_choice("comm_wrapper", self.comm_wrapper, _WRAPPERS)
+        object.__setattr__(self, "comm_hook", DDPCommunicationHookType(hook))
+        object.__setattr__(self, "comm_wrapper", DDPCommunicationHookType(wrapper))
+
+    @override
+    def to_dict(
+        self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Return all fields by name, without those that are not for DistributedDataParallel's constructor.
+
+        Args:
+            ignore_keys: names to leave out.
+        """
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Make a wrapped model send its gradients as ``comm_hook`` says. ``prepare`` does it for models it wraps.
+
+        Args:
+            model: wrapped in DistributedDataParallel by you.
+        """
+        if self.comm_hook is DDPCommunicationHookType.NO:
+            return
+        # Imported when used: torch compiles a part of PowerSGD when it is imported.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        hooks: dict[Any, Any] = {
+            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+            DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        wrappers: dict[Any, Any] = {
+            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+        }
+        hook = hooks[self.comm_hook]
+        if self.comm_wrapper in wrappers:
+            hook = wrappers[self.comm_wrapper](hook)
+        low_rank = self.comm_hook in {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if low_rank else None
+        model.register_comm_hook(state=state, hook=_renamed(hook))
+
+    def to_ddp(self) -> dict[str, Any]:
+        """Return the arguments of DistributedDataParallel's constructor that differ from their defaults."""
+        # check_reduction is deprecated in torch and warns when it is passed.
+        return {name: value for name, value in self.to_kwargs().items() if name != "check_reduction"}
+
+
+def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook under another name: torch refuses its bfloat16 hooks by name where there is no NCCL."""
+    return lambda state, bucket: hook(state, bucket)  # noqa: PLW0108 - torch reads names and annotations
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Arguments of `torch.amp.GradScaler`, which ``mixed_precision="fp16"`` uses.
+
+    Attributes:
+        init_scale: the first factor by which losses are multiplied.
+        growth_factor: by how much that factor grows after ``growth_interval`` good steps.
+        backoff_factor: by how much it shrinks after a step with infinite gradients; between 0 and 1.
+        growth_interval: good steps in a row before it grows.
+        enabled: False switches scaling off.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    @override
+    def _check(self) -> None:
+        check_number("init_scale", self.init_scale, above=0.0)
+        check_number("growth_factor", self.growth_factor, above=1.0)
+        if check_number("backoff_factor", self.backoff_factor, above=0.0) >= 1.0:
+            raise ConfigError(f"backoff_factor={self.backoff_factor} does not shrink. Write a number between 0 and 1.")
+        check_whole("growth_interval", self.growth_interval, at_least=1)
+        check_flag("enabled", self.enabled)
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Arguments of `torch.distributed.init_process_group`.
+
+    Attributes:
+        backend: what carries tensors between ranks; None takes what fits the device (gloo on CPU, nccl on CUDA).
+        init_method: the address where ranks meet; None takes ``MASTER_ADDR`` and ``MASTER_PORT``.
+        timeout: how long a collective waits for ranks that do not come; None takes torch's default.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    @override
+    def _check(self) -> None:
+        if self.timeout is None:
+            return
+        if not isinstance(self.timeout, timedelta):
+            raise ConfigError(
+                f"timeout={shown(self.timeout)} is not a datetime.timedelta. "
+                "Write timeout=timedelta(seconds=60), with `from datetime import timedelta`."
+            )
+        if self.timeout <= timedelta(0):
+            raise ConfigError(f"timeout={self.timeout!r} is over before it begins. Write a positive one.")
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Arguments of `torch.autocast`.
+
+    Attributes:
+        enabled: False computes in float32 inside the block.
+        cache_enabled: keep the 16-bit copies of weights for the whole block; None takes torch's default.
+
+    Raises:
+        ConfigError: a value is of the wrong type.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+    @override
+    def _check(self) -> None:
+        check_flag("enabled", self.enabled)
+        if self.cache_enabled is not None:
+            check_flag("cache_enabled", self.cache_enabled)

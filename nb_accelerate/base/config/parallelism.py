@@ -1,0 +1,256 @@
+"""How ranks are laid out: which of them hold copies of a model, shards of one, or parts of its layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.base.config.checks import check_choice, check_options, check_whole
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.options import Options
+from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig, TorchTensorParallelPlugin
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+_MESH_ORDER = ("dp_replicate", "dp_shard", "tp")
+"""Dimensions of the mesh, outermost first: neighbouring ranks compute one layer together."""
+
+_NOT_YET = {
+    "cp_size": (
+        "context parallelism",
+        "Ring attention of torch 2.13 has neither causal attention nor a backward on CPUs, where it would have to be "
+        "tested. Shard the model instead, and checkpoint activations: dp_shard_size, or parallelize its layers: "
+        "tp_size",
+    ),
+    "sp_size": (
+        "sequence parallelism",
+        "It is Ulysses attention of DeepSpeed. Shard the model instead, and checkpoint activations: dp_shard_size, or "
+        "parallelize its layers: tp_size",
+    ),
+}
+
+
+@dataclass
+class ParallelismConfig(Options):
+    """Lay ranks out as a mesh: ``Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, ...))``.
+
+    Ranks of one tensor-parallel group compute each layer together and read the same rows. Such groups, or single ranks,
+    hold shards of one model (FSDP), and shard groups hold copies of it (HSDP). Neighbouring ranks are in one
+    tensor-parallel group, then in one shard group, so that on machines of equal size what is exchanged most need not
+    leave a machine. Names are accelerate's. Sizes that are not given are those of ``PARALLELISM_CONFIG_*`` variables,
+    else 1.
+
+    Attributes:
+        dp_replicate_size: copies of the model.
+        dp_shard_size: ranks, or tensor-parallel groups, that hold a copy together.
+        tp_size: ranks that compute each layer together.
+        cp_size: not supported in this version, as ``sp_size``.
+        cp_backend: see ``cp_size``.
+        sp_size: see ``cp_size``.
+        sp_backend: see ``cp_size``.
+        tp_handler: which layers are parallelized, and how; by default as the model says.
+        cp_handler: see ``cp_size``.
+        sp_handler: see ``cp_size``.
+
+    Raises:
+        ConfigError: a size is less than 1, or not supported.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+
+    @override
+    def __post_init__(self) -> None:
+        for name, size in _sizes_in(Environment()).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, size)
+        super().__post_init__()
+
+    @override
+    def _check(self) -> None:
+        for name in _SIZES:
+            size = getattr(self, name)
+            if size is None:
+                continue
+            check_whole(name, size, at_least=1)
+            if name in _NOT_YET and size > 1:
+                what, instead = _NOT_YET[name]
+                raise ConfigError(f"{name}={size} asks for {what}, which is not supported in this version. {instead}.")
+        check_options("tp_handler", self.tp_handler, TorchTensorParallelConfig)
+        for name, backend in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), (backend,))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The length of each dimension of the mesh by its name, outermost first, those of length 1 included."""
+        return {name: getattr(self, f"{name}_size") or 1 for name in _MESH_ORDER}
+
+    @property
+    def total_size(self) -> int:
+        """The number of ranks that this is a layout of."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of groups of ranks that get rows of their own."""
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number of ranks that get the same rows."""
+        return self.tp_size or 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several copies of the model."""
+        return (self.dp_replicate_size or 1) > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a copy is sharded."""
+        return (self.dp_shard_size or 1) > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether several ranks compute each layer together."""
+        return (self.tp_size or 1) > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split for attention: never."""
+        return (self.cp_size or 1) > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are split by DeepSpeed: never."""
+        return (self.sp_size or 1) > 1
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The names of dimensions, longer than 1, along which ranks get rows of their own."""
+        return [name for name in ("dp_replicate", "dp_shard") if self.sizes[name] > 1]
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The names of dimensions, longer than 1, along which ranks get the same rows."""
+        return ["tp"] if self.tp_enabled else []
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The names of dimensions, longer than 1, along which a copy is sharded."""
+        return ["dp_shard"] if self.dp_shard_enabled else []
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The names of dimensions, longer than 1, along which losses differ."""
+        return self.dp_dim_names
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The names of dimensions, longer than 1, along which FSDP works, copies included."""
+        return self.dp_dim_names
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The names of the mesh's dimensions that are longer than 1."""
+        return [*self.dp_dim_names, *self.non_dp_dim_names]
+
+    def to_json(self) -> str:
+        """Return the sizes and backends as JSON."""
+        return json.dumps({one.name: getattr(self, one.name) for one in fields(self) if "handler" not in one.name})
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return a new mesh of this layout, for code that needs one without an `Accelerator`. Collective.
+
+        Args:
+            device_type: torch's name for the type of device, ``"cuda"`` say.
+
+        Returns:
+            None if no dimension is longer than 1.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = tuple(self.active_mesh_dims)
+        if not names:
+            return None
+        return init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=names)
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Do what `build_device_mesh` does; an `Accelerator` has its own: ``accelerator.torch_device_mesh``.
+
+        Raises:
+            ConfigError: no type of device was given.
+        """
+        if device_type is None:
+            raise ConfigError(
+                "get_device_mesh needs the type of device: get_device_mesh('cuda'). The mesh that models are trained "
+                "on is accelerator.torch_device_mesh."
+            )
+        return self.build_device_mesh(device_type)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse another number of ranks than this is a layout of.
+
+        Raises:
+            ConfigError: it is another one.
+        """
+        if self.total_size != world_size:
+            sizes = [f"{name}_size={size}" for name, size in self.sizes.items() if size > 1 or name != "tp"]
+            raise ConfigError(
+                f"ParallelismConfig lays out {self.total_size} ranks ({' x '.join(sizes)}), and there are "
+                f"{world_size}. Write sizes whose product is {world_size}, or start {self.total_size} ranks."
+            )
+
+
+def resolve_parallelism(
+    config: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None, environment: Environment
+) -> ParallelismConfig | None:
+    """Choose how ranks are laid out: the argument, and for what it leaves open ``PARALLELISM_CONFIG_*`` variables.
+
+    Args:
+        config: as given.
+        plugin: asks for tensor parallelism alone.
+        environment: of this process.
+
+    Returns:
+        None if none of them says anything.
+
+    Raises:
+        ConfigError: a value is not supported, or two contradict each other.
+    """
+    given = check_options("parallelism_config", config, ParallelismConfig)
+    tensor = check_options("torch_tp_plugin", plugin, TorchTensorParallelPlugin)
+    if tensor is not None:
+        if given is not None and given.tp_size not in {None, tensor.tp_size}:
+            raise ConfigError(
+                f"torch_tp_plugin says tp_size={tensor.tp_size}, and parallelism_config tp_size={given.tp_size}. Leave "
+                "torch_tp_plugin out."
+            )
+        given = replace(given or ParallelismConfig(), tp_size=tensor.tp_size)
+    if given is None and not environment.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return None
+    found = _sizes_in(environment)
+    if given is None:
+        return ParallelismConfig(**found)
+    missing = {name: size for name, size in found.items() if getattr(given, name) is None}
+    return replace(given, **missing) if missing else given
+
+
+def _sizes_in(environment: Environment) -> dict[str, Any]:
+    found = {name: environment.whole(f"PARALLELISM_CONFIG_{name.upper()}", at_least=1) for name in _SIZES}
+    return {name: size for name, size in found.items() if size is not None}

@@ -1,0 +1,29 @@
+"""The GPU of an Apple computer. It carries nothing between ranks: one rank uses it."""
+
+from __future__ import annotations
+
+import sys
+
+from nb_accelerate.base.devices.kind import DeviceKind, by_name
+
+
+def _visible_devices(_visible: str | None, _changed: bool) -> tuple[str, ...]:
+    """Return the device that a rank will see; see `DeviceKind.find`. Imports torch on such computers only."""
+    return ("0",) if sys.platform == "darwin" and MPS.is_available() else ()
+
+
+MPS = DeviceKind(
+    name="mps",
+    distributed_type="NO",
+    backend=None,
+    find=_visible_devices,
+    forbids_fork=lambda: "Metal does not survive a fork",
+    is_available=by_name("torch.backends.mps:is_available"),
+    count=lambda: 1,
+    get_rng_state=by_name("torch.mps:get_rng_state"),
+    set_rng_state=by_name("torch.mps:set_rng_state"),
+    empty_cache=by_name("torch.mps:empty_cache"),
+    memory_allocated=by_name("torch.mps:current_allocated_memory"),
+    memory_used=by_name("torch.mps:current_allocated_memory"),
+    memory_reserved=by_name("torch.mps:driver_allocated_memory"),
+)

@@ -1,0 +1,75 @@
+"""TPUs by torch_tpu, the successor of torch_xla: an ordinary type of device with its own backend. Experimental.
+
+No TPU was at hand. What its authors document is done: the launch variables, one process for each chip, which sees it as
+``tpu:0``, and processes that are spawned. Where torch_xla is installed too, that is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.devices.kind import DeviceKind
+from nb_accelerate.base.devices.xla import num_chips
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_SECONDS = 120
+"""For a process that imports torch_tpu and looks at the chips, and does not start them."""
+
+_VARIABLES = (
+    "import json, os, sys; before = dict(os.environ); import torch, torch_tpu; from torch.tpu import distributed; "
+    "distributed.set_tpu_launch_env(nproc_per_node=int(sys.argv[1])); "
+    "print('\\n' + json.dumps({name: os.environ[name] for name in os.environ if before.get(name) != os.environ[name]}))"
+)
+"""Prints, in its last line, what torch_tpu sets before ranks are started. It does so once in a process, for good."""
+
+
+def _chips(_visible: str | None, _changed: bool) -> tuple[str, ...]:
+    """Return the chips of this machine; see `DeviceKind.find`."""
+    return tuple(map(str, range(num_chips()))) if importlib.util.find_spec("torch_tpu") is not None else ()
+
+
+def _pin(devices: Sequence[str], _local_rank: int) -> Mapping[str, str]:
+    return dict(_launch_variables(len(devices))) if len(devices) > 1 else {}
+
+
+@functools.cache
+def _launch_variables(number: int) -> tuple[tuple[str, str], ...]:
+    """Return what ranks have to agree on, in a process of its own: the notebook is left as it is.
+
+    Raises:
+        OSError: torch_tpu has said no, or nothing for `_SECONDS`.
+    """
+    command = [sys.executable, "-c", _VARIABLES, str(number)]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=True, env=dict(os.environ)
+        )
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().rpartition("\n")[2]
+        raise OSError(f"torch_tpu could not prepare a launch of {number} processes: {said}") from error
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"torch_tpu has not prepared a launch of {number} processes in {_SECONDS} s.") from error
+    return tuple(json.loads(run.stdout.strip().rpartition("\n")[2]).items())
+
+
+TPU = DeviceKind(
+    name="tpu",
+    distributed_type="XLA",
+    backend="tpu_dist",
+    mixed_precision=("bf16",),
+    label="TPU chip",
+    all_or_one=True,
+    find=_chips,
+    forbids_fork=lambda: "torch_tpu asks for spawned processes",
+    pin=_pin,
+    is_available=lambda: bool(_chips(None, False)),
+    count=lambda: 1,
+)

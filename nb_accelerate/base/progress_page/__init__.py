@@ -1,0 +1,31 @@
+"""The progress page (a `ProgressPage`): shared memory in which a rank notes its progress and which the notebook reads.
+
+::
+
+    rank: one machine word per fact, overwritten in place --> shared page --> notebook: `read`, when it likes
+
+Nothing is sent and nobody waits, so a write costs some tens of nanoseconds, and the page still says where a rank
+was after it was killed. A word is written in one piece; a reader may see words of two steps side by side, never half
+of one.
+"""
+
+from nb_accelerate.base.progress_page.code_line import CodeLine
+from nb_accelerate.base.progress_page.layout import Collective, Phase
+from nb_accelerate.base.progress_page.page import MAX_RECORD, ProgressPage, here, install
+from nb_accelerate.base.progress_page.rank_memory import RankMemory
+from nb_accelerate.base.progress_page.reader import PageReader
+from nb_accelerate.base.progress_page.sample import Bar, Sample
+
+__all__ = [
+    "MAX_RECORD",
+    "Bar",
+    "CodeLine",
+    "Collective",
+    "PageReader",
+    "Phase",
+    "ProgressPage",
+    "RankMemory",
+    "Sample",
+    "here",
+    "install",
+]

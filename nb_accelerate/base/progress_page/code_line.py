@@ -1,0 +1,53 @@
+"""`CodeLine`: the line of the user's code that a rank was at, and how it lies on a progress page."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_FILENAME = 248
+_CALLED = 64
+_LAYOUT = struct.Struct(f"=qqq{_FILENAME}s{_CALLED}sq")
+SIZE = _LAYOUT.size
+"""Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeLine:
+    """A line of the user's code, see `notebook.worker.stack_writer`.
+
+    Attributes:
+        number: counts looks, from 1.
+        phase: the phase that the rank was in, as a number.
+        filename: of the code; the end of one that is very long.
+        lineno: from 1.
+        called: the function for communication between ranks that the line has called, as it stands there; else "".
+    """
+
+    number: int
+    phase: int
+    filename: str
+    lineno: int
+    called: str = ""
+
+    def write(self, memory: memoryview, at: int) -> None:
+        """Write it to a progress page, from byte ``at`` on."""
+        filename = self.filename.encode(errors="replace")[-_FILENAME + 1 :]
+        called = self.called.encode(errors="replace")[: _CALLED - 1]
+        _LAYOUT.pack_into(memory, at, self.number, self.phase, self.lineno, filename, called, self.number)
+
+    @classmethod
+    def read(cls, memory: Buffer, at: int) -> CodeLine | None:
+        """Read what `write` wrote; None if nothing was, or while it is being written."""
+        number, phase, lineno, filename, called, number_behind = _LAYOUT.unpack_from(memory, at)
+        if number <= 0 or number != number_behind or lineno <= 0:
+            return None
+        return cls(number=number, phase=phase, filename=_text(filename), lineno=lineno, called=_text(called))
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode(errors="ignore")

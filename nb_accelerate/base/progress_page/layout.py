@@ -1,0 +1,116 @@
+"""Binary layout of a progress page."""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+from nb_accelerate.base.progress_page import code_line, rank_memory
+
+SIZE = 8192
+"""Bytes: two pages of memory."""
+
+# Words of 8 bytes, by number. Whole numbers, but for LOSS.
+REQUEST = 0  # calls or cells begun
+ROWS_WANTED = 1  # set by the notebook: progress bars are rows of a panel, and not text
+PHASE = 2
+STEP = 3  # batches of the current loop that were handed out
+TOTAL = 4  # of the current loop; -1 if not known
+LOOP = 5  # counts loops, so that a reader sees when another one has begun
+EVALUATES = 6  # the current loop began where no gradients are computed
+EPOCH = 7  # of the current loop's loader, from 1
+STEPS_BEFORE = 8  # of training loops that have ended
+ROWS = 9  # rows of all ranks together in one step; 0 if not known
+WAITS_IN = 10  # a `Collective`, while the phase is WAITING
+COLLECTIVES = 11  # how many it has begun
+MEMORY = 12  # bytes that tensors use on the device; 0 if the device does not say
+MEMORY_PEAK = 13  # the most that was seen
+LOSS = 14  # a float; NO_LOSS if there is none
+BARS_SEEN = 15  # counts changes of bars
+IN_LOOP = 16  # the current loop has not ended
+TRAINS = 17  # there was a backward, or an optimizer's step, in the current loop
+TRAINED_EPOCH = 18  # of the last loop that trained and has ended, or has another in it
+UTILISATION = 19  # percent of the device's time; -1 if the device does not say
+SAVES = 20  # a checkpoint is written in the background, which may outlast the call or cell that began it
+EPOCHS = 21  # of the loop over epochs; 0 if not known
+EPOCH_OF_RUN = 22  # the current one of that loop, from 1
+COMPILED = 23  # programs that were compiled for the device
+COMPILING_MS = 24  # milliseconds that took
+NANOSECONDS = 25  # 16 words: time spent in each `Phase`, that which is on left out
+EXCHANGING = 41  # nanoseconds of WAITING, in the same way, that were spent in `Collective.backward`
+SINCE = 42  # `time.monotonic_ns` when counting times began; 0 if nothing is to be added for the current phase
+WORKERS = 43  # `num_workers` of the current loop's loader, and 1 more; 0 if not known
+WAITS_TIMED = 44  # backward is over when the gradients of this rank are computed: what follows is WAITING
+SPANS_EPOCHS = 45  # the current loop goes over all epochs of the run, and its steps are those of the run
+OTHER_GROUP = 46  # this process has made a process group at another address than that of its launch, since it began
+NUM_WORDS = 47
+
+NO_LOSS = -1.7976931348623157e308
+"""The least float. Not NaN, which is a value that a loss may have and that has to be shown."""
+
+HEADER = struct.Struct(f"={LOSS}qd{NUM_WORDS - LOSS - 1}q")
+
+# Logged values: a name of up to 24 bytes and a float, each.
+SCALARS_AT = 512
+NUM_SCALARS = 16
+SCALAR = struct.Struct("=24sd")
+
+# Progress bars: state (0 free, 1 moves, 2 ended), level, count, total (-1 unknown), `time.monotonic` at the beginning
+# and at the last change, label.
+BARS_AT = 1024
+NUM_BARS = 8
+BAR = struct.Struct("=qqdddd56s")
+
+WARNING_AT = 2048
+"""A sentence about what is wrong, of a rank; empty if there is none."""
+WARNING = struct.Struct("=1024s")
+
+LINE_AT = 3072
+"""The line of the user's code that the rank was at when the notebook asked last, see `CodeLine`."""
+
+MEMORY_AT = 3584
+"""What the rank holds in memory, see `RankMemory`: it stays from one call or cell to the next."""
+
+COMMANDS_AT = 4096
+"""Commands of the notebook and answers of the rank, see `base.progress_page.commands`."""
+
+assert HEADER.size == NUM_WORDS * 8
+assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
+assert BARS_AT + NUM_BARS * BAR.size <= WARNING_AT
+assert WARNING_AT + WARNING.size <= LINE_AT
+assert LINE_AT + code_line.SIZE <= MEMORY_AT
+assert MEMORY_AT + rank_memory.SIZE <= COMMANDS_AT
+
+
+class Phase(enum.IntEnum):
+    """What a rank does."""
+
+    NOTHING = 0
+    RUNNING = 1
+    DATA = 2
+    FORWARD = 3
+    BACKWARD = 4
+    STEP = 5
+    EVALUATING = 6
+    SAVING = 7
+    WAITING = 8
+    ENDED = 9
+    PREPARING = 10
+    COMPILING = 11
+    TRAINING = 12  # forward and backward, where the program does not say which
+
+
+assert NANOSECONDS + len(Phase) <= EXCHANGING
+
+
+class Collective(enum.IntEnum):
+    """Collectives in which ranks wait for each other."""
+
+    all_gather = 0
+    all_reduce = 1
+    broadcast = 2
+    scatter = 3
+    all_gather_object = 4
+    broadcast_object = 5
+    barrier = 6
+    backward = 7  # the exchange of gradients at its end

@@ -1,0 +1,383 @@
+"""Write the progress page of this process."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import operator
+import os
+import time
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.progress_page import layout
+from nb_accelerate.base.progress_page.code_line import CodeLine
+from nb_accelerate.base.progress_page.commands import CommandReader
+from nb_accelerate.base.progress_page.layout import Phase
+from nb_accelerate.base.progress_page.phase_times import clock_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from typing_extensions import Buffer
+
+    from nb_accelerate.base.progress_page.layout import Collective
+    from nb_accelerate.base.progress_page.rank_memory import RankMemory
+
+
+MAX_RECORD = 4000
+"""Bytes. It fits into one write to a pipe, which is never mixed with another."""
+
+
+class ProgressPage:
+    """The progress page of a process, for writing. Only the main thread writes, but for `note_line`.
+
+    Args:
+        memory: `layout.SIZE` bytes; by default some that nobody reads.
+
+    Attributes:
+        enter: takes the `Phase` that begins. A closure, since loops call it several times a step.
+        step: takes the number of batches that the current loop has handed out.
+        outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
+        commands: of the notebook to the training loop.
+        measure: takes nothing; notes with `rank_memory` what this process holds in memory now.
+        is_read: somebody may read it: it lies in memory that was given.
+        saw_forward: whether a prepared model has said, in this call or cell, that it was called; None if none is to.
+        epochs_are_told: `tell_epoch` was called, so that the epochs of the run need not be inferred.
+        trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
+        times_waits: takes nothing; says that what follows the computation of gradients in backward is a phase of its
+            own, `Phase.WAITING`.
+    """
+
+    def __init__(self, memory: Buffer | None = None) -> None:
+        self.is_read = memory is not None
+        self._memory = memoryview(memory if memory is not None else bytearray(layout.SIZE)).cast("B")
+        self._words = self._memory[: 8 * layout.NUM_WORDS].cast("q")
+        self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")
+        self._clock = clock_of(self._words)
+        self.enter: Callable[[int], None] = self._clock.enter
+        self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
+        self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
+        self.times_waits: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.WAITS_TIMED, 1)
+        self.outlet: Callable[[bytes], object] = _nobody
+        self.commands = CommandReader(self._memory)
+        self.measure: Callable[[], object] = _nothing
+        self.saw_forward: bool | None = None
+        self.epochs_are_told = False
+        self._scalars: dict[str, int] = {}
+        self._loops: list[Loop] = []
+        self._looks = 0
+        self._reals[layout.LOSS] = layout.NO_LOSS
+
+    @property
+    def request(self) -> int:
+        """Number of the call or cell."""
+        return self._words[layout.REQUEST]
+
+    @property
+    def phase(self) -> int:
+        """Number of the `Phase` that is on."""
+        return self._words[layout.PHASE]
+
+    def save_in_background(self, begins: bool) -> None:
+        """Note that a checkpoint begins to be written in a thread, or that it is written. Any thread."""
+        self._words[layout.SAVES] = begins
+
+    def note_other_group(self) -> None:
+        """Note that this process makes a process group whose ranks may be processes outside of its launch."""
+        self._words[layout.OTHER_GROUP] = 1
+
+    def begin_request(self) -> None:
+        """Begin a call or a cell, and clear what the page says about the one before."""
+        words = self._words
+        request = words[layout.REQUEST] + 1
+        for index in range(layout.PHASE, layout.NUM_WORDS):
+            if index not in (layout.SAVES, layout.OTHER_GROUP):
+                words[index] = 0
+        self._memory[layout.SCALARS_AT : layout.MEMORY_AT] = bytes(layout.MEMORY_AT - layout.SCALARS_AT)
+        self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)
+        self._scalars.clear()
+        self._loops.clear()
+        self.saw_forward = None if self.saw_forward is None else False
+        self.epochs_are_told = False
+        self._reals[layout.LOSS] = layout.NO_LOSS
+        words[layout.TOTAL] = -1
+        words[layout.UTILISATION] = -1
+        self._clock.forget()
+        self.enter(Phase.RUNNING)
+        words[layout.REQUEST] = request
+
+    def end_request(self) -> None:
+        """End the call or cell."""
+        self.enter(Phase.ENDED)
+
+    # Loops over loaders.
+
+    def begin_loop(
+        self,
+        *,
+        total: int | None,
+        rows: int | None,
+        epoch: int,
+        evaluates: bool,
+        step: int = 0,
+        num_workers: int | None = None,
+        spans_epochs: bool = False,
+    ) -> Loop:
+        """Begin a loop over a loader, perhaps inside another one. Give what this returns to `end_loop`.
+
+        Args:
+            total: batches of this rank.
+            rows: rows of all ranks together in one batch.
+            epoch: which of the loader, from 1.
+            evaluates: no gradients are computed where it begins.
+            step: batches that are left out at its beginning.
+            num_workers: of its loader.
+            spans_epochs: it goes over all epochs of the run: `total` and `step` are those of the run.
+        """
+        words = self._words
+        if self._loops:
+            outer = self._loops[-1]
+            outer.words = _loop_words(words)
+            self._count(outer)
+        words[layout.STEP] = step
+        words[layout.TOTAL] = -1 if total is None else total
+        words[layout.ROWS] = rows or 0
+        words[layout.EVALUATES] = evaluates
+        words[layout.IN_LOOP] = 1
+        words[layout.TRAINS] = 0
+        words[layout.EPOCH] = epoch
+        words[layout.WORKERS] = 0 if num_workers is None else num_workers + 1
+        words[layout.SPANS_EPOCHS] = spans_epochs
+        words[layout.LOOP] += 1
+        loop = Loop()
+        self._loops.append(loop)
+        return loop
+
+    def begin_work(self) -> None:
+        """Begin what a loop does with a batch: the user's own code, until a prepared model says that it was called.
+
+        One that was compiled afterwards does not say it. A loop that trains it is in forward, as far as is known.
+        """
+        is_unsaid = self.saw_forward is False and self._words[layout.TRAINS]
+        self.enter(Phase.FORWARD if is_unsaid else Phase.RUNNING)
+
+    def end_loop(self, loop: Loop) -> None:
+        """End a loop, also one that was left early. The page then shows the loop around it, if there is one.
+
+        Loops that are zipped end in the order in which they began, so one may end before another inside it. One that
+        is left over from a call or cell before means nothing now.
+        """
+        if loop not in self._loops:
+            return
+        words, is_innermost = self._words, loop is self._loops[-1]
+        self._loops.remove(loop)
+        if not is_innermost:
+            return
+        loop.words = _loop_words(words)
+        self._count(loop)
+        words[layout.IN_LOOP] = 0
+        if self._loops:
+            outer = self._loops[-1]
+            words[layout.STEPS_BEFORE] -= outer.trained
+            for index, value in zip(_LOOP_WORDS, outer.words, strict=True):
+                words[index] = value
+            words[layout.LOOP] += 1
+        self.enter(Phase.RUNNING)
+
+    def _count(self, loop: Loop) -> None:
+        """Add the steps of a loop that ends, or that waits for another one inside it, to those of all loops."""
+        if loop.trained:
+            self._words[layout.STEPS_BEFORE] += loop.trained
+            self._words[layout.TRAINED_EPOCH] = self._words[layout.EPOCH]
+
+    def tell_epoch(self, number: int, epochs: int) -> None:
+        """Note that an epoch of the whole run begins, as the program says.
+
+        Args:
+            number: which, from 1.
+            epochs: how many there are; 0 if that is not known.
+        """
+        self.epochs_are_told = True
+        self._note_epoch(number, epochs)
+
+    def infer_epoch(self, number: int, epochs: int) -> None:
+        """Note the same, as far as it can be seen in the program; `tell_epoch` counts more."""
+        if not self.epochs_are_told:
+            self._note_epoch(number, epochs)
+
+    def _note_epoch(self, number: int, epochs: int) -> None:
+        self._words[layout.EPOCHS] = epochs
+        self._words[layout.EPOCH_OF_RUN] = number
+
+    # Values.
+
+    def loss(self, value: float) -> None:
+        """Note the newest loss of this rank."""
+        self._reals[layout.LOSS] = value
+
+    def memory(self, used: int) -> None:
+        """Note how many bytes of the device are in use."""
+        words = self._words
+        words[layout.MEMORY] = used
+        words[layout.MEMORY_PEAK] = max(words[layout.MEMORY_PEAK], used)
+
+    def rank_memory(self, memory: RankMemory) -> None:
+        """Note what of its memory is parameters, gradients, optimizer states and the rest."""
+        memory.write(self._memory, layout.MEMORY_AT)
+
+    def utilisation(self, percent: int) -> None:
+        """Note the utilisation of the device, in percent."""
+        self._words[layout.UTILISATION] = percent
+
+    def compiled(self, programs: int, seconds: float) -> None:
+        """Note that programs were compiled for the device, and how long that took."""
+        self._words[layout.COMPILED] += programs
+        self._words[layout.COMPILING_MS] += round(1000 * seconds)
+
+    def warn(self, sentence: str) -> None:
+        """Note what is wrong, for the panel. A later sentence takes the place of an earlier one."""
+        layout.WARNING.pack_into(self._memory, layout.WARNING_AT, _cut(sentence, layout.WARNING.size))
+
+    def log(self, values: Mapping[str, object]) -> None:
+        """Note numbers that were logged, by name. Only the first sixteen names are kept."""
+        for name, value in values.items():
+            if not name or isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            index = self._scalars.get(name)
+            if index is None:
+                index = len(self._scalars)
+                if index == layout.NUM_SCALARS:
+                    continue
+                self._scalars[name] = index
+            at = layout.SCALARS_AT + index * layout.SCALAR.size
+            layout.SCALAR.pack_into(self._memory, at, _cut(str(name), 24), value)
+
+    def note_line(self, *, phase: int, filename: str, lineno: int, called: str) -> None:
+        """Note the line of the user's code that the main thread is at; see `CodeLine`. One other thread calls this."""
+        self._looks += 1
+        line = CodeLine(number=self._looks, phase=phase, filename=filename, lineno=lineno, called=called)
+        line.write(self._memory, layout.LINE_AT)
+
+    # Waiting.
+
+    def wait_in(self, collective: Collective) -> int:
+        """Begin a collective. Returns the phase before it, to be given to `enter` when it is over."""
+        words = self._words
+        before = words[layout.PHASE]
+        words[layout.WAITS_IN] = collective
+        words[layout.COLLECTIVES] += 1
+        self.enter(Phase.WAITING)
+        return before
+
+    def wait_after_backward(self) -> None:
+        """Begin to wait for the exchange of gradients; not in another backward through the same loss, of the user."""
+        if self._words[layout.PHASE] == Phase.BACKWARD:
+            self._words[layout.COLLECTIVES] += 1
+            self._clock.exchange()
+
+    # Bars.
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether the notebook shows progress bars as rows of a panel, so that they need not be printed."""
+        return bool(self._words[layout.ROWS_WANTED])
+
+    def new_bar(self) -> int | None:
+        """Return the index of a free place for a progress bar, or that of one that has ended; None if there is none."""
+        states = [self._bar_state(index) for index in range(layout.NUM_BARS)]
+        for wanted in (0, 2):
+            if wanted in states:
+                return states.index(wanted)
+        return None
+
+    def bar(
+        self, index: int, *, label: str, count: float, total: float | None, began: float, level: int, ended: bool
+    ) -> None:
+        """Note how far a progress bar is; see `base.progress_page.Bar`. `began` is a `time.monotonic`."""
+        state = 2 if ended else 1
+        place = layout.BARS_AT + index * layout.BAR.size
+        whole = -1.0 if total is None else float(total)
+        layout.BAR.pack_into(self._memory, place, state, level, count, whole, began, time.monotonic(), _cut(label, 56))
+        self._words[layout.BARS_SEEN] += 1
+
+    def drop_bar(self, index: int) -> None:
+        """Remove a progress bar."""
+        layout.BAR.pack_into(self._memory, layout.BARS_AT + index * layout.BAR.size, 0, 0, 0.0, 0.0, 0.0, 0.0, b"")
+        self._words[layout.BARS_SEEN] += 1
+
+    def _bar_state(self, index: int) -> int:
+        state: int = layout.BAR.unpack_from(self._memory, layout.BARS_AT + index * layout.BAR.size)[0]
+        return state
+
+
+def _nobody(_: bytes) -> None:
+    """Drop a record, in a process that no notebook started."""
+
+
+def _nothing() -> None:
+    """Measure nothing, in a process without an `Accelerator`."""
+
+
+class Loop:
+    """A loop that has begun.
+
+    Attributes:
+        words: what stood on the page about it, those of `_LOOP_WORDS`, when another began inside it.
+    """
+
+    __slots__ = ("words",)
+
+    def __init__(self) -> None:
+        self.words: tuple[int, ...] = ()
+
+    @property
+    def trained(self) -> int:
+        """Number of its steps that train."""
+        return self.words[0] if self.words[-1] else 0
+
+
+_LOOP_WORDS = (
+    layout.STEP,
+    layout.TOTAL,
+    layout.ROWS,
+    layout.EPOCH,
+    layout.IN_LOOP,
+    layout.EVALUATES,
+    layout.WORKERS,
+    layout.SPANS_EPOCHS,
+    layout.TRAINS,
+)
+
+_loop_words: Callable[[memoryview[int]], tuple[int, ...]] = operator.itemgetter(*_LOOP_WORDS)
+
+
+def _cut(text: str, size: int) -> bytes:
+    """Encode text in at most `size` - 1 bytes, so that a zero follows. Readers drop a letter that was cut."""
+    return text.encode(errors="replace")[: size - 1]
+
+
+_page = ProgressPage()
+
+
+def here() -> ProgressPage:
+    """Return the progress page of this process; nobody reads it unless a notebook or a launcher started the process."""
+    return _page
+
+
+def install(fd: int, outlet: Callable[[bytes], object] = _nobody) -> ProgressPage:
+    """Write to the page behind a descriptor from now on, and take the descriptor over."""
+    global _page  # noqa: PLW0603 - the process has one
+    memory = mmap.mmap(fd, layout.SIZE)
+    os.close(fd)
+    _page = ProgressPage(memory)
+    _page.outlet = outlet
+    return _page
+
+
+def _forget() -> None:
+    """Let go of the page in a forked process, for example a loader's worker: the page is its parent's."""
+    global _page  # noqa: PLW0603 - as above
+    _page = ProgressPage()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,58 @@
+"""The memory of a progress page, in the process that reads it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.progress_page import layout
+from nb_accelerate.base.progress_page.commands import CommandWriter
+from nb_accelerate.base.progress_page.sample import read
+
+if TYPE_CHECKING:
+    from nb_accelerate.base.progress_page.sample import Sample
+
+
+class PageReader:
+    """The memory of a progress page, for reading. `close` it.
+
+    Args:
+        fd: descriptor of an empty file, taken over. One without a name is gone with the last process that holds it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        os.ftruncate(self._fd, layout.SIZE)
+        self._memory = mmap.mmap(self._fd, layout.SIZE)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor for the process that writes; it gets a copy."""
+        return self._fd
+
+    def read(self) -> Sample:
+        """Return what the page says now."""
+        return read(self._memory)
+
+    @property
+    def request(self) -> int:
+        """Return the number of the call or cell, see `base.progress_page.sample.Sample`."""
+        start = 8 * layout.REQUEST
+        return int.from_bytes(self._memory[start : start + 8], sys.byteorder)
+
+    def want_rows(self, wanted: bool) -> None:
+        """Ask for progress bars as rows, or as text; see `base.progress_page.ProgressPage.wants_rows`."""
+        start = 8 * layout.ROWS_WANTED
+        self._memory[start : start + 8] = int(wanted).to_bytes(8, sys.byteorder)
+
+    @property
+    def commands(self) -> CommandWriter:
+        """Commands to the training loop of the rank."""
+        return CommandWriter(self._memory)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()
+        os.close(self._fd)

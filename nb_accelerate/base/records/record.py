@@ -1,0 +1,140 @@
+"""What the JSON lines tracker wrote, read back; shown in a notebook, it draws its curves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.records.curves import Curve, Plot
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    import os
+
+_NOT_VALUES = ("step", "time")
+
+
+_MOST_ROWS = 4001
+"""Rows of the same names that are kept, at most: an odd number, so that the last one stays."""
+
+
+@dataclass
+class _Kind:
+    """Rows of the same names: how many there were, of how many one is kept, and the newest if only as such."""
+
+    seen: int = 0
+    stride: int = 1
+    passing: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    Attributes:
+        name: of the run.
+        config: its settings.
+        rows: one dict for each call of ``log``, in order.
+    """
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    _kinds: dict[frozenset[str], _Kind] = field(default_factory=dict, repr=False)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add what a call of ``log`` has logged. A row without a step gets its number as one.
+
+        A run may go on for weeks. Of rows with the same names, when there are too many, every second one is dropped,
+        and new ones are taken half as often; the first and the newest are always kept.
+        """
+        row.setdefault("step", sum(one.seen for one in self._kinds.values()))
+        kind = self._kinds.setdefault(frozenset(row), _Kind())
+        if kind.passing is not None:
+            newest = len(self.rows) - 1
+            while self.rows[newest] is not kind.passing:
+                newest -= 1
+            del self.rows[newest]
+        self.rows.append(row)
+        kind.passing = row if kind.seen % kind.stride else None
+        kind.seen += 1
+        if kind.passing is None and (kind.seen - 1) // kind.stride + 1 == _MOST_ROWS:
+            same = [one for one in self.rows if one.keys() == row.keys()]
+            dropped = {id(one) for one in same[1::2]}
+            self.rows[:] = [one for one in self.rows if id(one) not in dropped]
+            kind.stride *= 2
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the names of all numbers that were logged, in the order in which they first came."""
+        names: dict[str, None] = {}
+        for row in self.rows:
+            names.update(dict.fromkeys(name for name, value in row.items() if _is_number(value)))
+        return [name for name in names if name not in _NOT_VALUES]
+
+    def column(self, name: str) -> list[tuple[float, float]]:
+        """Return (step, value) for every row that has a value; rows without a step are counted instead."""
+        return [(row.get("step", index), row[name]) for index, row in enumerate(self.rows) if _is_number(row.get(name))]
+
+    def plot(self, *names: str) -> Plot:
+        """Return the curves of some values; in a notebook they are drawn.
+
+        Args:
+            *names: which; all by default.
+
+        Raises:
+            ConfigError: nothing was logged under a name.
+        """
+        known = self.columns
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{name!r} was not logged in {self.name}. Write one of: {', '.join(known)}.")
+        chosen = names or tuple(known)
+        return Plot(title=self.name, curves=tuple(Curve(name, tuple(self.column(name))) for name in chosen))
+
+    def _repr_html_(self) -> str:
+        return self.plot()._repr_html_()
+
+    def __repr__(self) -> str:
+        return f"RunRecord({self.name!r}, {len(self.rows)} rows of {', '.join(self.columns) or 'nothing'})"
+
+
+def read_run(path: str | os.PathLike[str]) -> RunRecord:
+    """Read what the JSON lines tracker wrote, also while it is being written.
+
+    Args:
+        path: the file, or a folder whose newest run is meant.
+
+    Raises:
+        FileNotFoundError: there is no such file, or no run in the folder.
+        ConfigError: a line is not JSON.
+    """
+    file = Path(path)
+    if file.is_dir():
+        runs = sorted(file.glob("*.jsonl"), key=lambda run: run.stat().st_mtime_ns)
+        if not runs:
+            raise FileNotFoundError(f"There is no run (*.jsonl) in {file}.")
+        file = runs[-1]
+    config: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break  # it is being written
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"Line {number} of {file} is not JSON: {line[:60]!r}. Is it the file of a run?"
+            ) from error
+        if entry.keys() == {"config"}:
+            config.update(entry["config"])
+        else:
+            rows.append(entry)
+    return RunRecord(name=file.stem, config=config, rows=rows)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,140 @@
+"""How the processes of ranks come to be, as a table.
+
+A start method is one row of `START_METHODS`, and a file for what the row names. What runs is named and not imported: it
+belongs to the notebook half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a start method depends on.
+
+    Attributes:
+        can_fork: the operating system has ``fork``.
+        device: what users call the device of the ranks, such as ``"CUDA"``.
+        is_host: ranks compute on the processor.
+        in_use: why a rank forked from this process could not use its device; "" if it could.
+        forbids_fork: why the runtime of the device does not survive any fork; "" if it does.
+    """
+
+    can_fork: bool
+    device: str
+    is_host: bool
+    in_use: str = ""
+    forbids_fork: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartMethod:
+    """One row.
+
+    Attributes:
+        name: what users write.
+        starter: ``module:function`` that takes the `LaunchOptions` and returns a context manager with the `RankServer`;
+            "" for a method that starts no process.
+        runner: ``module:function`` that runs a whole launch, with the arguments of
+            `notebook.launch.launcher.run_in_processes`.
+        is_automatic: ``"auto"`` may choose it.
+        device: torch's name of the only type of device that it is for; "" for all types.
+        forks: ranks are forked from a process that has imported torch.
+        copies_notebook: that process is the notebook. Its data is shared, so that nothing is pickled. Ranks have one
+            intra-op thread, because they inherit the state of OpenMP without its threads.
+        max_ranks: on one machine; None if there is no limit.
+        max_nodes: machines; None if there is no limit.
+    """
+
+    name: str
+    starter: str = ""
+    runner: str = "nb_accelerate.notebook.launch.launcher:run_in_processes"
+    is_automatic: bool = False
+    device: str = ""
+    forks: bool = False
+    copies_notebook: bool = False
+    max_ranks: int | None = None
+    max_nodes: int | None = None
+
+    @property
+    def serves_cells(self) -> bool:
+        """Whether ranks may stay for the cells of a notebook. A copy of it would be out of date with the next cell."""
+        return bool(self.starter) and not self.copies_notebook
+
+    def suits(self, conditions: Conditions) -> bool:
+        """Return whether it is for this type of device."""
+        return self.device in ("", conditions.device.lower())
+
+    def obstacle(self, conditions: Conditions) -> str:
+        """Return why it cannot work, or ""."""
+        if not self.suits(conditions):
+            return f"it starts ranks on {self.device.upper()} devices, and these are to run on {conditions.device}"
+        if self.forks and not conditions.can_fork:
+            return "no fork here"
+        return conditions.in_use if self.copies_notebook else ""
+
+    def drawback(self, conditions: Conditions) -> str:
+        """Return why ``"auto"`` had better choose another, although it might work; or ""."""
+        return conditions.forbids_fork if self.forks else ""
+
+    def advantage(self, conditions: Conditions) -> str:
+        """Return what the user gains by it, in a few words; or ""."""
+        if not self.copies_notebook:
+            return ""
+        return f"{conditions.device} is untouched here, so data in memory is shared"
+
+
+START_METHODS: dict[str, StartMethod] = {
+    method.name: method
+    for method in (
+        StartMethod(
+            name="xla",
+            starter="nb_accelerate.notebook.launch.starters:fork",
+            is_automatic=True,
+            device="xla",
+            forks=True,
+            copies_notebook=True,
+            max_nodes=1,
+        ),
+        StartMethod(
+            name="fork",
+            starter="nb_accelerate.notebook.launch.starters:fork",
+            is_automatic=True,
+            forks=True,
+            copies_notebook=True,
+        ),
+        StartMethod(
+            name="forkserver",
+            starter="nb_accelerate.notebook.launch.starters:forkserver",
+            is_automatic=True,
+            forks=True,
+        ),
+        StartMethod(name="spawn", starter="nb_accelerate.notebook.launch.starters:spawn", is_automatic=True),
+        StartMethod(name="inline", runner="nb_accelerate.notebook.launch.inline:run_inline", max_ranks=1, max_nodes=1),
+    )
+}
+"""By name, in the order in which ``"auto"`` tries them."""
+
+
+def choose_method(conditions: Conditions, *, may_copy: bool = True) -> tuple[StartMethod, str]:
+    """Choose the first start method that suits, as ``"auto"`` does.
+
+    Args:
+        conditions: what it depends on.
+        may_copy: ranks may have a copy of this process.
+
+    Returns:
+        The method, and why this one; "" where it is what one expects.
+    """
+    reason = ""
+    for method in START_METHODS.values():
+        if not method.is_automatic or (method.copies_notebook and not may_copy) or not method.suits(conditions):
+            continue
+        if method.copies_notebook and conditions.is_host:  # a large operation here, and a forked rank would hang
+            continue
+        why_not = method.drawback(conditions) or method.obstacle(conditions)
+        if not why_not:
+            return method, method.advantage(conditions) or reason
+        reason = why_not
+    raise AssertionError("no start method of the table works everywhere")

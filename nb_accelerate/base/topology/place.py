@@ -1,0 +1,73 @@
+"""Where processes meet that SLURM's ``srun`` or an MPI launcher has started, which do not say so themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.base.topology.topology import Topology
+
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+"""Ports below those that systems give to whoever asks for any (from 32768 on Linux)."""
+
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+_FIRST_NODE = re.compile(r"(?P<prefix>[^,\[]+)(?:\[(?P<number>[0-9]+)[^\]]*\](?P<suffix>[^,\[]*))?")
+"""The first node of a list such as ``gpu[07-09,12]-x,login``."""
+
+
+def place_of(variables: Mapping[str, str], topology: Topology) -> tuple[str, int] | None:
+    """Return the address and the port at which all processes of a job meet.
+
+    In a job of SLURM that is the node of the first process. The port follows from the numbers of job and step, so two
+    jobs on one node use different ones. Processes of MPI know nothing of the other machines: they meet on their own,
+    at a port that follows from the process that has started them all.
+
+    Args:
+        variables: the environment.
+        topology: of this process.
+
+    Returns:
+        None where it cannot be known: processes of MPI on several machines, or no launcher of these.
+    """
+    if variables.get("RANK"):  # of a launcher that sets the address too, or of somebody who forgot it
+        return None
+    nodes = next((variables[name] for name in _NODE_LISTS if variables.get(name)), "")
+    if nodes and "SLURM_PROCID" in variables:
+        job, step = (_number(variables.get(name, "")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        return first_node(nodes), _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
+    if topology.num_nodes == 1 and topology.world_size > 1:
+        return "127.0.0.1", _FIRST_PORT + os.getppid() % _NUM_PORTS
+    return None
+
+
+def place_in_step(variables: Mapping[str, str], num_nodes: int) -> tuple[int, str] | None:
+    """Return the number of this node in a step of SLURM that has one task on each node, and the name of its first node.
+
+    Args:
+        variables: the environment.
+        num_nodes: machines that were asked for.
+
+    Returns:
+        None where there is no such step, or it has another number of nodes.
+    """
+    nodes, tasks = (_number(variables.get(name, "")) for name in ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
+    node, names = variables.get("SLURM_NODEID", ""), variables.get("SLURM_STEP_NODELIST", "")
+    if not (1 < nodes == tasks == num_nodes and node.isdecimal() and names):
+        return None
+    return int(node), first_node(names)
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name in a list of nodes as SLURM writes it: ``gpu07`` of ``gpu[07-09,12]``."""
+    found = _FIRST_NODE.match(nodes)
+    assert found is not None
+    return f"{found['prefix']}{found['number'] or ''}{found['suffix'] or ''}"
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,138 @@
+"""An exception in a rank as data, without the frames of the worker that ran the code.
+
+Exceptions are users' code: whatever is asked of one, its text say, may raise, exit, or be of any size and type.
+Nothing of that hides where an exception came from: each part that cannot be had is replaced by a note.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nb_accelerate.notebook.protocol.messages import ErrorReport, Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_OUR_FRAMES = str(Path(__file__).parents[1] / "worker")
+_MAX_CHAIN = 10
+_MAX_GROUP = 10
+"""Exceptions of a group that are told of; the others are counted."""
+
+_MAX_FRAMES = 500
+_MAX_NOTES = 100
+
+LONGEST_TEXT = 20_000
+"""Characters of an exception's text, or of a note, that travel: what nobody reads holds everybody up."""
+
+T = TypeVar("T")
+
+
+def report_exception(error: BaseException) -> ErrorReport:
+    """Return everything about `error` that a reader in another process can use. Raises nothing."""
+    return _report(error, _MAX_CHAIN, set())
+
+
+def text_of(error: BaseException) -> str:
+    """Return ``str(error)``, cut if it is very long; a note in its place if that raises."""
+    return readable(_whole_text_of(error))
+
+
+def has_plain_text(error: BaseException) -> bool:
+    """Return whether ``str(error)`` can be had, and shown as it is."""
+    try:
+        text = str(error)
+        return readable(text) == text
+    except BaseException:  # users' code: it may also exit
+        return False
+
+
+def readable(text: str) -> str:
+    """Return a text that can be sent and shown: at most `LONGEST_TEXT` characters, and without lone surrogates."""
+    if len(text) > LONGEST_TEXT:
+        kept = LONGEST_TEXT // 2 - 50
+        text = f"{text[:kept]}\n... {len(text) - 2 * kept:,} characters are left out here ...\n{text[-kept:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _whole_text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as broken:  # as above
+        return f"<the text of this exception cannot be made: {_type_name(broken)}>"
+
+
+def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
+    seen.add(id(error))  # each is told of once: causes may go in circles, and groups share members
+    # Read past what a class may have put in the place of these.
+    explicit: BaseException | None = vars(BaseException)["__cause__"].__get__(error)
+    context: BaseException | None = vars(BaseException)["__context__"].__get__(error)
+    suppressed: bool = vars(BaseException)["__suppress_context__"].__get__(error)
+    # argparse, say, exits while it handles an error that it has explained.
+    suppressed = suppressed or issubclass(type(error), SystemExit)
+    cause = explicit if explicit is not None else None if suppressed else context
+    tells_cause = cause is not None and depth > 1 and id(cause) not in seen
+    message = text_of(error)
+    group = _group(error)
+    return ErrorReport(
+        type_name=_type_name(error),
+        message=message,
+        frames=_frames(error),
+        notes=_notes(error),
+        cause=_report(cause, depth - 1, seen) if cause is not None and tells_cause else None,
+        explicit_cause=explicit is not None,
+        last_lines=_last_lines(error, message),
+        group=tuple(_report(one, depth - 1, seen) for one in group[:_MAX_GROUP] if depth > 1 and id(one) not in seen),
+        group_size=len(group),
+    )
+
+
+def _type_name(error: BaseException) -> str:
+    # Not type(error).__qualname__: a metaclass may have its own.
+    return readable(vars(type)["__qualname__"].__get__(type(error)))
+
+
+def _frames(error: BaseException) -> tuple[Frame, ...]:
+    frames = [
+        Frame(filename=frame.f_code.co_filename, lineno=lineno or 0, name=frame.f_code.co_name)
+        for frame, lineno in traceback.walk_tb(vars(BaseException)["__traceback__"].__get__(error))
+    ]
+    while frames and frames[0].filename.startswith(_OUR_FRAMES):
+        del frames[0]
+    if len(frames) > _MAX_FRAMES:  # a recursion: both ends say what it is
+        frames = frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
+    return tuple(frames)
+
+
+def _notes(error: BaseException) -> tuple[str, ...]:
+    notes: Any = _asked(lambda: getattr(error, "__notes__", None), None)
+    if type(notes) not in (list, tuple):
+        return ()
+    return tuple(
+        readable(_asked(functools.partial(str, note), "<a note that cannot be read>")) for note in notes[:_MAX_NOTES]
+    )
+
+
+def _group(error: BaseException) -> list[BaseException]:
+    """Return the exceptions in a group; none if it is not one."""
+    found: Any = _asked(lambda: error.exceptions, ())  # type: ignore[attr-defined]
+    return [one for one in found if issubclass(type(one), BaseException)] if type(found) is tuple else []
+
+
+def _last_lines(error: BaseException, message: str) -> tuple[str, ...]:
+    """Return what follows the frames in a plain traceback."""
+    plain = [f"{_type_name(error)}: {message}\n" if message else f"{_type_name(error)}\n"]
+    if message != _asked(lambda: str(error), None):
+        return (*plain, *(f"{note}\n" for note in _notes(error)))
+    lines = _asked(lambda: traceback.format_exception_only(type(error), error), plain)
+    return tuple(readable(line) for line in lines)
+
+
+def _asked(question: Callable[[], T], otherwise: T) -> T:
+    """Return what an exception says about itself, or something else if that raises."""
+    try:
+        return question()
+    except BaseException:  # users' code: it may also exit
+        return otherwise

@@ -1,0 +1,137 @@
+"""Where the main thread of a rank is, also while C code holds the interpreter.
+
+A thread of the rank writes it when it is asked (`notebook.worker.stack_writer`). If that thread does not get the
+interpreter's lock, the rank gets a signal for which it has registered `faulthandler`, which writes the same from C
+code. A stopped process (SIGSTOP) does not answer.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors.traceback_lines import is_ours, is_users
+from nb_accelerate.notebook.diagnostics.render import place
+from nb_accelerate.notebook.protocol.messages import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""Asks a rank for its stacks."""
+
+STOPPED = "stopped (SIGSTOP)"
+"""Stands for the stacks of a process that cannot answer."""
+
+_THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack \(most recent call first\):)$", re.MULTILINE)
+_LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
+_SAID = {"_engine_run_backward": "backward", "_wrapped_call_impl": "forward", "_call_impl": "forward"}
+"""What people call a function of torch."""
+
+_COLLECTIVES = ("/torch/distributed/", "/nb_accelerate/training/comm/")
+"""Files with functions that users call by other names, of `Accelerator` or of torch."""
+
+_WRAPPERS = ("wrapper", "inner", "decorate_context")
+"""Functions of decorators around a collective."""
+
+_WORKER = re.compile(r"nb_accelerate/(?:worker|launch|diagnostics|protocol)/\w+\.py$|^<string>$")
+
+
+ONE_THREAD = "Only one thread runs code of users.\n"
+"""First line of a dump of such a rank, unless `faulthandler` has written it."""
+
+_LAST_LINE = b'  File "<string>", line 1 in <module>\n'
+"""Last line of each complete dump: one is written in pieces and ends with the main thread, begun by ``python -c``."""
+
+
+def is_whole(dump: bytes | bytearray) -> bool:
+    """Return whether all of a rank's dump has come. False for one of stacks that are too deep to be listed whole."""
+    return dump.endswith(_LAST_LINE)
+
+
+def has_one_thread(dump: str) -> bool:
+    """Return whether a rank says that no thread of its users lives beside the main thread."""
+    return dump.startswith(ONE_THREAD)
+
+
+def main_thread(dump: str) -> tuple[Frame, ...]:
+    """Return the frames of the main thread, innermost first, from a dump; none from an empty one.
+
+    Users' code runs in the main thread, which the system prefers for signals; faulthandler lists it last, or alone.
+    """
+    threads = _THREAD.split(dump)
+    if len(threads) < 2:
+        return ()
+    return tuple(
+        Frame(filename=match["filename"], lineno=int(match["lineno"]), name=match["name"])
+        for match in _LINE.finditer(threads[-1])
+    )
+
+
+def where(dump: str) -> str:
+    """Return in a few words what a rank was doing, for a list of ranks: see `where_in`."""
+    if dump == STOPPED:
+        return dump
+    found = main_thread(dump)  # without frames of users it is about to run their code, or tells how that has ended
+    return where_in(found) or ("outside your code" if found else "no answer")
+
+
+def where_in(frames: Iterable[Frame]) -> str:
+    """Return the innermost frame, and the line of the notebook (or of the user's file) that led there.
+
+    Args:
+        frames: innermost first. Without any but those of a rank's own machinery the result is "".
+    """
+    frames = [frame for frame in frames if not _WORKER.search(frame.filename)]
+    if not frames:
+        return ""
+    first = frames[0]
+    user = next((frame for frame in frames if is_users(frame.filename)), first)
+    if user is first:
+        return f"in {place(first)}"
+    return f"in {_said(frames, user)}, called from {place(user)}"
+
+
+def innermost(dump: str) -> str:
+    """Return the function a rank is in; "" if it did not answer."""
+    frames = main_thread(dump)
+    return _said(frames, next((one for one in frames if is_users(one.filename)), frames[-1])) if frames else ""
+
+
+def users_line(frames: Iterable[Frame]) -> tuple[Frame, str] | None:
+    """Return the innermost frame of users' code, and the name by which it calls a collective; None without one.
+
+    Args:
+        frames: innermost first. None is taken that comes after the one returned.
+    """
+    inside: list[Frame] = []
+    for frame in frames:
+        inside.append(frame)
+        if is_users(frame.filename):
+            return frame, _said(inside, frame) if any(part in inside[0].filename for part in _COLLECTIVES) else ""
+    return None
+
+
+def _said(frames: Sequence[Frame], user: Frame) -> str:
+    """Return the name of the innermost function; of a collective the name that the user's line has for it."""
+    name = frames[0].name
+    if any(part in frames[0].filename for part in _COLLECTIVES):
+        called = [one.name for one in frames[: frames.index(user)] if one.name not in _WRAPPERS]
+        name = called[-1] if called else name
+    return _SAID.get(name, name)
+
+
+def listed(dump: str) -> tuple[list[str], list[str]]:
+    """Return where the main thread of a rank is, innermost frame first: users' frames, and those of libraries.
+
+    Frames of our own are left out. Without an answer the first list says so.
+    """
+    if dump == STOPPED:
+        return [dump], []
+    frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
+    users = [place(frame) for frame in frames if is_users(frame.filename)]
+    others = [place(frame) for frame in frames if not (is_users(frame.filename) or is_ours(frame.filename))]
+    if not users and not others:
+        return ["outside your code" if frames else "no answer"], []
+    return users, others

@@ -1,0 +1,86 @@
+"""What can be opened below a panel while it runs, as HTML: the stacks of ranks, their memory, and the log of one."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.topology.rank_lists import named
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_LAST_LINES = 40
+"""Lines of a log that are shown."""
+
+_KEPT_LINES = 200
+"""Last lines of each rank that are kept of a run that is over."""
+
+# Selecting what is shown says what was copied, and it is the way that needs no page of https.
+_COPY = (
+    "const shown=this.closest('.nba-asides').querySelector('pre');getSelection().selectAllChildren(shown);"
+    "document.execCommand('copy');this.textContent='Copied';setTimeout(()=>{this.textContent='Copy'},1500)"
+)
+_AS_WIDGETS = "jupyter-widgets jupyter-button widget-button"
+
+COPY_BUTTON = f'<button class="{_AS_WIDGETS} nba-copy" title="copy what is shown" onclick="{_COPY}">Copy</button>'
+"""Copies what stands in the same element of class ``nba-asides``. Works in the page alone, also while a cell runs."""
+
+
+def stacks(frames: Mapping[int, tuple[list[str], list[str]]], *, whole: bool) -> str:
+    """Return where ranks are: users' frames a line each, then those of libraries.
+
+    Args:
+        frames: users' and others, innermost first, by rank.
+        whole: show those of libraries a line each too; else they are one line.
+    """
+    if not frames:
+        return _pre("no answer yet", "where ranks are")
+    return _pre("".join(_stack(rank, *both, whole=whole) for rank, both in sorted(frames.items())), "where ranks are")
+
+
+def _stack(rank: int, users: list[str], others: list[str], *, whole: bool) -> str:
+    lines = "".join(f"<div>  {escape(one)}</div>" for one in users)
+    if whole:
+        inside = "".join(f'<div class="nba-dim">  in {escape(one)}</div>' for one in others)
+    elif others:
+        inside = f'<div class="nba-frames nba-dim">  in {escape(" ← ".join(others))}</div>'
+    else:
+        inside = ""
+    return f"<div><b>{named([rank])}</b></div>{lines}{inside}"
+
+
+def memory(table: str) -> str:
+    """Return what ranks hold.
+
+    Args:
+        table: see `notebook.display.memory.memory_table`.
+    """
+    return _pre(escape(table or "nothing is known yet"), "memory of ranks", "nba-table")
+
+
+def log(text: str, rank: int) -> str:
+    """Return the last lines that a rank has printed."""
+    lines = "".join(text.splitlines(keepends=True)[-_LAST_LINES:])
+    return _pre(escape(lines or "nothing yet"), f"log of rank {rank}", "nba-newest-last")
+
+
+def logs(texts: Mapping[int, str]) -> str:
+    """Return what ranks have printed, folded, for a panel that stays; nothing of ranks that printed nothing."""
+    return "".join(
+        f'<div class="nba"><details><summary>log of rank {rank}</summary>'
+        f'<pre class="nba-aside">{escape(text)}</pre></details></div>'
+        for rank, text in texts.items()
+        if text
+    )
+
+
+def last_lines(text: str) -> str:
+    """Return as much of a log as is kept of a run that is over."""
+    return "".join(text.splitlines(keepends=True)[-_KEPT_LINES:])
+
+
+def _pre(markup: str, label: str, kind: str = "") -> str:
+    """Return text in which one can scroll, also by the keyboard."""
+    names = f"nba-aside {kind}".strip()
+    return f'<div class="nba"><pre class="{names}" tabindex="0" aria-label="{label}">{markup}</pre></div>'

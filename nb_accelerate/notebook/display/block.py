@@ -1,0 +1,94 @@
+"""The panel in a terminal: some lines at the bottom, redrawn in place while what is printed scrolls by above."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, TextIO
+
+from typing_extensions import override
+
+from nb_accelerate.notebook.display import console, terminal
+from nb_accelerate.notebook.display.panel import Drawing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.notebook.display.view import View
+
+_MOST_LINES = 20
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class Block(Drawing):
+    """Lines at the bottom of a terminal. Whoever prints there calls `hide` before and `show` after.
+
+    What was printed last may be an unfinished line: then `show` is called after the rest of it, and nothing is drawn
+    until then.
+
+    Args:
+        stream: the terminal.
+    """
+
+    every = 0.25
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lines: list[str] = []
+        self._height = 0
+        self._is_hidden = False
+
+    @override
+    def draw(self, view: View) -> None:
+        size = shutil.get_terminal_size()
+        color = terminal.can_color(self._stream)
+        self._put(terminal.lines(view, size.columns - 1, color=color, bars=True), size.lines)
+
+    def draw_lines(self, lines: Sequence[str]) -> None:
+        """Draw these, as many of them as there is room for, in place of those that are there."""
+        size = shutil.get_terminal_size()
+        # A line that wraps would be two, and redrawing would leave one of them behind.
+        self._put([line[: size.columns - 1] for line in lines], size.lines)
+
+    def _put(self, lines: Sequence[str], height: int) -> None:
+        fitting = list(lines[: min(_MOST_LINES, height - 1)])
+        if fitting != self._lines:
+            self._wipe()
+            self._lines = fitting
+            self._paint()
+
+    @override
+    def finish(self, view: View, *, was_drawn: bool) -> None:
+        self._wipe()
+        self._lines = []
+        if view.is_worth_keeping:
+            end_of_line = "\n" if self._is_hidden else ""
+            size = shutil.get_terminal_size()
+            lines = terminal.lines(view, size.columns - 1, color=terminal.can_color(self._stream))
+            console.write(self._stream, end_of_line + "\n".join(lines) + "\n")
+        console.flush(self._stream)
+
+    def hide(self) -> None:
+        """Erase the lines, so that something can be printed in their place."""
+        self._is_hidden = True
+        self._wipe()
+
+    def show(self) -> None:
+        """Draw the lines again, below what was printed."""
+        self._is_hidden = False
+        self._paint()
+
+    def _wipe(self) -> None:
+        if self._height:
+            console.write(self._stream, f"\x1b[{self._height}F\x1b[J")
+            self._height = 0
+
+    def _paint(self) -> None:
+        if self._lines and not self._is_hidden:
+            console.write(self._stream, "\n".join(self._lines) + "\n")
+            self._height = len(self._lines)
+        console.flush(self._stream)

@@ -1,0 +1,313 @@
+"""The widgets below a panel in a cell: its buttons, what they open, and what draws it in a page that was loaded anew.
+
+Each widget is a message when it is made and another when it is closed, and so is each look of one (layout, style).
+Therefore widgets share their looks, and what a button opens is made when it is pressed for the first time.
+
+Clicks are answered in the thread that reads the shell channel, see `notebook.display.shell_channel`: what they do
+must not hold it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.notebook.display import asides, html, notification
+from nb_accelerate.notebook.display.page_title import REPEAT_EVERY, percent_of, title_script
+from nb_accelerate.notebook.display.panel import PAUSE, RESUME
+from nb_accelerate.notebook.display.shell_channel import answer_widgets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nb_accelerate.notebook.display.panel import Watched
+    from nb_accelerate.notebook.display.view import View
+
+_ACTIONS_EVERY = 2.0
+"""Seconds between two looks whether buttons can be pressed: each reads the pages of all ranks."""
+
+_ASK_EVERY = 3.0
+"""Seconds between two questions for the stacks that are shown."""
+
+_NO_WIDGETS = "(no buttons: this page shows no widgets)"
+
+_TO_KEEP = (
+    '<div class="nba"><p class="nba-dim">This page was loaded while it ran, so the saved notebook lacks this '
+    "panel. To keep it: nb_accelerate.attach() in a cell, before the kernel ends.</p></div>"
+)
+
+_LINES_MISSING = (
+    '<div class="nba"><p class="nba-dim">This page was loaded while it ran: what ranks print is in their logs, below, '
+    "and no longer in this cell.</p></div>"
+)
+
+
+class Controls:
+    """The widgets of a panel. `make` them, in any thread; the rest is for the thread that draws, but for clicks.
+
+    Args:
+        kernel: that they belong to.
+        ranks: those whose log one can look at.
+        watched: what the buttons are about.
+        where: returns the frames of a rank, users' and others, innermost first, from a dump of its stacks.
+        key: of the panel, in its page.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        ranks: Sequence[int],
+        watched: Watched,
+        where: Callable[[str], tuple[list[str], list[str]]],
+        key: str,
+    ) -> None:
+        self._kernel = kernel
+        self._ranks = ranks
+        self._watched = watched
+        self._where = where
+        self._key = key
+        self._began = time.monotonic()
+        self._widgets: list[Any] = []
+        self._lock = threading.Lock()  # held where widgets are made, by a click say, changed by it, or closed
+        self._is_over = False
+        self._aside: Any = None
+        self._all_frames: Any = None
+        self._rank_field: Any = None
+        self._copy: Any = None
+        self._look_at_actions = 0.0
+        self._memory_table = ""
+        self._percent: int | None = None
+        self._title_at = 0.0
+        self._shown: Callable[[], str] | None = None
+        self._ask_at = 0.0
+        self._log_of = min(ranks)
+        self._has_opened_log = False
+
+    def make(self) -> None:
+        """Make all that is there from the beginning."""
+        import ipywidgets
+
+        self._plain = ipywidgets.Layout()
+        self._one_line = ipywidgets.Layout(width="auto", flex="0 0 auto")
+        self._again = self._add(_html_of_new_pages(self._plain))
+        self._title = self._html("", ipywidgets.Layout(display="none"))
+        self._button_look: dict[str, Any] = {"layout": self._one_line}
+        self._actions = [
+            (action, self._button(action.title, action.hint, action.do)) for action in self._watched.actions()
+        ]
+        self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
+        self._row = (
+            *(button for _, button in self._actions),
+            self._html(notification.notify_button(self._key), self._one_line),
+            self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
+            self._button("Memory", "show what every rank holds", lambda: self._toggle(self._memory)),
+            self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log)),
+        )
+        margin = ipywidgets.Layout(margin="0 0 0 5px", flex_flow="row wrap")
+        self._controls = self._add(ipywidgets.HBox(self._row, layout=margin))
+        children = (self._again, self._controls, self._title)
+        self._box = self._add(ipywidgets.VBox(children, layout=self._plain, _dom_classes=("nba-asides",)))
+
+    def bundle(self) -> dict[str, Any]:
+        """Return what displays them."""
+        model = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        return {"application/vnd.jupyter.widget-view+json": model, "text/plain": _NO_WIDGETS}
+
+    def draw(self, view: View, number: int) -> None:
+        """Bring them up to date.
+
+        Args:
+            view: what the panel shows.
+            number: of the drawing.
+        """
+        self._memory_table = view.memory
+        self._show_in_title(percent_of(view), number)
+        if self._pause is not None:
+            _change(self._pause, description=RESUME if view.is_paused else PAUSE)
+        if time.monotonic() >= self._look_at_actions:
+            self._look_at_actions = time.monotonic() + _ACTIONS_EVERY
+            for action, button in self._actions:
+                why_not = action.why_not()
+                _change(button, disabled=bool(why_not), tooltip=why_not or action.hint)
+        if self._again.is_asked_for:
+            at = time.strftime("%H:%M:%S on %d %B")
+            missing = _LINES_MISSING if self._has_log else ""
+            self._again.value = html.render(view, at=at) + html.render_charts(view) + missing
+            if missing and not self._has_opened_log:  # once: who closes it wants it closed
+                self._has_opened_log = True
+                self._open_log()
+        self._draw_aside()
+
+    def tell_end(self, view: View, number: int) -> None:
+        """Have the page do what it does at the end. Their display is still there: without one nothing is run in it."""
+        last = title_script(self._key, None, number)
+        if time.monotonic() >= self._began + notification.LEAST_SECONDS:
+            last += notification.notify_script(self._key, view)
+        self._title.value = last
+
+    def close(self, view: View) -> None:
+        """Close them. In a page that was loaded anew, and knows no display to leave in their place, one stays."""
+        with self._lock:
+            self._is_over = True
+        kept: list[Any] = []
+        if self._again.is_asked_for:
+            logs = asides.logs({rank: asides.last_lines(self._watched.log(rank)) for rank in self._ranks})
+            self._again.value = html.style() + html.render(view) + html.render_charts(view) + logs + _TO_KEEP
+            self._box.children = (self._again,)
+            kept = [*_with_looks(self._box), *_with_looks(self._again)]
+        for widget in self._widgets:
+            for one in _with_looks(widget):
+                if one not in kept:
+                    with contextlib.suppress(Exception):  # the front end may be gone
+                        one.close()
+
+    @property
+    def _has_log(self) -> bool:
+        return any(self._watched.log(rank) for rank in self._ranks)
+
+    def _open_log(self) -> None:
+        """Show what ranks print, unless the user looks at something else."""
+        if self._shown is None:
+            self._log_of = next(rank for rank in self._ranks if self._watched.log(rank))
+            self._open(self._log)
+
+    def _show_in_title(self, percent: int | None, number: int) -> None:
+        now = time.monotonic()
+        if percent != self._percent or (percent is not None and now >= self._title_at):
+            self._percent, self._title_at = percent, now + REPEAT_EVERY
+            self._title.value = title_script(self._key, percent, number)
+
+    def _draw_aside(self) -> None:
+        shown = self._shown
+        if shown is None:
+            return
+        if shown == self._stacks and time.monotonic() >= self._ask_at:
+            self._ask()
+        said = shown()
+        with self._lock:
+            if self._shown == shown and said != self._aside.value:
+                self._aside.value = said
+
+    def _add(self, widget: Any) -> Any:
+        self._widgets.append(widget)
+        answer_widgets(self._kernel, [widget])
+        return widget
+
+    def _html(self, value: str, layout: Any) -> Any:
+        import ipywidgets
+
+        return self._add(ipywidgets.HTML(value, layout=layout, style=self._again.style))
+
+    def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
+        import ipywidgets
+
+        button = self._add(ipywidgets.Button(description=title, tooltip=hint, **self._button_look))
+        self._button_look["style"] = button.style
+        button.on_click(lambda _: action())
+        return button
+
+    def _toggle(self, aside: Callable[[], str]) -> None:
+        """Show something below the panel, or no longer."""
+        self._open(None if self._shown == aside else aside)
+
+    def _open(self, aside: Callable[[], str] | None) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            if self._aside is None:
+                self._aside = self._html("", self._plain)
+                self._copy = self._html(asides.COPY_BUTTON, self._one_line)
+                self._box.children = (self._again, self._controls, self._aside, self._title)
+            self._controls.children = (*self._row, *self._of_aside(aside))
+            self._shown = aside
+            if aside is None:
+                self._aside.value = ""
+        if aside == self._stacks:
+            self._ask()
+
+    def _of_aside(self, aside: Callable[[], str] | None) -> tuple[Any, ...]:
+        """Return the widgets beside the buttons that belong to what is open."""
+        if aside is None:
+            return ()
+        if aside == self._stacks:
+            self._all_frames = self._all_frames or self._make_all_frames()
+            return (self._all_frames, self._copy)
+        if aside == self._log and len(self._ranks) > 1:
+            self._rank_field = self._rank_field or self._make_rank_field()
+            return (self._rank_field, self._copy)
+        return (self._copy,)
+
+    def _make_all_frames(self) -> Any:
+        import ipywidgets
+
+        hint = "show each frame of libraries as well"
+        return self._add(ipywidgets.ToggleButton(description="All frames", tooltip=hint, layout=self._one_line))
+
+    def _make_rank_field(self) -> Any:
+        """Make a field that chooses the rank whose log is shown.
+
+        No list to choose from: in a cell's output JupyterLab takes the arrow keys, and all letters, for itself, but
+        where one can write.
+        """
+        import ipywidgets
+
+        field = ipywidgets.BoundedIntText(
+            value=self._log_of,
+            min=min(self._ranks),
+            max=max(self._ranks),
+            description="of rank",
+            style={"description_width": "initial"},
+            layout={"width": "92px"},
+        )
+        field.observe(lambda change: self._show_log(change["new"]), "value")
+        return self._add(field)
+
+    def _show_log(self, rank: int) -> None:
+        self._log_of = rank
+        self._open(self._log)
+
+    def _ask(self) -> None:
+        self._ask_at = time.monotonic() + _ASK_EVERY
+        self._watched.ask()
+
+    def _stacks(self) -> str:
+        found = {rank: self._where(dump) for rank, dump in self._watched.stacks().items() if dump}
+        return asides.stacks(found, whole=self._all_frames.value)
+
+    def _memory(self) -> str:
+        return asides.memory(self._memory_table)
+
+    def _log(self) -> str:
+        if self._log_of not in self._ranks:
+            return asides.log(f"rank {self._log_of} does not run this", self._log_of)
+        return asides.log(self._watched.log(self._log_of), self._log_of)
+
+
+def _html_of_new_pages(layout: Any) -> Any:
+    """Return an HTML widget with an attribute ``is_asked_for``: a page has asked for its state since it was made."""
+    import ipywidgets
+
+    class HTMLOfNewPages(ipywidgets.HTML):  # type: ignore[misc]
+        is_asked_for = False
+
+        def get_state(self, key: Any = None, drop_defaults: bool = False) -> Any:
+            # All of its state is sent when it is made, and when a page asks for all widgets.
+            self.is_asked_for |= key is None and self.comm is not None
+            return super().get_state(key, drop_defaults)
+
+    return HTMLOfNewPages(layout=layout, _dom_classes=("nba-again",))
+
+
+def _change(widget: Any, **values: object) -> None:
+    """Change a widget that is not so already, by one message."""
+    if any(getattr(widget, name) != value for name, value in values.items()):
+        with widget.hold_sync():
+            for name, value in values.items():
+                setattr(widget, name, value)
+
+
+def _with_looks(widget: Any) -> list[Any]:
+    """Return a widget and its looks, which are widgets as well."""
+    return [widget, *(getattr(widget, name) for name in ("layout", "style") if hasattr(widget, name))]

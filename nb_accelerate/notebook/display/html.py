@@ -1,0 +1,252 @@
+"""A `View` as HTML: for a widget while it runs, and as it is for a saved notebook.
+
+Where styles are stripped, as on GitHub, what is left is a heading, a plain table and sentences.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.records import LABELS, draw
+from nb_accelerate.notebook.display.loss_chart import breaks, pieces, with_chart
+from nb_accelerate.notebook.display.strips import legend, strip
+from nb_accelerate.notebook.display.view import FIGURES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.notebook.display.view import Row, View
+
+_HINTS = {
+    "gpu": "part of the time in which the GPU computed, a moment ago",
+    "cpu": "of one core, a moment ago; several threads together make more than 100 %",
+}
+_EMPTY_TRACK = '<div class="nba-track"></div>'
+_GONE = (
+    "No news since {at}.<span> If the kernel runs, call nb_accelerate.attach() in a cell; if not, run this cell again."
+    "</span>"
+)
+"""Where JupyterLab knows that the kernel has ended, the style sheet says so in the place of the second sentence."""
+
+_CURVE = (150, 26)
+_FEW_POINTS = 8
+_LEAST_TICK = 6.0
+_NOT_FINITE = ("nan", "inf")
+
+_WIDE = 10
+"""Between the least and the greatest loss of a curve that is drawn with a logarithmic scale."""
+
+
+_SHEETS = ("style.css", "times.css", "chart.css")
+
+_ONLY_NOW = ' class="nba-only-now"'
+"""A table without bars and figures: its last column begins beside the rank."""
+
+
+@functools.cache
+def style() -> str:
+    """Return the style sheet, as an element."""
+    sheets = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SHEETS)
+    return f'<style class="nba-sheet">{"".join(sheets)}{LABELS}</style>'
+
+
+def render(view: View, *, at: str = "") -> str:
+    """Return the panel, without its style sheet and its charts.
+
+    Args:
+        view: what to show.
+        at: time of day of a panel that is drawn again soon. If that does not happen, since the kernel has ended, say,
+            a sentence with it appears, and what looks alive goes: by the style sheet alone, so that it does in a saved
+            notebook too.
+    """
+    gone = f'<p class="nba-gone">{_GONE.format(at=at)}</p>' if at else ""
+    live = " nba-live" if at else ""
+    return f'<div class="nba"><div class="nba-inside{live}">{_header(view)}{_body(view)}{gone}</div></div>'
+
+
+def render_charts(view: View) -> str:
+    """Return the charts of what was logged; "" if nothing was."""
+    if not view.charts:
+        return ""
+    return f'<div class="nba nba-charts">{"".join(draw(one.curve, one.earlier) for one in view.charts)}</div>'
+
+
+def _header(view: View) -> str:
+    setup = " · ".join(view.facts.setup)
+    mark = "nba-mark nba-careful" if view.mark == "!" else "nba-mark"
+    times = _times([view.elapsed, *(view.summary or view.outlook)])
+    return (
+        f'<header><span role="img" aria-label="{view.state}" class="{mark}">{view.mark}</span> '
+        f"<b>{escape(view.facts.name)}</b> "
+        f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
+        f'<span class="nba-time">{times}</span> {with_chart(view, _curve(view))}</header>'
+    )
+
+
+def _times(parts: Sequence[str]) -> str:
+    """Return what a header says after the setup. A dot ends a part, so that none begins a line of a narrow cell."""
+    dot = '<span class="nba-dim"> ·</span>'
+    return " ".join(
+        f"<span{_class('nba-dim' if index else '')}>{escape(part)}{dot if index < len(parts) - 1 else ''}</span>"
+        for index, part in enumerate(parts)
+    )
+
+
+def _curve(view: View) -> str:
+    """Return the curve of the loss; its empty place while there may be one later, so that nothing moves then."""
+    points = view.curve
+    width, height = _CURVE
+    if len(points) < _FEW_POINTS:
+        is_on = view.state in ("starting", "running")
+        return f'<svg width="{width}" height="{height}" aria-hidden="true"></svg>' if is_on else ""
+    (first, _), (last, _) = points[0], points[-1]
+    values = [loss for _, loss in points]
+    if min(values) > 0 and max(values) > _WIDE * min(values):  # else the first steps would flatten all that follow
+        values = [math.log(loss) for loss in values]
+    low, high = min(values), max(values)
+    across = width / ((last - first) or 1.0)
+    down = (height - 4) / ((high - low) or 1.0)
+    at = [(f"{(x - first) * across:.1f},{2 + (high - y) * down:.1f}") for (x, _), y in zip(points, values, strict=True)]
+    path = "".join("M" + "L".join(piece) for piece in pieces(at, breaks(points, view.gaps), width // 2))
+    ticks = "".join(_tick((begin - first) * across, (end - first) * across) for begin, end in view.gaps)
+    broken = f'<path class="nba-broken" d="{ticks}" fill="none" stroke="#c22f2f"/>' if ticks else ""
+    label = f"loss from {points[0][1]:.3g} to {points[-1][1]:.3g}"
+    return (
+        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+        f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/>{broken}</svg>'
+    )
+
+
+def _tick(begin: float, end: float) -> str:
+    """Return the path of a mark below a gap of the curve, within the picture and never too short to be seen."""
+    width, height = _CURVE
+    begin = max(0.0, min(begin, width - _LEAST_TICK))
+    return f"M{begin:.1f},{height - 1}H{min(width, max(end, begin + _LEAST_TICK)):.1f}"
+
+
+def _body(view: View) -> str:
+    of_times = legend(view.times, view.named)
+    failed = view.state == "failed"
+    if view.state == "done" and view.rows:
+        folded = (
+            f"<details><summary>{escape(_remarks(view))}</summary>{_table(view.rows, view.columns)}{of_times}</details>"
+        )
+        table = _table(view.bars) + folded if view.bars else folded
+    else:
+        table = _dots(view) + _table((*view.bars, *view.rows), view.columns, failed=failed) + of_times
+    advice = f'<p class="nba-advice">{_prose(view.advice)}</p>' if view.advice else ""
+    warnings = "".join(f'<p class="nba-warn">{_prose(sentence)}</p>' for sentence in view.warnings)
+    held = f'<p class="nba-dim">{_prose(view.held)}</p>' if view.held else ""
+    return table + held + warnings + advice + _failure(view)
+
+
+def _prose(text: str) -> str:
+    """Return text that may have several lines. No line begins with the sign of a percentage."""
+    return escape(re.sub(r"(?<=\d) %", "\u00a0%", text))
+
+
+def _remarks(view: View) -> str:
+    """Return what is said of the ranks of a run that is done, without their number, which the header has."""
+    remarks = [one for one in view.remarks if one not in view.facts.setup]
+    return f"ranks: {' · '.join(remarks)}" if remarks else "ranks"
+
+
+def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False) -> str:
+    """Return a table.
+
+    Args:
+        rows: of it.
+        standing: names of columns that it has also if no row has a value for them.
+        failed: the run has failed, so that rows that are bad say why.
+    """
+    if not rows:
+        return ""
+    columns = [(name, title) for name, title in FIGURES if name in standing or any(getattr(row, name) for row in rows)]
+    has_bars = bool(standing) or any(row.share is not None for row in rows)
+    head = "".join(f'<th class="nba-{name}"{_hint(name)}>{title}</th>' for name, title in columns)
+    bar = '<th class="nba-bar"></th>' if has_bars else ""
+    lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed) for row in rows)
+    return (
+        f"<table{'' if has_bars or columns else _ONLY_NOW}><thead>"
+        f'<tr><th class="nba-rank">rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
+        f"<tbody>{lines}</tbody></table>"
+    )
+
+
+def _hint(name: str) -> str:
+    return _title(_HINTS.get(name))
+
+
+def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool) -> str:
+    hints = {"memory": row.held, "step": row.step}
+    texts = {name: escape(getattr(row, name)) for name in columns} | {"step": _step(row)}
+    is_finite = row.loss.lstrip("-") not in _NOT_FINITE
+    looks = {"loss": "nba-loss" if is_finite else "nba-loss nba-not-finite"}
+    cells = "".join(
+        f'<td class="{looks.get(name, f"nba-{name}")}"{_title(hints.get(name))}>{texts[name]}</td>' for name in columns
+    )
+    kind = f"nba-{row.kind}" if row.kind else ""
+    if row.kind == "bad" and not (is_finite or failed or row.now == "failed"):
+        kind += " nba-runs"  # it is the loss that is bad, not what the rank does
+    return (
+        f'<tr{_class(kind)}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'
+        f'<td class="nba-now"><div title="{escape(row.said)}">{_now(row)}</div></td></tr>'
+    )
+
+
+def _class(names: str) -> str:
+    return f' class="{names}"' if names else ""
+
+
+def _title(text: str | None) -> str:
+    return f' title="{escape(text)}"' if text else ""
+
+
+def _step(row: Row) -> str:
+    """Return the step of a row. How many there are is an element: narrow cells, which have the bar, leave it out."""
+    step, of, total = row.step.partition(" / ")
+    return f'{escape(step)}<span class="nba-total">{of}{escape(total)}</span>' if of else escape(step)
+
+
+def _now(row: Row) -> str:
+    """Return what a row says last. The line of the code is an element: narrow cells leave it out."""
+    if not row.place:
+        return _prose(row.said)
+    place = f", {row.place}"
+    return f'{_prose(row.said.removesuffix(place))}<span class="nba-place">{escape(place)}</span>'
+
+
+def _bar(row: Row) -> str:
+    if row.share is None:
+        return f'<td class="nba-bar">{"" if row.step else _EMPTY_TRACK}{strip(row.times, f"rank {row.ranks}")}</td>'
+    percent = f"{100 * row.share:.1f}"
+    fill = f'<div class="nba-fill" style="width:{percent}%"></div>' if row.share else ""
+    return (
+        f'<td class="nba-bar"><div class="nba-track" role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" '
+        f'aria-valuemax="100" aria-label="rank {row.ranks}">'
+        f"{fill}</div>{strip(row.times, f'rank {row.ranks}')}</td>"
+    )
+
+
+def _dots(view: View) -> str:
+    if not view.dots:
+        return ""
+    dots = "".join(
+        f'<div class="{" nba-".join(filter(None, ("nba-dot", dot.kind)))}" '
+        f'title="rank {dot.rank}: {100 * dot.share:.0f} %">'
+        f'<i style="height:{100 * dot.share:.0f}%"></i></div>'
+        for dot in view.dots
+    )
+    return f'<div class="nba-dots" aria-hidden="true">{dots}</div>'
+
+
+def _failure(view: View) -> str:
+    failure = view.failure
+    if failure is None or not failure.details:
+        return ""
+    return f"<details><summary>{escape(failure.label)}</summary><pre>{escape(failure.details)}</pre></details>"

@@ -1,0 +1,106 @@
+"""The panel where there are no widgets: a line now and then, and the whole at the end."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
+
+from nb_accelerate.notebook.display import html, text
+from nb_accelerate.notebook.display.panel import Drawing
+
+if TYPE_CHECKING:
+    from nb_accelerate.notebook.display.view import View
+
+_FIRST = 5.0
+_LONGEST = 60.0
+_CHANGES = re.compile(r"\d+\.\d+x")
+"""How much slower, in a warning that is otherwise the same. Seconds come after what is compared."""
+
+
+class Paper(Protocol):
+    """Where lines and displays go: a sink of a launch.
+
+    Attributes:
+        own_stream: the stream for lines of this package's own.
+    """
+
+    own_stream: Any
+
+    def write(self, stream: Any, text: str) -> None:
+        """Take lines."""
+
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        """Take something rich."""
+
+
+class Lines(Drawing):
+    """For a log: a line after five seconds, ten, twenty ..., then one each minute, and whatever goes wrong at once.
+
+    What was shorter leaves nothing but its bars, since those were not printed.
+
+    Args:
+        paper: takes them.
+        is_notebook: what was shown last is kept, as a table.
+    """
+
+    every = 1.0
+    shows_rows = False
+
+    def __init__(self, paper: Paper, *, is_notebook: bool) -> None:
+        self._paper = paper
+        self._is_notebook = is_notebook
+        self._said: set[str] = set()
+        self._calls = 0.0
+        self._next = _FIRST
+        self._wrote = False
+
+    @override
+    def draw(self, view: View) -> None:
+        if view.state == "starting":
+            return
+        self._calls += self.every
+        self._warn(view)
+        if self._calls >= self._next and view.has_steps:
+            self._next = self._calls + min(self._calls, _LONGEST)
+            self._paper.write(self._paper.own_stream, f"{text.line(view)}\n")
+            self._wrote = True
+
+    def _warn(self, view: View) -> None:
+        for warning in view.warnings:
+            cause = _CHANGES.sub("", warning.split(" for ")[0].split(":")[0])
+            if cause not in self._said:
+                self._said.add(cause)
+                self._paper.write("stderr", f"{warning}\n")
+        if not view.warnings:
+            self._said.clear()
+
+    @override
+    def finish(self, view: View, *, was_drawn: bool) -> None:
+        self._warn(view)  # what a short run never had drawn
+        if not (self._wrote or view.bars or view.charts):
+            return
+        if self._is_notebook:
+            self._paper.display("display_data", bundle(view))
+        else:
+            self._paper.write(self._paper.own_stream, f"{text.line(view)}\n")
+
+
+def bundle(view: View, *, with_style: bool = True) -> dict[str, Any]:
+    """Return a view as the content of a message that displays it, good for ever: nothing in it needs a kernel.
+
+    Args:
+        view: of a run.
+        with_style: with its style sheet; False where the page has that already.
+    """
+    at = time.strftime("%H:%M:%S on %d %B") if view.state in ("starting", "running") else ""
+    return {
+        "data": {
+            "text/html": (html.style() if with_style else "") + html.render(view, at=at) + html.render_charts(view),
+            "text/plain": text.table(view),
+        },
+        "metadata": {},
+        "transient": {},
+    }

@@ -1,0 +1,197 @@
+"""What ranks hold in memory, in words: while all is well, and when it did not suffice. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from nb_accelerate.notebook.display import words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from nb_accelerate.base.progress_page import RankMemory, Sample
+
+_HEAD = ("rank", "parameters", "gradients", "optimizer", "other", "peak", "limit")
+_MOST_ROWS = 8
+"""Ranks in a table; of more, the first ones and the one that failed."""
+
+_MOST_TIPS = 2
+
+_WORTH_SHARDING = 0.01
+"""Part of the limit that parameters, gradients and optimizer states take, below which sharding them does not help."""
+
+_SAME = 0.02
+"""Difference, as a part of the whole, below which ranks count as holding the same."""
+
+_MOSTLY = 0.5
+"""Part of the memory from which on its owner is named first."""
+
+
+def parts_of(held: RankMemory) -> str:
+    """Return what a rank holds in one line: ``parameters 2.1 GB, gradients 2.1 GB, optimizer 4.2 GB``."""
+    named = (("parameters", held.parameters), ("gradients", held.gradients), ("optimizer", held.optimizer))
+    return ", ".join(f"{name} {words.size(number)}" for name, number in named if number)
+
+
+def sharded_line(held: Mapping[int, RankMemory]) -> str:
+    """Return how a model is spread over ranks and what each of them holds; "" if it is not spread.
+
+    Args:
+        held: by rank.
+    """
+    known = {rank: one for rank, one in held.items() if one.sharding and one.states}
+    if not known:
+        return ""
+    first = next(iter(known.values()))
+    least, most = min(known.values(), key=_states), max(known.values(), key=_states)
+    text = f"{first.sharding}: "
+    if most.states - least.states <= _SAME * most.states:
+        text += f"each rank holds {parts_of(most)}"
+    else:
+        rank = next(rank for rank, one in known.items() if one is most)
+        text += f"a rank holds {words.size(least.states)} to {words.size(most.states)}; rank {rank} {parts_of(most)}"
+    peak = max(one.peak for one in known.values())
+    return text + (f"; peak {words.size(peak)}" if peak else "")
+
+
+def _states(held: RankMemory) -> int:
+    return held.states
+
+
+def shortage(samples: Mapping[int, Sample], *, failed: int | None, wanted: int) -> str:
+    """Return who held what when memory did not suffice, and what to turn on; "" if no rank has been measured.
+
+    Args:
+        samples: of the progress pages, by rank.
+        failed: the rank on which memory did not suffice; None if that is not known.
+        wanted: bytes that it asked for and did not get; 0 if that is not known.
+    """
+    held = {rank: sample.held for rank, sample in samples.items() if sample.held.states}
+    if not held:
+        return ""
+    number = failed if failed in held else max(held, key=lambda rank: held[rank].used)
+    lines = ["What each rank had in memory:", *_table(held, number)]
+    sample = samples[number]
+    rows = sample.rows // len(samples) if sample.rows else 0
+    found = advice(sample.held, rows=rows, ranks=len(samples), wanted=wanted)
+    return "\n".join((*lines, *(f"- {one}" for one in found[:_MOST_TIPS])))
+
+
+def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]:
+    """Return what makes a model fit, the most useful first; each is a sentence.
+
+    Args:
+        held: by the rank on which it did not.
+        rows: of a batch on each rank; 0 if that is not known.
+        ranks: number of all.
+        wanted: bytes that could not be had.
+    """
+    if held.limit and wanted > held.limit:
+        return [
+            f"{words.size(wanted)} were asked for at once, and a rank has room for {words.size(held.limit)}: "
+            "make that tensor smaller."
+        ]
+    found = []
+    fits = rows_that_fit(held, rows=rows, wanted=wanted)
+    needed = held.states + held.pending
+    if fits is not None and 0 < fits < rows:
+        steps = math.ceil(rows / fits)
+        found.append(
+            f"Try at most {words.plural(fits, 'row')} in a batch of each rank, instead of {rows:,}: batch_size={fits} "
+            f"and gradient_accumulation_steps={steps} train as before."
+        )
+    elif rows > 1:
+        found.append(f"Use smaller batches: each rank had {words.plural(rows, 'row')}.")
+    spread = _spreading(held, needed, ranks) if needed >= _WORTH_SHARDING * held.limit else []
+    of_activations = (
+        "Compute activations again in backward instead of keeping them: "
+        + (
+            "FullyShardedDataParallelPlugin(activation_checkpointing=True)"
+            if held.sharding.startswith("FSDP")
+            else "model.gradient_checkpointing_enable() of transformers, or torch.utils.checkpoint"
+        )
+        + '; and mixed_precision="bf16", if it is off.'
+    )
+    if held.limit and needed + held.base > held.limit:
+        found = [
+            f"No batch is small enough: parameters, gradients and optimizer take {words.size(needed)} on each rank, "
+            f"which has room for {words.size(max(0, held.limit - held.base))}.",
+            *spread,
+        ]
+    elif needed >= _MOSTLY * (needed + held.activations + wanted):
+        found += [*spread, of_activations]
+    else:
+        found += [of_activations, *spread]
+    return found
+
+
+def rows_that_fit(held: RankMemory, *, rows: int, wanted: int) -> int | None:
+    """Return how many rows of a batch on each rank fit; None if that is not known.
+
+    What does not depend on the batch is subtracted, and the rest taken to grow with the number of rows. The step that
+    failed had not come to its peak, so it is the most that may fit, and never more than half of the rows.
+
+    Args:
+        held: by the rank on which it did not fit.
+        rows: of a batch then.
+        wanted: bytes that could not be had.
+    """
+    of_rows = held.activations + wanted
+    if not rows or not held.limit or not held.used or of_rows <= 0:
+        return None
+    room = held.limit - held.base - held.states - held.pending
+    return max(0, min(rows // 2, int(rows * room / of_rows)))
+
+
+def _spreading(held: RankMemory, needed: int, ranks: int) -> list[str]:
+    """Return how to spread a model over ranks, or further than it is."""
+    if held.sharding.startswith("ZeRO"):
+        stages = [stage for stage in ("0", "1", "2") if f"stage {stage}" in held.sharding]
+        found = ["Shard more of the model: DeepSpeedPlugin(zero_stage=3)."] if stages and ranks > 1 else []
+        return [*found, 'Keep optimizer states in host memory: DeepSpeedPlugin(offload_optimizer_device="cpu").']
+    if held.sharding.startswith("FSDP"):
+        return ["Keep shards in host memory, on a GPU: FullyShardedDataParallelPlugin(cpu_offload=True)."]
+    if held.sharding or ranks == 1:
+        return []
+    return [
+        f"Shard the model: with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) each of {ranks} ranks holds "
+        f"{words.size(needed / ranks)} of parameters, gradients and optimizer instead of {words.size(needed)}."
+    ]
+
+
+def memory_table(known: Mapping[int, tuple[int, RankMemory]]) -> str:
+    """Return what each rank holds, a line each; columns without a number are left out, and all if there is none.
+
+    Args:
+        known: bytes in use now, and what was held when that was measured last, by rank.
+    """
+    titles = ("rank", "in use", *_HEAD[1:])
+    rows = [(str(rank), *_sizes((now, *_numbers(held)))) for rank, (now, held) in sorted(known.items())]
+    used = [0, *(column for column in range(1, len(titles)) if any(row[column] != "-" for row in rows))]
+    if len(used) == 1:
+        return ""
+    return "\n".join(_aligned([[row[column] for column in used] for row in (titles, *rows)]))
+
+
+def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
+    shown = [rank for number, rank in enumerate(held) if number < _MOST_ROWS or rank == failed]
+    heading, *rows = _aligned([_HEAD, *((str(rank), *_sizes(_numbers(held[rank]))) for rank in shown)])
+    marked = (f"  {row}{'  <- failed' if rank == failed else ''}" for rank, row in zip(shown, rows, strict=True))
+    lines = [f"  {heading}", *marked]
+    more = len(held) - len(shown)
+    return [*lines, *([f"  and {words.plural(more, 'more rank')}"] if more else [])]
+
+
+def _numbers(one: RankMemory) -> tuple[int, ...]:
+    """Return the bytes of the columns of `_HEAD`."""
+    return one.parameters, one.gradients, one.optimizer, one.base + one.activations, one.peak, one.limit
+
+
+def _sizes(numbers: Iterable[int]) -> list[str]:
+    return [words.size(number) if number else "-" for number in numbers]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

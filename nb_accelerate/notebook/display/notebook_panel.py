@@ -1,0 +1,150 @@
+"""The panel in a notebook: a table that is plain output, and buttons below it that are widgets.
+
+::
+
+    View --> HTML --display_data, then update_display_data--> the table: stays in the saved notebook, needs no kernel
+    style sheet --display_data, once-----------------------> for the table while it moves; the last table has its own
+    buttons, a log, stacks --comm of ipywidgets------------> below it, and gone when the run is over
+    HTML, once a page asks for all widgets ----------------> in a page that was loaded anew, in place of the table
+
+A page that is loaded anew knows no display ids, so the table in it stands still. It does ask for the state of the
+widgets that it was saved with (see `notebook.display.widget_messages`): from then on one of them draws the panel
+too.
+
+Clicks are answered while the cell runs (see `notebook.display.shell_channel`). In a kernel where they could not
+be, there are no buttons. The kernel's own interrupt always works.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.notebook.display import html
+from nb_accelerate.notebook.display.controls import Controls
+from nb_accelerate.notebook.display.lines import bundle
+from nb_accelerate.notebook.display.panel import Drawing
+from nb_accelerate.notebook.display.shell_channel import answer_messages, can_answer, stop_answering
+from nb_accelerate.notebook.display.strips import kinds_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nb_accelerate.notebook.display.lines import Paper
+    from nb_accelerate.notebook.display.panel import Watched
+    from nb_accelerate.notebook.display.view import View
+
+_WAIT = 10.0
+"""Seconds for the thread that makes the buttons to end."""
+
+_CHARTS_EVERY = 4
+"""Drawings of a panel for one that is sent when it has charts, which are larger and move less."""
+
+
+class NotebookPanel(Drawing):
+    """A panel in a cell.
+
+    Args:
+        paper: the cell.
+        kernel: it runs in.
+        ranks: those whose log one can look at.
+        watched: what the buttons are about.
+        where: returns the frames of a rank, users' and others, innermost first, from a dump of its stacks.
+        place: id of a display that this takes the place of; "" for a new one.
+    """
+
+    every = 0.5
+    is_redrawn = True
+
+    def __init__(
+        self,
+        paper: Paper,
+        kernel: Any,
+        ranks: Sequence[int],
+        watched: Watched,
+        where: Callable[[str], tuple[list[str], list[str]]],
+        *,
+        place: str = "",
+    ) -> None:
+        self._paper = paper
+        self._kernel = kernel
+        self._id = place or uuid.uuid4().hex
+        self._buttons_id = uuid.uuid4().hex
+        self._style_id = uuid.uuid4().hex
+        self._controls = Controls(kernel, ranks, watched, where, self._buttons_id) if can_answer(kernel) else None
+        self._last: dict[str, Any] = {}
+        self._is_shown = self.is_announced = bool(place)
+        self._draws = 0
+        self._named: frozenset[str] = frozenset()
+        self._is_made = self._has_buttons = False
+        self._thread: HelperThread | None = None
+        if self.is_announced:  # the table has its place already, and what ranks print before it is drawn goes below
+            self._keep_place(self._buttons_id)
+            self._keep_place(self._style_id)
+
+    @override
+    def draw(self, view: View) -> None:
+        if not self._draws:
+            kind = "update_display_data" if self.is_announced else "display_data"
+            self._send(kind, self._style_id, {"text/html": html.style(), "text/plain": ""})
+            if self._controls is not None:
+                answer_messages(self._kernel)
+                # ipywidgets takes a while to import.
+                self._thread = HelperThread(self._make, self._controls, name="panel")
+                self._thread.start()
+        self._draws += 1
+        self._named |= kinds_named(view.times, self._named)
+        view = replace(view, named=self._named)
+        if not view.charts or self._draws % _CHARTS_EVERY == 1:
+            content = bundle(view, with_style=False)
+            if content != self._last:
+                self._last = content
+                self._show(content["data"])
+        if self._draws == 1 and not self.is_announced:
+            self._keep_place(self._buttons_id)
+        if self._controls is None or not self._is_made:
+            return
+        self._controls.draw(view, self._draws)
+        if not self._has_buttons:
+            self._has_buttons = True
+            self._send("update_display_data", self._buttons_id, self._controls.bundle())
+
+    @override
+    def finish(self, view: View, *, was_drawn: bool) -> None:
+        if self._thread is not None:
+            self._thread.join(_WAIT)
+        controls = self._controls if self._is_made else None
+        if controls is not None:
+            controls.tell_end(view, self._draws)
+        if view.is_worth_keeping and (was_drawn or view.bars or view.charts):
+            self._show(bundle(view)["data"])
+        elif self._is_shown:
+            took = f": {view.state} in {view.elapsed}" if was_drawn else ""
+            self._show({"text/plain": f"{view.facts.brief}{took}" if self.is_announced else ""})
+        if self._draws:
+            self._send("update_display_data", self._buttons_id, {})
+            self._send("update_display_data", self._style_id, {})
+        if controls is not None:
+            controls.close(view)
+        if self._thread is not None:
+            stop_answering(self._kernel)
+
+    def _make(self, controls: Controls) -> None:
+        controls.make()
+        self._is_made = True
+
+    def _keep_place(self, place: str) -> None:
+        """Display nothing, below the table, where something comes to stand whatever is printed until it is made."""
+        self._send("display_data", place, {})
+
+    def _show(self, data: dict[str, Any]) -> None:
+        kind = "update_display_data" if self._is_shown else "display_data"
+        self._is_shown = True
+        self._send(kind, self._id, data)
+
+    def _send(self, kind: str, place: str, data: dict[str, Any]) -> None:
+        self._paper.display(kind, {"data": data, "metadata": {}, "transient": {"display_id": place}})

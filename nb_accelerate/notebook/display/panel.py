@@ -1,0 +1,327 @@
+"""The panel of one run: looks at the ranks now and then, and has what it saw drawn.
+
+It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
+
+    watched.look --> PanelState --> View --> a Drawing: notebook_panel.py, lines.py
+    watched.ask  (some ranks do not move) --> watched.stacks --> where they are
+
+Another cell may draw it too, see `Panel.attach`; what that needs of a run that is over is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+
+from nb_accelerate.notebook.display.asides import last_lines
+from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
+from nb_accelerate.notebook.display.runs import charts_of
+from nb_accelerate.notebook.display.seen import Seen
+from nb_accelerate.notebook.display.state import PanelState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from nb_accelerate.notebook.display.view import Facts, FailureSummary, PanelStatus, View
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY = 0.1
+_LOOKS_PER_SECOND = 160
+"""Samples of ranks that are taken in a second, at most: of many ranks, each is looked at less often."""
+
+_MANY = 16
+"""Ranks from which on processes are inspected and the panel is drawn less often: nobody watches so many one by one."""
+
+_DRAW_MANY_EVERY = 0.6
+
+_INSPECT_EVERY = 1.0
+_ANSWER = 0.3
+"""Seconds until stacks have arrived."""
+
+_LINES_EVERY = 0.4
+"""Seconds between two looks at the user's lines: each takes a rank some tens of microseconds."""
+
+_ASK_EVERY = 5.0
+"""Seconds between two looks at the stacks of ranks that do not move."""
+
+DELAY = 1.0
+"""Seconds before a panel appears: what is over by then needs none."""
+
+
+PAUSE, RESUME = "Pause", "Resume"
+"""Titles of the button that pauses training, and of the same one while it is paused."""
+
+
+def _is_usable() -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Action:
+    """A button.
+
+    Attributes:
+        title: what stands on it.
+        hint: what it does.
+        do: does it. Called in any thread.
+        why_not: returns why it cannot be done now, and what to write; "" if it can be, or that is not known. It is
+            called for each drawing.
+    """
+
+    title: str
+    hint: str
+    do: Callable[[], object]
+    why_not: Callable[[], str] = _is_usable
+
+
+class Watched(Protocol):
+    """What a panel is about. All but `look` and `stacks` are called from any thread."""
+
+    def look(self) -> Sequence[Seen]:
+        """Return a sample of each rank, without the memory of its process."""
+
+    def ask(self) -> None:
+        """Ask ranks for their stacks; `stacks` has the answers later."""
+
+    def note_lines(self) -> None:
+        """Have ranks note the line of the user's code that they are at: later samples have it."""
+
+    def stacks(self) -> Mapping[int, str]:
+        """Return the stacks that have arrived, by rank."""
+
+    def runs(self) -> Sequence[str]:
+        """Return the ids of runs that ranks log with the notebook's tracker, see `notebook.display.runs`."""
+
+    def log(self, rank: int) -> str:
+        """Return the last lines that a rank has printed."""
+
+    def actions(self) -> Sequence[Action]:
+        """Return the buttons of the panel."""
+
+
+class Drawing(Protocol):
+    """Where a panel is drawn.
+
+    Attributes:
+        every: the least number of seconds between two drawings.
+        shows_rows: while the run is on, it shows what each rank does.
+        is_redrawn: a drawing takes the place of the one before, so that what was said can be taken back.
+        is_announced: something stands there already, which says that the run starts.
+    """
+
+    every: float
+    shows_rows: bool = True
+    is_announced: bool = False
+    is_redrawn: bool = False
+
+    def draw(self, view: View) -> None:
+        """Draw a view of the run while it is on."""
+
+    def finish(self, view: View, *, was_drawn: bool) -> None:
+        """Draw the last view, which stays."""
+
+
+class Panel:
+    """A run, watched.
+
+    Args:
+        facts: what does not change.
+        ranks: to be seen.
+        drawing: where.
+        watched: the ranks.
+
+    Attributes:
+        due: `time.monotonic` at which `refresh` wants to be called.
+        name: of what runs.
+        ranks: that are seen.
+        logs: what each rank printed last, once it has ended.
+    """
+
+    def __init__(self, facts: Facts, ranks: Sequence[int], drawing: Drawing, watched: Watched) -> None:
+        now = time.monotonic()
+        self.name = facts.name
+        self.ranks = tuple(ranks)
+        self.logs: Mapping[int, str] = {}
+        self._lock = threading.Lock()
+        self._key = uuid.uuid4().hex[:12]
+        self._facts, self._began = facts, now
+        self._last_view: View | None = None
+        self._runs: Sequence[str] = ()
+        self._drawings = [drawing]  # the first is in the cell that runs it
+        self._watched: Watched | None = watched
+        many = len(ranks) > _MANY
+        self._look_every = min(max(_LOOK_EVERY, len(ranks) / _LOOKS_PER_SECOND), _DRAW_MANY_EVERY)
+        self._inspect_every = _INSPECT_EVERY * (2 if many else 1)
+        self._draw_every = max(drawing.every, _DRAW_MANY_EVERY if many else 0.0)
+        self._draw_at = now + DELAY
+        self._ask_at = 0.0
+        self._answers_at = float("inf")
+        self._inspect_at = 0.0
+        self._lines_at = 0.0
+        self._memory: dict[int, int] = {}
+        self._cpu: dict[int, float] = {}
+        self._stopped: set[int] = set()
+        self._processes: dict[int, psutil.Process] = {}
+        self._was_drawn = False
+        self._has_failed = False
+        self.due = now + self._look_every
+
+    @functools.cached_property
+    def _state(self) -> PanelState:
+        """Make it at the first look: most cells end before."""
+        return PanelState(self._facts, self.ranks, self._began)
+
+    @property
+    def ended(self) -> View | None:
+        """Return how the run looked at its end; None while it is on, or if that cannot be drawn."""
+        with self._lock:
+            if self._watched is None and self._last_view is None and not self._has_failed:
+                self._last_view = self._view(self._runs, time.monotonic())
+            return self._last_view
+
+    def attach(self, make: Callable[[Watched], Drawing]) -> bool:
+        """Draw the panel in one more place from now on. Any thread.
+
+        Args:
+            make: makes the drawing, of what is watched.
+
+        Returns:
+            False if the run is over, so that nothing will be drawn; `ended` and `logs` tell the rest.
+        """
+        with self._lock:
+            if self._watched is not None:
+                self._drawings.append(make(self._watched))
+                self._draw_at = 0.0
+            return self._watched is not None
+
+    def tell_hang(self, text: str, outcome: str = "") -> bool:
+        """Show a sentence about ranks that wait for others, until one moves or the panel can say it by itself.
+
+        Args:
+            text: the sentence.
+            outcome: another one about how it will end; may be empty. It is shown with what the panel says by itself.
+
+        Returns:
+            False if the caller is to say it: nothing is shown, or lines are that say nothing of it yet.
+        """
+        with self._lock:
+            if not self._drawings or self._has_failed:
+                return False
+            if self._drawings[0].is_redrawn:
+                self._state.tell_hang(text, outcome)
+                return True
+            return self._state.leave_standstill(time.monotonic())
+
+    def refresh(self) -> None:
+        """Take a sample of the ranks, and draw the panel if it is due."""
+        with self._lock, self._apart_from_the_run():
+            if self._watched is not None:
+                self._refresh(self._watched, time.monotonic())
+
+    def finish(self, state: PanelStatus, failure: FailureSummary | None = None) -> None:
+        """Draw the end of the run, and stop watching it."""
+        self.due = float("inf")
+        with self._lock:
+            watched, self._watched = self._watched, None
+            if watched is not None and not self._has_failed:
+                with self._apart_from_the_run():
+                    self._finish(watched, time.monotonic(), state, failure)
+
+    @contextlib.contextmanager
+    def _apart_from_the_run(self) -> Iterator[None]:
+        """Draw a view; if that fails, show no panel from then on, and let the training go on."""
+        try:
+            yield
+        except Exception as error:
+            self._has_failed = True
+            self.due = float("inf")
+            logger.warning("The panel cannot be drawn any more (%s: %s); the run goes on.", type(error).__name__, error)
+            logger.info("Where it failed:", exc_info=True)
+
+    def _refresh(self, watched: Watched, now: float) -> None:
+        self.due = now + self._look_every
+        self._observe(watched, now)
+        if now >= self._lines_at and any(drawing.shows_rows for drawing in self._drawings):
+            self._lines_at = now + _LINES_EVERY
+            watched.note_lines()
+        if self._state.stalled(now):
+            if now >= self._ask_at:
+                self._ask_at, self._answers_at = now + _ASK_EVERY, now + _ANSWER
+                watched.ask()
+            elif now >= self._answers_at:
+                self._answers_at = float("inf")
+                self._state.explain(watched.stacks())
+        if now >= self._draw_at:
+            self._draw_at = now + self._draw_every
+            view = self._view(watched.runs(), now)
+            for drawing in self._drawings:
+                drawing.draw(view)
+            self._was_drawn = True
+
+    def _finish(self, watched: Watched, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
+        self._observe(watched, now, inspects=self._was_drawn)
+        self._state.end(now, state, failure)
+        self._runs = watched.runs()
+        self.logs = {rank: last_lines(watched.log(rank)) for rank in self.ranks}
+        (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
+        if not (self._was_drawn or others or own.is_announced or self._runs or self._state.has_content):
+            return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
+        self._last_view = view = self._view(self._runs, now)
+        remember(view)
+        # What was over before a panel appeared has none, but for bars, which were not printed, and warnings.
+        if self._was_drawn or view.bars or view.charts or view.warnings or own.is_announced:
+            own.finish(view, was_drawn=self._was_drawn)
+        for drawing in others:
+            drawing.finish(view, was_drawn=True)
+
+    def _view(self, runs: Sequence[str], now: float) -> View:
+        view = self._state.view(now)
+        return replace(view, charts=charts_of(runs), before=earlier_runs(view.facts.name), key=self._key)
+
+    def _observe(self, watched: Watched, now: float, *, inspects: bool = True) -> None:
+        seen = watched.look()
+        if inspects and now >= self._inspect_at:
+            self._inspect_at = now + self._inspect_every
+            for one in seen:
+                if one.pid is not None:
+                    self._inspect(one.rank, one.pid)
+        self._state.observe(now, [self._with_process(one) for one in seen])
+
+    def _with_process(self, seen: Seen) -> Seen:
+        state = "stopped" if seen.rank in self._stopped and seen.state == "running" else seen.state
+        return Seen(
+            rank=seen.rank,
+            sample=seen.sample,
+            state=state,
+            memory=self._memory.get(seen.rank, seen.memory),
+            cpu=self._cpu.get(seen.rank, seen.cpu),
+            pid=seen.pid,
+        )
+
+    def _inspect(self, rank: int, pid: int) -> None:
+        """Read the memory of a process, its CPU time, and whether somebody has stopped it, which sends no event.
+
+        From outside, so that a rank that hangs or has no `Accelerator` is seen as well.
+        """
+        self._cpu.pop(rank, None)
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process = self._processes.get(pid)
+            is_known = process is not None
+            if process is None:
+                process = self._processes[pid] = psutil.Process(pid)
+            with process.oneshot():
+                # 0 is said of a process that has just ended, until its exit code is read.
+                self._memory[rank] = int(process.memory_info().rss) or self._memory.get(rank, 0)
+                (self._stopped.add if process.status() == psutil.STATUS_STOPPED else self._stopped.discard)(rank)
+                used = process.cpu_percent()  # since the last call, so the first means nothing
+            if is_known:
+                self._cpu[rank] = used

@@ -1,0 +1,152 @@
+"""Where the time of each rank goes: over its recent past while it runs, over all its steps when it has ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.base.progress_page.phase_times import WORK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from nb_accelerate.base.progress_page import Sample
+
+_WINDOW = 10.0
+"""Seconds that a strip of a rank that runs is about."""
+
+_KEEP_EVERY = 0.5
+"""Seconds between two samples that are kept for it."""
+
+NAMES = {
+    Phase.DATA: "loading data",
+    Phase.TRAINING: "forward and backward",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.WAITING: "waiting",
+    Phase.STEP: "optimizer",
+    Phase.EVALUATING: "evaluation",
+    Phase.SAVING: "saving",
+    Phase.RUNNING: "between steps",
+}
+"""What the phases are called in a strip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimePart:
+    """A part of a rank's time.
+
+    Attributes:
+        kind: of the phase, as style sheets and programs call it: ``data``, ``forward`` ...
+        name: of the phase, for people.
+        share: from 0 to 1.
+    """
+
+    kind: str
+    name: str
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """What a rank spent its time on, from its first step to its last.
+
+    Attributes:
+        seconds: by phase.
+        steps: taken in that time.
+        exchanging: seconds of those in `Phase.WAITING` in which it waited for the exchange of gradients.
+        num_workers: of the loader that it trained with; None if not known.
+        times_waits: the wait for the exchange of gradients is in `Phase.WAITING`.
+        utilisation: mean part of the time, in percent, in which its device computed; None if the device does not say.
+    """
+
+    seconds: Mapping[Phase, float]
+    steps: int
+    exchanging: float = 0.0
+    num_workers: int | None = None
+    times_waits: bool = False
+    utilisation: float | None = None
+
+
+class PhaseTimes:
+    """Collects the times of one rank, without those before its first step, which waits for much that comes once."""
+
+    def __init__(self) -> None:
+        self._first: Sample | None = None
+        self._last: Sample | None = None
+        self._recent: deque[tuple[float, Mapping[Phase, float]]] = deque()
+        self._of_recent: Mapping[Phase, float] | None = None
+        self._num_workers: int | None = None
+        self._utilisation = (0, 0)
+
+    def add(self, now: float, sample: Sample) -> None:
+        """Add a sample that was taken at the time `now`."""
+        if not sample.steps:
+            return
+        if self._first is None:
+            self._first = self._last = sample
+        assert self._last is not None
+        if sample.steps > self._last.steps:
+            self._last = sample
+            if sample.utilisation is not None:
+                total, number = self._utilisation
+                self._utilisation = total + sample.utilisation, number + 1
+        if sample.trains and sample.num_workers is not None:
+            self._num_workers = sample.num_workers
+        if not self._recent or now >= self._recent[-1][0] + _KEEP_EVERY:
+            self._of_recent = None
+            self._recent.append((now, sample.seconds))
+            while self._recent[0][0] < now - _WINDOW:
+                self._recent.popleft()
+
+    def recent(self) -> Mapping[Phase, float]:
+        """Return the seconds of its recent past by phase; none if it is too early to say."""
+        if self._of_recent is None:
+            self._of_recent = _difference(self._recent[-1][1], self._recent[0][1]) if len(self._recent) > 1 else {}
+        return self._of_recent
+
+    def whole(self) -> RankTimes | None:
+        """Return what all its steps but the first took; None if there are none."""
+        if self._first is None or self._last is None or self._last.steps <= self._first.steps:
+            return None
+        total, number = self._utilisation
+        return RankTimes(
+            seconds=_difference(self._last.seconds, self._first.seconds),
+            steps=self._last.steps - self._first.steps,
+            exchanging=max(0.0, self._last.exchanging - self._first.exchanging),
+            num_workers=self._num_workers,
+            times_waits=self._last.times_waits,
+            utilisation=total / number if number else None,
+        )
+
+
+def parts(seconds: Mapping[Phase, float]) -> tuple[TimePart, ...]:
+    """Return seconds by phase as parts of their sum; none if there are no seconds."""
+    total = sum(seconds.values())
+    if not total:
+        return ()
+    return tuple(
+        TimePart(kind=phase.name.lower(), name=NAMES[phase], share=seconds[phase] / total)
+        for phase in WORK
+        if seconds.get(phase)
+    )
+
+
+def parts_of_sum(times: Iterable[Mapping[Phase, float]]) -> tuple[TimePart, ...]:
+    """Return seconds by phase of several ranks as parts of the sum of all."""
+    total = dict.fromkeys(WORK, 0.0)
+    for one in times:
+        for phase, seconds in one.items():
+            total[phase] += seconds
+    return parts(total)
+
+
+def in_words(shown: Iterable[TimePart]) -> str:
+    """Return parts as text: ``loading data 3 %, forward 30 %``; those below half a percent are left out."""
+    return ", ".join(f"{one.name} {percent}" for one in shown if (percent := f"{100 * one.share:.0f} %") != "0 %")
+
+
+def _difference(after: Mapping[Phase, float], before: Mapping[Phase, float]) -> dict[Phase, float]:
+    return {phase: spent for phase in WORK if (spent := after.get(phase, 0.0) - before.get(phase, 0.0)) > 0}

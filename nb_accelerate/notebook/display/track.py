@@ -1,0 +1,337 @@
+"""What samples of a rank's progress page, taken one after the other, say about its speed, phases and loss."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from functools import cached_property, lru_cache
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from nb_accelerate.base.progress_page import Collective, Phase, Sample
+from nb_accelerate.notebook.display import words
+from nb_accelerate.notebook.display.code_lines import CodeLines, short_place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_WINDOW = 4.0
+"""Seconds of samples from which the rate is computed."""
+
+_SHORT = 0.4
+"""Seconds of samples that are too few to compute a rate."""
+
+_LONG = 10.0
+"""Seconds for which samples are kept, and from which the shares of phases are computed."""
+
+_RECENT = 1.5
+"""Seconds of samples whose most frequent phase is shown; the newest phase alone would flicker."""
+
+WORDS = {
+    Phase.NOTHING: "starting",
+    Phase.RUNNING: "running",
+    Phase.DATA: "loading data",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.STEP: "optimizer step",
+    Phase.EVALUATING: "evaluating",
+    Phase.SAVING: "saving",
+    Phase.WAITING: "waits",
+    Phase.ENDED: "done",
+    Phase.PREPARING: "preparing the model",
+    Phase.COMPILING: "compiling",
+    Phase.TRAINING: "forward and backward",
+}
+
+METHODS = {
+    Collective.all_gather: "gather",
+    Collective.all_reduce: "reduce",
+    Collective.broadcast: "broadcast",
+    Collective.scatter: "scatter",
+    Collective.all_gather_object: "gather_object",
+    Collective.broadcast_object: "broadcast_object_list",
+    Collective.barrier: "wait_for_everyone",
+    Collective.backward: "backward",
+}
+"""What users call for a collective."""
+
+_ENOUGH = 20
+"""Samples of a rank before something is said about its time."""
+
+_MOST_POINTS = 240
+"""Points of a `LossHistory`, with the newest."""
+
+_WITH_OTHERS = (Phase.TRAINING, Phase.BACKWARD, Phase.WAITING)
+"""Phases in which a rank may be waiting for the slowest one."""
+
+
+class _Moment(NamedTuple):
+    time: float
+    loop: int
+    step: int
+    phase: Phase
+
+
+class Track:
+    """The recent past of a rank.
+
+    Attributes:
+        sample: the newest.
+        moved_at: when something last changed.
+        lines: of the user's code that it was seen at.
+        whole: batches of the whole run so far, and of how many; None if the latter is not known.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.sample = Sample()
+        self.moved_at = now
+        self.lines = CodeLines()
+        self.whole: tuple[int, int] | None = None
+        self._waited_in: Collective | None = None
+        self._progress = _progress(self.sample)
+        self._moments: deque[_Moment] = deque()
+        self._in_loops: Counter[Phase] = Counter()
+
+    def add(self, now: float, sample: Sample) -> None:
+        """Add a sample that was taken at the time `now`."""
+        progress = _progress(sample)
+        if progress != self._progress:
+            self._progress, self.moved_at = progress, now
+        self.sample = sample
+        self.lines.add(sample.line)
+        if sample.waits_in is not None:
+            self._waited_in = sample.waits_in
+        self.whole = _whole(sample, self.whole)
+        self._news()
+        self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
+        if sample.in_loop:
+            self._in_loops[sample.phase] += 1
+        while self._moments[0].time < now - _LONG:
+            self._moments.popleft()
+
+    def forget(self) -> None:
+        """Drop earlier samples, which say nothing about the speed after a standstill."""
+        self._moments.clear()
+        self._news()
+
+    def _news(self) -> None:
+        for name in ("_pace", "phase"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def rate(self) -> float | None:
+        """Return the current loop's steps per second in the last `_WINDOW` seconds; None if it is too early to say."""
+        return self._pace[0] / self._pace[1] if self._pace is not None else None
+
+    @property
+    def rate_at_most(self) -> float | None:
+        """Return `rate` with one step more: of two equally fast ranks, one may have taken one just after the sample."""
+        return (self._pace[0] + 1) / self._pace[1] if self._pace is not None else None
+
+    @cached_property  # until `_news` removes it, at the next sample
+    def _pace(self) -> tuple[int, float] | None:
+        """Return the number of recent steps and the seconds that they took; None if it is too early to say.
+
+        Taken from a step to a step, if there were two: in a window of four seconds there are three steps of 1.2 seconds
+        at times, and four at others, and a rate that jumps between the two would be wrong both times.
+        """
+        if not self._moments:
+            return None
+        newest = oldest = after = self._moments[-1]
+        first = last = None
+        for moment in reversed(self._moments):
+            in_window = moment.time >= newest.time - _WINDOW
+            if moment.loop != newest.loop or not (in_window or first is last):
+                break
+            if moment.step != after.step:
+                first = after
+                last = last or after
+            if in_window:
+                oldest = moment
+            after = moment
+        if first is not None and last is not None:
+            steps, seconds = last.step - first.step, last.time - first.time
+            if steps > 0 and seconds > _SHORT:
+                # If the step that has not ended has already taken longer than the mean, the rate falls.
+                return steps, max(seconds, (newest.time - first.time) * steps / (steps + 1))
+        seconds = newest.time - oldest.time
+        return (newest.step - oldest.step, seconds) if seconds > _SHORT else None
+
+    @cached_property
+    def phase(self) -> Phase:
+        """Return the most frequent phase of the last `_RECENT` seconds."""
+        if not self._moments:
+            return Phase.NOTHING
+        newest = self._moments[-1]
+        if newest.phase in (Phase.ENDED, Phase.NOTHING):
+            return newest.phase
+        if self.sample.evaluates and newest.phase is Phase.FORWARD:
+            return Phase.EVALUATING
+        recent: dict[Phase, int] = {}
+        for time, _, _, phase in reversed(self._moments):
+            if time <= newest.time - _RECENT:
+                break
+            recent[phase] = recent.get(phase, 0) + 1
+        recent.pop(Phase.NOTHING, None)
+        return max(recent, key=recent.__getitem__)
+
+    @property
+    def doing(self) -> str:
+        """Return in a few words what it does mostly: the phase, or the collective that it waits in."""
+        if self.phase is not Phase.WAITING or self._waited_in is None:
+            return WORDS[self.phase]
+        line = self.lines.at(Phase.WAITING)
+        called = line.called if line is not None and self._waited_in is not Collective.backward else ""
+        return f"waits in {called or METHODS[self._waited_in]}"
+
+    @property
+    def place(self) -> str:
+        """Return the line of the user's code that it is at while it does that; "" if none is known."""
+        line = self.lines.at(self.phase)
+        return short_place(line) if line is not None else ""
+
+    @property
+    def samples_in_loop(self) -> int:
+        """Return the number of recent samples that were taken in the current loop."""
+        loop = self.sample.loop
+        return sum([moment.loop == loop for moment in self._moments])
+
+    def shares(self) -> dict[Phase, float]:
+        """Return the share of its recent time, from 0 to 1, spent in each phase; empty if it is too early to say.
+
+        Its longest stay in one is left out: who was held up once is not slow.
+        """
+        current = self.sample.loop
+        in_loop = [(step, phase) for _, loop, step, phase in self._moments if loop == current]
+        stays = [(phase, len(list(same))) for (_, phase), same in groupby(in_loop)]
+        if not stays:
+            return {}
+        stays.remove(max(stays, key=itemgetter(1)))
+        number = sum(length for _, length in stays)
+        if number < _ENOUGH:
+            return {}
+        found: dict[Phase, int] = {}
+        for phase, length in stays:
+            found[phase] = found.get(phase, 0) + length
+        return {phase: length / number for phase, length in found.items()}
+
+    def time_left(self) -> str | None:
+        """Estimate how long it will take, in words; None if nothing is known.
+
+        By the outermost progress bar, else by the current loop, which the words then say.
+        """
+        sample = self.sample
+        inner = sample.step / sample.total if sample.total and sample.in_loop else 0.0
+        for bar in sample.bars:
+            if not bar.ended and bar.total and bar.level == 0:
+                done = min(1.0, (bar.count + inner) / bar.total)
+                if done > 0.01 and bar.seconds > 1:
+                    return f"about {words.duration(bar.seconds * (1 - done) / done)} left"
+                return None
+        if sample.total and sample.in_loop and self.rate:
+            left = f"{words.duration((sample.total - sample.step) / self.rate)} left"
+            if sample.spans_epochs:
+                return f"about {left}"
+            return f"{left} of this {'evaluation' if sample.evaluates else 'epoch'}"
+        return None
+
+    def own_share(self) -> float | None:
+        """Return the share of its recent time in which it cannot have waited for others; None if it is too early."""
+        return _own(self.shares())
+
+    def own_share_of_all(self) -> float | None:
+        """Return the share for all loops of the run, not the recent past alone; None if it is too early to say."""
+        number = self._in_loops.total()
+        return _own({phase: one / number for phase, one in self._in_loops.items()}) if number >= _ENOUGH else None
+
+
+class LossHistory:
+    """The mean loss of the ranks over steps, in as many points as a small picture has room for.
+
+    When there are too many, every second one is dropped and new ones are taken half as often. The first and the newest
+    point are always kept.
+    """
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, float]] = []
+        self._newest: tuple[float, float] | None = None
+        self._stride = 1
+        self._skipped = 0
+
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """Return (step, mean loss over ranks), in order of steps."""
+        return (*self._points, self._newest) if self._newest is not None else tuple(self._points)
+
+    def add(self, sampled: tuple[int, list[float]] | None) -> None:
+        """Add the losses of the ranks at a step.
+
+        Args:
+            sampled: the step and a loss for each rank that has one; None if no rank has. A step that is not newer than
+                the last point is left out, or replaces it if it is the same.
+        """
+        if sampled is None:
+            return
+        step, losses = sampled
+        point = (float(step), sum(losses) / len(losses))
+        last = self._newest or (self._points[-1] if self._points else None)
+        if last is not None and point[0] <= last[0]:
+            if point[0] == last[0] and self._newest is not None:
+                self._newest = point
+            elif point[0] == last[0]:
+                self._points[-1] = point
+            return
+        self._skipped += 1
+        if self._skipped < self._stride:
+            self._newest = point
+            return
+        self._skipped, self._newest = 0, None
+        self._points.append(point)
+        if len(self._points) == _MOST_POINTS - 1:  # an odd number: the last one stays
+            del self._points[1::2]
+            self._stride *= 2
+
+
+@lru_cache(maxsize=256)
+def is_training_loss(name: str) -> bool:
+    """Return whether a logged name is that of the loss that is trained with."""
+    return name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss")
+
+
+def loss_of(sample: Sample) -> float | None:
+    """Return the newest loss of a rank: one that was logged by that name, else what `backward` was called on."""
+    for name, value in sample.scalars.items():
+        if is_training_loss(name):
+            return value
+    return sample.loss
+
+
+def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return how far the run is; while it does something else than to train, as far as it was."""
+    is_first = not sample.trains and not sample.steps_before  # there was no backward yet
+    if is_first and sample.evaluates:
+        return None
+    if not sample.total or not (sample.trains or is_first):
+        return before
+    if sample.spans_epochs:
+        return min(sample.step, sample.total), sample.total
+    if not sample.epochs:
+        return None
+    total = sample.epochs * sample.total
+    return min((sample.epoch - 1) * sample.total + sample.step, total), total
+
+
+def _own(shares: Mapping[Phase, float]) -> float | None:
+    return 1 - sum(shares.get(phase, 0.0) for phase in _WITH_OTHERS) if shares else None
+
+
+def _progress(sample: Sample) -> tuple[object, ...]:
+    return (
+        sample.request,
+        sample.loop,
+        sample.step,
+        sample.phase,
+        sample.paused,
+        sample.collectives,
+        tuple((bar.count, bar.ended) for bar in sample.bars),
+    )

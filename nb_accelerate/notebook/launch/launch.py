@@ -1,0 +1,472 @@
+"""A launch: one attempt or several to run a function on ranks, and the handle of a launch in the background.
+
+Longer than 400 lines, because what users do with a handle and how its ranks are run share all of its state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.errors import (
+    ConfigError,
+    DeadlineError,
+    MissingDependencyError,
+    NotPreparedError,
+    ShippingError,
+    StartError,
+    UnknownArgumentError,
+)
+from nb_accelerate.notebook.display.panel import Action
+from nb_accelerate.notebook.launch.elastic import MachineJoinedError
+from nb_accelerate.notebook.launch.machine_watch import MachineWatch
+from nb_accelerate.notebook.launch.owner import Watch
+from nb_accelerate.notebook.launch.panel import facts_of, line_prefix
+from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
+from nb_accelerate.notebook.launch.servers import one_at_a_time
+from nb_accelerate.notebook.launch.setup import pack_notebook
+from nb_accelerate.notebook.launch.starters import open_server
+from nb_accelerate.notebook.launch.starting import sender, started_ranks
+from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
+from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.ranks.ended import ended_as
+from nb_accelerate.notebook.ranks.failures import (
+    INTERRUPTED,
+    STOPPED,
+    Wording,
+    add_note,
+    error_of,
+    interrupted,
+    summary,
+)
+from nb_accelerate.notebook.ranks.guard import GuardedOutput, OutputGuard
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.panel import RequestView, make_panel
+from nb_accelerate.notebook.ranks.proxy import RankProxy
+from nb_accelerate.notebook.ranks.request import Awaits, Request
+from nb_accelerate.notebook.ranks.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.status import RankStatus, state_of
+from nb_accelerate.notebook.ranks.steering import Steerable, steering_actions
+from nb_accelerate.notebook.ranks.steps import StepKind, call_steps, quit_steps
+from nb_accelerate.notebook.ranks.timeouts import Timeouts
+from nb_accelerate.notebook.ranks.waiting import goes_on_if_interrupted, interrupts_call, wait
+from nb_accelerate.notebook.worker.limits import enough_room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+    from types import TracebackType
+
+    from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.display.frontend import FrontEnd
+    from nb_accelerate.notebook.display.panel import Panel
+    from nb_accelerate.notebook.display.view import FailureSummary, PanelStatus
+    from nb_accelerate.notebook.launch.local import LocalRank
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.launch.rendezvous import Meet
+    from nb_accelerate.notebook.launch.servers import RankServer
+    from nb_accelerate.notebook.launch.values import Values
+    from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.ranks.sinks import Sink
+
+
+_PANEL_TIMEOUT = 1.0
+"""Seconds that a launch in the background is waited for, at most, until it has its panel. It takes some milliseconds,
+or for ever where other machines have to come first."""
+
+_NOT_RESTARTED = (ConfigError, MissingDependencyError, NotPreparedError, ShippingError, UnknownArgumentError)
+"""Errors of what is written in the program. They come back in every attempt, so `max_restarts` is not for them."""
+
+
+class Launch(Steerable):
+    """Ranks that run a function in the background; what ``notebook_launcher(..., block=False)`` returns.
+
+    Several may run at once. What the ranks print is shown in the cell that launched them. In a coroutine,
+    ``await launch`` returns the values.
+
+    Example::
+
+        launch = notebook_launcher(train, num_processes=2, block=False)
+        launch.set_learning_rate(1e-4)
+        launch.save_checkpoint("runs/by_hand")
+        launch.pause()
+
+    Attributes:
+        timeouts: timeouts of launches that begin from now on.
+    """
+
+    timeouts: ClassVar[Timeouts] = Timeouts()
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        plan: LaunchPlan,
+        sink: Sink,
+        front_end: FrontEnd = "off",
+        place: str = "",
+        *,
+        name: str = "",
+        exit_returns: bool = False,
+    ) -> None:
+        self._options = options
+        self._plan = plan
+        self._sink = sink
+        self._front_end = front_end
+        self._place = place
+        self._name = name or getattr(options.function, "__qualname__", type(options.function).__name__)
+        self._exit_returns = exit_returns
+        self._began = time.monotonic()
+        self._seconds: float | None = None
+        self._loop: RankLoop | None = None
+        self._requests: tuple[Request, ...] = ()
+        self._others: MachineWatch | None = None
+        self._values: Values | None = None
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._stopped = ""  # how, in a word
+        self._is_waited_for = True
+        self._has_panel = threading.Event()  # or has ended without one
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    # For whoever holds it.
+
+    @property
+    def ranks(self) -> list[RankStatus]:
+        """The ranks of this machine."""
+        return [
+            RankStatus(rank=one.rank, pid=one.handle.pid, state=state_of(one, request), exitcode=one.handle.exitcode)
+            for request in self._requests[:1]
+            for one in request.ranks
+        ]
+
+    def status(self) -> str:
+        """Return what the panel says: ``"starting"``, ``"running"``, ``"paused"`` or how the launch ended.
+
+        That is ``"done"``, ``"failed"``, ``"interrupted"``, or ``"stopped"`` by `stop` or the button of that name.
+        """
+        if not self._done.is_set():
+            if self.is_paused:
+                return "paused"
+            return "running" if any(rank.state != "starting" for rank in self.ranks) else "starting"
+        if self._error is None:
+            return "done"
+        if isinstance(self._error, KeyboardInterrupt) and (self._stopped or not self._requests):
+            return self._stopped or INTERRUPTED
+        return ended_as(*self._requests, error=self._error)[0] if self._requests else "failed"
+
+    def output(self, rank: int) -> str:
+        """Return the last thousand lines that a rank has printed, of both streams.
+
+        Raises:
+            LookupError: there is no such rank on this machine.
+        """
+        ranks = [one for request in self._requests[:1] for one in request.ranks]
+        for one in ranks:
+            if one.rank == rank:
+                return one.output.text
+        raise LookupError(f"rank={rank!r}: this launch has ranks {[one.rank for one in ranks]} here")
+
+    @override
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the launch, at most `timeout` seconds, and return whether it has ended.
+
+        Raises:
+            KeyboardInterrupt: the wait was interrupted. The launch goes on.
+        """
+        with goes_on_if_interrupted(self._name, ends_by=".stop()"):
+            return wait(self._done, timeout)
+
+    def result(self, timeout: float | None = None) -> Values:
+        """Wait for the end of the launch, and return the values of the ranks.
+
+        Args:
+            timeout: seconds; None for no limit.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout` seconds. It goes on.
+            KeyboardInterrupt: the wait was interrupted. The launch goes on.
+            BaseException: what `notebook_launcher` would raise.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self._name} has not ended within {timeout} s; it goes on")
+        if self._error is not None:
+            # As it was: each time it is raised, frames are added.
+            raise BaseException.with_traceback(self._error, self._traceback)
+        assert self._values is not None
+        return self._values
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in every rank, and end the launch. A second time, kill the ranks."""
+        self._end(StepKind.INTERRUPT, INTERRUPTED)
+
+    def stop(self) -> None:
+        """Send SIGTERM to every rank, and wait until all have ended."""
+        self._end(StepKind.TERMINATE, STOPPED)
+        wait(self._done)
+
+    @override
+    def _steered(self) -> tuple[Request | None, int]:
+        request = next(iter(self._requests), None)
+        if request is not None and request.done.is_set() and not self._done.is_set():
+            request = None  # the launch ends, or starts its ranks again
+        return request, self._plan.world_size
+
+    def __await__(self) -> Generator[Any, None, Values]:
+        """Wait for the values in a coroutine, and return them; see `result`."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def resolve() -> None:
+            if not ended.done():  # the coroutine may have been cancelled
+                ended.set_result(None)
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(resolve)
+
+        with self._lock:
+            is_done = self._done.is_set()
+            if not is_done:
+                self._callbacks.append(tell)
+        if not is_done:
+            yield from ended.__await__()
+        return self.result()
+
+    def __repr__(self) -> str:
+        seconds = time.monotonic() - self._began if self._seconds is None else self._seconds
+        ranks = f"{self._plan.num_processes} rank{'s' if self._plan.num_processes > 1 else ''}"
+        why = f": {summary(self._error)}" if self._error is not None else ""
+        return f"<Launch of {self._name} on {ranks}: {self.status()} after {seconds:.1f} s{why}>"
+
+    # For `notebook_launcher`.
+
+    def run(self) -> Values:
+        """Run it in the calling thread, and return the values of the ranks."""
+        self._run()
+        return self.result()
+
+    def run_in_background(self) -> None:
+        """Run it in a thread of its own. The cell says how it has failed, because nobody may ask for the result."""
+        self._is_waited_for = False
+        HelperThread(functools.partial(self._run, tell=True), name=self._name).start()
+        self._has_panel.wait(_PANEL_TIMEOUT)  # so that `attach` in the next line finds it
+
+    def _run(self, *, tell: bool = False) -> None:
+        try:
+            self._values = self._attempts()
+        except BaseException as error:  # kept for result(), in whichever thread asks for it
+            self._error, self._traceback = error, error.__traceback__
+            if tell:
+                hint = "" if isinstance(error, KeyboardInterrupt) else "; .result() raises it here"
+                with OutputGuard(self._sink):
+                    self._sink.write("stderr", f"{summary(error).removesuffix('.')}{hint}\n")
+        finally:
+            self._seconds = time.monotonic() - self._began
+            with contextlib.suppress(Exception):
+                self._sink.close()
+            with self._lock:
+                self._done.set()
+                self._has_panel.set()
+                callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                with contextlib.suppress(RuntimeError):  # the event loop of that coroutine has been closed
+                    callback()
+
+    def _attempts(self) -> Values:
+        options, plan = self._options, self._plan
+        with contextlib.ExitStack() as stack:
+            with enough_room():
+                server = stack.enter_context(open_server(plan.method, options))
+                call = (
+                    None
+                    if server.inherits_call
+                    else stack.enter_context(pack_call(options, self._name, can_fork=plan.can_fork))
+                )
+            meet = stack.enter_context(repeated_rendezvous(options, plan, self._check_goes_on))
+            attempt = 0
+            while True:
+                try:
+                    return self._attempt(server, meet, call, attempt)
+                except MachineJoinedError as joined:
+                    again = f"{joined}: all ranks start again"
+                except (KeyboardInterrupt, StartError, DeadlineError):
+                    raise
+                except BaseException as error:
+                    if attempt >= options.max_restarts or self._stopped:
+                        raise
+                    if isinstance(error, _NOT_RESTARTED):
+                        self._tell(f"The ranks are not started again: the same {type(error).__name__} would come back.")
+                        raise
+                    attempt += 1
+                    again = f"{summary(error).removesuffix('.')}; start {attempt + 1} of {options.max_restarts + 1}"
+                self._tell(again)
+
+    def _tell(self, line: str) -> None:
+        with OutputGuard(self._sink):
+            self._sink.write("stderr", line + "\n")
+
+    def _check_goes_on(self) -> None:
+        """Raise why the launch is to end, while it has no ranks that could be ended."""
+        if self._stopped:
+            raise interrupted(f"{_WORDING.what} was {self._stopped} before its ranks were started")
+        limit = self._options.timeout
+        if limit is not None and time.monotonic() > self._began + limit:
+            late = _WORDING.limit.format(seconds=limit)
+            raise DeadlineError(f"{_WORDING.what} took longer than {late}; its ranks had not been started", stacks={})
+
+    def _attempt(self, server: RankServer, meet: Meet, call: Packed | None, attempt: int) -> Values:
+        options, timeouts = self._options, self.timeouts
+        self._check_goes_on()
+        watch = Watch(self._say)
+        with contextlib.ExitStack() as stack:
+            with enough_room():
+                births = stack.enter_context(contextlib.ExitStack())
+                if is_local(options):
+                    births.enter_context(one_at_a_time())
+                rendezvous = stack.enter_context(meet())
+                self._plan = plan = self._plan.with_nodes(rendezvous.num_nodes)
+                handles, stores = stack.enter_context(
+                    started_ranks(server, options, plan, rendezvous, wants_rows=self._front_end != "off", births=births)
+                )
+                with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
+                    loop = RankLoop(
+                        monitor_interval=options.monitor_interval,
+                        monitor=lambda: self._look_around(watch, handles),
+                    )
+                    stack.callback(loop.close)
+                # A script seeds by itself, as with torchrun.
+                notebook = stack.enter_context(pack_notebook(shares_random=not self._exit_returns))
+                loop.output = GuardedOutput(self._output_of(handles), self._sink)
+                ranks = [RankProxy(handle, loop) for handle in handles]
+                for rank in ranks:
+                    loop.add(rank)
+            send = sender(options, plan, rendezvous, stores, notebook, call, attempt)
+            size = plan.world_size
+            calling = Request(
+                ranks=ranks,
+                send=send,
+                steps=call_steps(timeouts),
+                wording=_WORDING,
+                world_size=size,
+                start=timeouts.start,
+                timeout=options.timeout,
+                spent=time.monotonic() - self._began,
+                say=loop.output.say,
+                attended=self._is_waited_for,
+                on_host=plan.kind.is_host,
+                exit_returns=self._exit_returns,
+                keeps_panel=True,
+                is_raised=self._is_waited_for and attempt >= options.max_restarts,
+            )
+            leaving = Request(
+                ranks=ranks,
+                send=RankProxy.quit,
+                steps=quit_steps(timeouts, seconds=timeouts.quit),
+                wording=_WORDING,
+                awaits=Awaits.END,
+                world_size=size,
+                keeps_panel=True,
+            )
+            with self._lock:
+                self._loop, self._requests = loop, (calling, leaving)
+                was_stopped = self._stopped
+            stack.callback(calling.close)
+            if rendezvous.elastic is not None:
+                self._others = MachineWatch(rendezvous.elastic, calling, self._say)
+                stack.callback(self._others.close)
+            end: tuple[PanelStatus, FailureSummary | None] = ("done", None)
+            try:
+                with interrupts_call(self._interrupt_requests):
+                    loop.begin(calling, hangs=timeouts)
+                    if was_stopped:
+                        self._interrupt_requests(StepKind.TERMINATE, was_stopped)
+                    with loop.output.guard:  # after the request, so that the ranks start meanwhile
+                        calling.panel = self._panel(calling, is_first=not attempt)
+                    self._has_panel.set()
+                    loop.run(calling)
+                    if calling.step is not None:  # not all ranks have finished by themselves
+                        leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)
+                    leaving.panel = calling.panel
+                    loop.begin(leaving)
+                    loop.run(leaving)
+                    if note := note_of_dropped(calling, self._name):
+                        loop.output.note(note)
+                    if not self._exit_returns and (note := note_of_exits(calling)):
+                        loop.output.note(note)
+                    loop.output.finish()
+                error = error_of(calling, leaving)
+                if self._others is not None:
+                    error = self._others.explain(error)
+                if error is None:
+                    return unpack_values(calling)
+                add_note(error, watch.note())
+                keep_values(error, calling)
+                raise error
+            except BaseException as error:
+                end = ended_as(calling, leaving, error=error)
+                raise
+            finally:
+                if calling.panel is not None:
+                    with loop.output.guard:
+                        calling.panel.finish(*end)
+
+    def _end(self, kind: StepKind, how: str) -> None:
+        with self._lock:  # ranks that are just started see that the launch is to end, or are ended here
+            self._stopped = how
+            self._interrupt_requests(kind, how)
+
+    def _interrupt_requests(self, kind: StepKind = StepKind.INTERRUPT, how: str = INTERRUPTED) -> None:
+        if self._loop is not None and not self._done.is_set():
+            self._loop.interrupt(*self._requests, kind=kind, how=how)
+
+    def _look_around(self, watch: Watch, handles: Sequence[LocalRank]) -> None:
+        watch.look({one.owner for one in handles if one.owner and not one.ended})
+        if self._others is not None:
+            self._others.look()
+
+    def _panel(self, request: Request, *, is_first: bool) -> Panel | None:
+        facts = facts_of(self._name, self._plan)
+        actions = (
+            Action("Interrupt", "raise KeyboardInterrupt in every rank", self.interrupt),
+            Action("Stop", "end every rank now", lambda: self._end(StepKind.TERMINATE, STOPPED)),
+            *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),
+        )
+        numbers = [one.rank for one in request.ranks]
+        place = self._place if is_first else ""
+        return make_panel(facts, numbers, self._sink, RequestView(request, actions), self._front_end, place=place)
+
+    def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
+        options, numbers = self._options, [handle.rank for handle in handles]
+        prefix = line_prefix(options.log_line_prefix_template, {one.rank: one.local_rank for one in handles})
+        if options.fold_output:
+            # What several ranks print alike has a prefix that names them all.
+            own = prefix if len(numbers) == 1 else None
+            return RequestOutput(numbers, self._sink, has_bars=False, hold=self.timeouts.fold, prefix=own)
+        return RequestOutput(numbers, self._sink, style="raw", has_bars=False, prefix=prefix)
+
+    def _note(self, line: str) -> None:
+        loop = self._loop
+        if loop is not None:
+            loop.post(lambda: loop.output.note(line) if loop.output else None)
+
+    def _say(self, line: str) -> None:
+        if self._loop is not None:
+            self._loop.say(line)
+
+
+def _after_end(rank: RankProxy) -> str:
+    if rank.handle.exitcode is None:
+        return ""
+    doing = " while it ran" if rank.is_ready else " while it was being set up"
+    return doing if rank.handle.exitcode < 0 else f"{doing}, before the function returned"
+
+
+_WORDING = Wording(what="the launch", limit="timeout={seconds:g} s", after_end=_after_end)

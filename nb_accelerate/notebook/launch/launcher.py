@@ -1,0 +1,300 @@
+"""``notebook_launcher``: run a function on every rank, from one cell."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
+
+from nb_accelerate.base.config.arguments import suggests_arguments
+from nb_accelerate.base.config.env import LAUNCH, RESUME, Environment
+from nb_accelerate.base.config.file import default_path, read_config
+from nb_accelerate.base.config.launch import LaunchOptions
+from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
+from nb_accelerate.errors.traceback_lines import wants_full
+from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
+from nb_accelerate.notebook.launch.launch import Launch
+from nb_accelerate.notebook.launch.machine import look
+from nb_accelerate.notebook.launch.neighbours import gpu_warnings
+from nb_accelerate.notebook.launch.panel import announce
+from nb_accelerate.notebook.launch.plan import make_plan
+from nb_accelerate.notebook.launch.servers import warm_server
+from nb_accelerate.notebook.ranks.failures import RankTraceback
+from nb_accelerate.notebook.ranks.guard import OutputGuard
+from nb_accelerate.notebook.ranks.sinks import sink_here
+from nb_accelerate.notebook.worker.groups import named
+from nb_accelerate.notebook.worker.limits import enough_room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
+
+    from nb_accelerate.notebook.display.frontend import FrontEnd
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.launch.values import Values
+    from nb_accelerate.notebook.ranks.sinks import Sink
+
+
+def warm_up_in_kernel() -> None:
+    """Start the process that ranks are forked from, in a kernel: it imports PyTorch while the user writes the call.
+
+    Called when `notebook_launcher` is imported. Another thread than the main one starts nothing, since the process
+    would end with it.
+    """
+    if is_in_kernel() and Environment().keep_warm and threading.current_thread() is threading.main_thread():
+        warm_server()
+
+
+@overload
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = ...,
+    num_processes: int | None = ...,
+    mixed_precision: str = ...,
+    use_port: str | int | None = ...,
+    master_addr: str = ...,
+    node_rank: int = ...,
+    num_nodes: int = ...,
+    rdzv_backend: str = ...,
+    rdzv_endpoint: str = ...,
+    rdzv_conf: Mapping[str, Any] | None = ...,
+    rdzv_id: str = ...,
+    max_restarts: int = ...,
+    monitor_interval: float = ...,
+    log_line_prefix_template: str | None = ...,
+    *,
+    kwargs: Mapping[str, Any] | None = ...,
+    start_method: str = ...,
+    devices: str | Sequence[int] | None = ...,
+    timeout: float | None = ...,
+    block: Literal[True] = ...,
+    progress: str = ...,
+    env: Mapping[str, str] | None = ...,
+    by_value: Sequence[ModuleType] = ...,
+    fold_output: bool | None = ...,
+    resume: bool = ...,
+    min_nodes: int | None = ...,
+) -> Values: ...
+
+
+@overload
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = ...,
+    num_processes: int | None = ...,
+    mixed_precision: str = ...,
+    use_port: str | int | None = ...,
+    master_addr: str = ...,
+    node_rank: int = ...,
+    num_nodes: int = ...,
+    rdzv_backend: str = ...,
+    rdzv_endpoint: str = ...,
+    rdzv_conf: Mapping[str, Any] | None = ...,
+    rdzv_id: str = ...,
+    max_restarts: int = ...,
+    monitor_interval: float = ...,
+    log_line_prefix_template: str | None = ...,
+    *,
+    kwargs: Mapping[str, Any] | None = ...,
+    start_method: str = ...,
+    devices: str | Sequence[int] | None = ...,
+    timeout: float | None = ...,
+    block: Literal[False],
+    progress: str = ...,
+    env: Mapping[str, str] | None = ...,
+    by_value: Sequence[ModuleType] = ...,
+    fold_output: bool | None = ...,
+    resume: bool = ...,
+    min_nodes: int | None = ...,
+) -> Launch: ...
+
+
+@suggests_arguments
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    start_method: str = "auto",
+    devices: str | Sequence[int] | None = None,
+    timeout: float | None = None,
+    block: bool = True,
+    progress: str = "auto",
+    env: Mapping[str, str] | None = None,
+    by_value: Sequence[ModuleType] = (),
+    fold_output: bool | None = None,
+    resume: bool = False,
+    min_nodes: int | None = None,
+) -> Values | Launch:
+    """Run a function on every rank and return what each of them returned.
+
+    Each rank is a process of its own, also if there is just one, so the notebook stays as it was: launch as often
+    as you like. Functions and classes defined in cells, closures and lambdas are fine. What ranks print appears in
+    the cell.
+
+    Args:
+        function: what to run. It makes its own `Accelerator()`.
+        args: its positional arguments.
+        num_processes: number of ranks on this machine. None is what ``%distributed config`` has set in this notebook,
+            or else what the configuration file says (see ``nb-accelerate config``); without both it is one for each
+            TPU chip or GPU, or one on a machine without.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``: `Accelerator()`'s default in the ranks.
+        use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
+        master_addr: on several machines, the address of machine 0 as the others see it.
+        node_rank: number of this machine, from 0. Run the same cell on each machine, with its own number.
+        num_nodes: number of machines. All use the same `num_processes`. They meet by torch elastic, at a port without
+            authentication: keep it inside of a private network.
+        rdzv_backend: who numbers several machines. ``"static"``: you do, by `node_rank`, and machine 0 has
+            `master_addr`. ``"c10d"``: torch elastic; give all of them the same `rdzv_endpoint` and `rdzv_id`.
+        rdzv_endpoint: ``"HOST:PORT"`` where machines meet; with ``"static"`` instead of `master_addr` and `use_port`.
+        rdzv_conf: options of torch elastic's rendezvous, such as ``{"join_timeout": 60}`` in seconds.
+        rdzv_id: names this launch among others at the same endpoint.
+        max_restarts: after a failure, start all ranks again, so many times; not after an error that would come back,
+            such as a `ConfigError`. The count is in the environment variable ``TORCHELASTIC_RESTART_COUNT``.
+        monitor_interval: seconds between two looks for ranks that somebody has stopped (SIGSTOP). Failures and ends
+            are events and need no interval.
+        log_line_prefix_template: put in front of every line; ``"[rank ${rank}] "``, also ``${local_rank}``.
+        kwargs: keyword arguments of the function.
+        start_method: ``"auto"`` chooses and says why. ``"forkserver"``: ranks are forked from a warm process that has
+            torch imported and nothing of this notebook in it. ``"fork"``: from this one, so data in memory is shared
+            and nothing is pickled. ``"xla"``: the same on TPUs, in the place of ``xmp.spawn(start_method="fork")``.
+            ``"spawn"``: fresh interpreters. ``"inline"``: one rank, in this process, for a debugger.
+        devices: ``"cpu"`` or another type of device (``"cuda"``, ``"xla"``, ``"xpu"``, ``"mps"``), or numbers of the
+            GPUs to use, one rank each. None is all that are visible, of the best type there is.
+        timeout: seconds from this call after which the launch is stopped, all its attempts together. None is no limit.
+        block: False returns a `Launch` at once, and the cell ends; several launches may run. Training in it can be
+            paused, saved, given another learning rate, and stopped after its epoch.
+        progress: ``"widget"`` shows a panel with a row for each rank, and ``"text"`` a line now and then. ``"auto"`` is
+            the one that can be seen here. ``"off"`` shows nothing.
+        env: environment variables of the ranks, on top of those of this process.
+        by_value: modules of yours to send as they are in memory here, instead of importing them in the ranks.
+        resume: have `Accelerator.resumable` go on from the newest whole checkpoint that there is. Ranks that are
+            started again after a failure (``max_restarts``) do so anyway, but with checkpoints of this launch only.
+        min_nodes: with ``"c10d"``, the fewest machines to run on; `num_nodes` is then the most. All ranks start again
+            when a machine comes, which does not count as a restart, and when one is lost, which does.
+        fold_output: show a line that all ranks print once, and put the rank in front of others, as ``%%distributed``
+            cells do. False shows every line at once, as it was printed. None is True, unless
+            `log_line_prefix_template` is given.
+
+    Returns:
+        The return values of this machine's ranks, in rank order. A cell that ends in the call shows nothing if all
+        of them are None. Tensors on a device come back on the CPU. With ``block=False`` a `Launch`.
+
+    Raises:
+        ConfigError: an argument cannot be; nothing was started.
+        UnknownArgumentError: there is no argument of that name.
+        ShippingError: the function, an argument or a result cannot be sent to another process. ``results`` on the
+            exception has what other ranks returned, by rank.
+        RankDiedError: a rank's process ended before the function returned: carries its signal or exit code.
+        DeadlineError: `timeout` has passed.
+        DeadlockError: ranks on CPUs have waited for 30 s for others that have returned.
+        KeyboardInterrupt: the cell was interrupted. Every rank has ended.
+        BaseException: what the function raised in a rank, with its own type. The first cause, if several ranks fail.
+
+    Example:
+        >>> def train(lr):
+        ...     accelerator = Accelerator()
+        ...     return accelerator.process_index
+        >>> notebook_launcher(train, args=(0.1,), num_processes=2)
+        2 processes on CPU
+        [0, 1]
+    """
+    is_open = num_processes is None and devices is None and num_nodes == 1
+    defaults, origin = _defaults() if is_open else ({}, "")
+    options = LaunchOptions(
+        function=function,
+        args=args,
+        kwargs=kwargs or {},
+        num_processes=defaults.get("num_processes", num_processes),
+        mixed_precision=mixed_precision,
+        use_port=use_port,
+        master_addr=master_addr,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        min_nodes=min_nodes,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_conf=rdzv_conf,
+        rdzv_id=rdzv_id,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        log_line_prefix_template=log_line_prefix_template,
+        start_method=start_method,
+        devices=defaults.get("devices", devices),
+        timeout=timeout,
+        progress=progress,
+        env={RESUME: str(int(resume)), LAUNCH: secrets.token_hex(8), **(env or {})},
+        by_value=tuple(by_value),
+        fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
+    )
+    with enough_room():
+        plan = make_plan(options, look(options.env))
+    sink = sink_here()
+    front_end = choose_front_end(options.progress)
+    place = ""
+    guard = OutputGuard(sink)
+    if front_end != "off":
+        with guard:
+            if defaults:
+                said = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
+                sink.write("stdout", f"{said}: from {origin}\n")
+            place = announce(plan, sink, front_end if plan.method.starter else "text")
+        for warning in (*plan.warnings, *gpu_warnings(plan)):
+            with guard:
+                sink.write("stderr", warning + "\n")
+    run = cast("Callable[..., Values | Launch]", named(plan.method.runner))
+    try:
+        return run(options, plan, sink, front_end=front_end, place=place, block=block)
+    except SyntaxError as error:  # of which IPython shows the cause and all frames, here those of the wait for ranks
+        if wants_full() or not isinstance(error.__cause__, RankTraceback):
+            raise
+        raise error.with_traceback(None) from None
+
+
+def run_in_processes(
+    options: LaunchOptions, plan: LaunchPlan, sink: Sink, *, front_end: FrontEnd, place: str, block: bool
+) -> Values | Launch:
+    """Run a launch in processes of its own. The runner of start methods that have a starter.
+
+    Args:
+        options: what was asked for.
+        plan: what was decided.
+        sink: the cell or stream that shows its output.
+        front_end: how its panel is drawn.
+        place: id of the display that the panel takes the place of; "" for none.
+        block: wait for its end.
+
+    Returns:
+        The values of the ranks; the launch with ``block=False``.
+
+    Raises what `notebook_launcher` says.
+    """
+    launch = Launch(options, plan, sink, front_end, place)
+    if block:
+        return launch.run()
+    launch.run_in_background()
+    return launch
+
+
+def _defaults() -> tuple[dict[str, Any], str]:
+    """Return which ranks to start where the call does not say, and who says so: the notebook before the file."""
+    of_notebook: dict[str, Any] = {
+        name: SESSION_DEFAULTS[name] for name in ("num_processes", "devices") if name in SESSION_DEFAULTS
+    }
+    if of_notebook:
+        return of_notebook, "%distributed config"
+    file = read_config()
+    return (file.launch_options(), str(default_path())) if file is not None else ({}, "")

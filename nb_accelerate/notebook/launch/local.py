@@ -1,0 +1,303 @@
+"""A rank that is a process of this machine, started by a server: see `notebook.launch.servers`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import weakref
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+import psutil
+from typing_extensions import override
+
+from nb_accelerate.base.progress_page import PageReader
+from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
+from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.protocol.output import new_mark
+from nb_accelerate.notebook.ranks.handle import RankHandle
+from nb_accelerate.notebook.worker.ends import NUDGE, NUMBER, RankEnds
+from nb_accelerate.notebook.worker.process_tree import open_process, send_signal
+from nb_accelerate.notebook.worker.server import EXIT_STATUS
+from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nb_accelerate.notebook.launch.owner import Owner
+    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+
+_REPORT_TIMEOUT = 5.0
+"""Seconds from SIGKILL until the server must have reported the end of a rank whose process has ended."""
+
+_KILL_TIMEOUT = 20.0
+"""Seconds from SIGKILL until the process of a rank must have ended. It first frees its memory, also of a device."""
+
+_WORKING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+"""States of a process that computes, waits for a processor or for a disk."""
+
+_open: weakref.WeakSet[LocalRank] = weakref.WeakSet()
+
+
+def close_all_kernel_ends() -> None:
+    """Close the kernel's ends of the connections of all ranks, in a process that was forked to start ranks."""
+    for handle in list(_open):
+        handle.close_kernel_ends()
+
+
+class LocalRank(RankHandle):
+    """Owns the kernel's ends of a rank's pipes and channel; see `RankEnds` for the rank's own.
+
+    Args:
+        rank: its number among all ranks.
+        local_rank: its number among those of this machine.
+        store_fd: descriptor of the store that it is born with, which this closes; -1 if there is none.
+
+    Attributes:
+        owner: the process that starts it, once that was asked to.
+        closed: the kernel's ends are closed.
+
+    Raises:
+        OSError: too many files are open. Nothing of it is left then, nor is `store_fd`.
+    """
+
+    def __init__(self, rank: int, *, local_rank: int = 0, store_fd: int = -1) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.mark = new_mark()
+        self.owner: Owner | None = None
+        self.lost = "the process it was forked from has ended"
+        self.is_lost_with_others = True
+        self.closed = False
+        self._pid: int | None = None
+        self._process = -1
+        self._is_other_users = False
+        self._is_to_end = False
+        self._killed_at = float("inf")
+        self._is_handed_over = False
+        self._signal: Callable[[int], None] = lambda _: None
+        self._asked = 0
+        with contextlib.ExitStack() as undo:
+            if store_fd >= 0:
+                undo.callback(os.close, store_fd)
+            self.page = PageReader(anonymous_file())
+            undo.callback(self.page.close)
+            self.channel, there = Channel.pair()
+            undo.callback(self.channel.close)
+            undo.callback(there.close)
+            self.stdout, stdout = _pipe(undo)
+            self.stderr, stderr = _pipe(undo)
+            self.stacks, stacks = _pipe(undo)
+            self.status, self._status_end = _pipe(undo)
+            interrupt, self._interrupt = _pipe(undo)
+            stack_requests, self._stack_requests = _pipe(undo)
+            self._kernel_ends = (
+                self.stdout,
+                self.stderr,
+                self.stacks,
+                self.status,
+                self._interrupt,
+                self._stack_requests,
+            )
+            for fd in self._kernel_ends:
+                os.set_blocking(fd, False)
+            page = os.dup(self.page.fd)
+            undo.pop_all()
+        self._ends = RankEnds(
+            control=there.detach(),
+            stdout=stdout,
+            stderr=stderr,
+            interrupt=interrupt,
+            stack_requests=stack_requests,
+            stacks=stacks,
+            page=page,
+            store=store_fd,
+        )
+        _open.add(self)
+
+    @property
+    def start_fds(self) -> tuple[int, ...]:
+        """Descriptors for the process that starts the rank: the write end of its status pipe, then its `RankEnds`."""
+        return (self._status_end, *self._ends.as_tuple())
+
+    @property
+    @override
+    def pid(self) -> int | None:
+        """Its process id; None until it is ready."""
+        return self._pid
+
+    @pid.setter
+    def pid(self, pid: int) -> None:
+        self._pid = pid
+        process = open_process(pid)
+        # It may have ended meanwhile, and another process may have its id.
+        if process >= 0 and not self._is_child(pid):
+            os.close(process)
+        else:
+            self._process = process
+
+    def handed_over(self, send_signal: Callable[[int], None], owner: Owner) -> None:
+        """Note that a server starts the rank and has `start_fds`, which are closed here.
+
+        Args:
+            send_signal: has the server send a signal to the rank.
+            owner: the server's process.
+        """
+        self._close_start_fds()
+        self._signal, self.owner = send_signal, owner
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the rank if it still runs: directly once it is ready, before that through its server."""
+        if self.ended or self.closed:
+            return
+        if signum == signal.SIGKILL:
+            self._killed_at = min(self._killed_at, time.monotonic())
+        if self._process < 0:
+            self._signal(signum)
+        elif self._pid is not None and not send_signal(self._pid, signum, process=self._process):
+            self._is_other_users = True
+
+    @override
+    def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
+        self.channel.send(message, fds)
+        self._asked += 1
+
+    @override
+    def interrupt(self) -> None:
+        self._is_to_end = self._is_to_end or self._pid is None
+        self.announce_interrupt()
+        self.signal(signal.SIGINT)
+
+    def announce_interrupt(self) -> None:
+        """Write to the rank that SIGINT is meant for what it was asked last."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._interrupt, NUMBER.pack(self._asked))
+
+    @override
+    def nudge(self) -> None:
+        self.signal(NUDGE)
+
+    @override
+    def dump_stacks(self, *, by_signal: bool = False) -> None:
+        if by_signal:
+            self.signal(DUMP_SIGNAL)
+        else:
+            self._request(ASK_STACK)
+
+    @override
+    def note_line(self) -> None:
+        self._request(ASK_LINE)
+
+    def _request(self, what: bytes) -> None:
+        if not self.closed:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has not read earlier ones, or has ended
+                os.write(self._stack_requests, what)
+
+    @override
+    def processor_time(self) -> float | None:
+        if self._pid is None or self.exitcode is not None:
+            return 0.0
+        seconds = 0.0
+        with contextlib.suppress(psutil.Error):  # one has just ended
+            process = psutil.Process(self._pid)
+            for one in (process, *process.children(recursive=True)):
+                with one.oneshot():
+                    if one.status() in _WORKING:
+                        return None
+                    seconds += sum(one.cpu_times()[:2])  # of users' code, and of the system for it
+            return seconds
+        return None
+
+    @override
+    def terminate(self) -> None:
+        self._is_to_end = self._is_to_end or self._pid is None
+        self.signal(signal.SIGTERM)
+
+    @override
+    def kill(self) -> None:
+        self._is_to_end = True
+        self.signal(signal.SIGKILL)
+
+    @override
+    def is_stopped(self) -> bool:
+        try:
+            return self._pid is not None and bool(psutil.Process(self._pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
+
+    @override
+    def is_lost(self) -> bool:
+        if self.ended or self.owner is None:
+            return False
+        has_ended = self._process >= 0 and bool(wait([self._process], 0))
+        silence = self.owner.silence() if has_ended or self._is_to_end else ""
+        if silence:
+            self.lost = f"the process it was forked from (pid {self.owner.pid}) {silence}"
+            return True
+        since = time.monotonic() - self._killed_at
+        if not has_ended and (since > _KILL_TIMEOUT or (since > 0 and self._is_other_users)):
+            whose = "it runs as another user" if self._is_other_users else f"{since:.0f} s ago"
+            self.lost = f"its process {self.pid} has not ended although it was killed ({whose})"
+            self.is_lost_with_others = False
+            return True
+        return has_ended and since > _REPORT_TIMEOUT
+
+    @override
+    def give_up(self) -> None:
+        self.kill()
+        self.ended = True
+        if self.owner is not None:
+            self.owner.give_up()
+
+    @override
+    def read_end(self) -> None:
+        data = os.read(self.status, EXIT_STATUS.size)
+        self.ended = True
+        if len(data) == EXIT_STATUS.size:
+            (self.exitcode,) = EXIT_STATUS.unpack(data)
+        elif self.owner is not None and (written := self.owner.log()):
+            self.lost += f". It wrote:\n{written}\n"
+
+    @override
+    def close(self) -> None:
+        """Close every descriptor. The rank, if it lives, sees the end of its channel."""
+        with interrupts_later():
+            self._close_start_fds()
+            self.close_kernel_ends()
+
+    def close_kernel_ends(self) -> None:
+        """Close the kernel's ends of its connections, in a process that was forked to start ranks."""
+        if self.closed:
+            return
+        self.closed = True
+        _open.discard(self)
+        self.page.close()
+        self.channel.close()
+        if self._process >= 0:
+            os.close(self._process)
+        for fd in self._kernel_ends:
+            os.close(fd)
+
+    def _is_child(self, pid: int) -> bool:
+        try:
+            return self.owner is not None and psutil.Process(pid).ppid() == self.owner.pid
+        except psutil.Error:
+            return False
+
+    def _close_start_fds(self) -> None:
+        with interrupts_later():
+            if not self._is_handed_over:
+                self._is_handed_over = True
+                for fd in self.start_fds:
+                    os.close(fd)
+
+
+def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for fd in ends:
+        undo.callback(os.close, fd)
+    return ends

@@ -1,0 +1,143 @@
+"""Find out what a launch is planned with: processors, devices, limits. No device is initialized by that."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.file import read_config
+from nb_accelerate.base.config.versions import check_versions
+from nb_accelerate.base.devices import DEVICE_KINDS
+from nb_accelerate.base.devices.host import num_cpus
+from nb_accelerate.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.base.devices import DeviceKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisibleDevices:
+    """The devices of one type that ranks could see.
+
+    Attributes:
+        kind: their row in the device table.
+        names: each of them, as the variable that selects among them writes it.
+        in_use: why a rank forked from this process could not use them, or "" if it could.
+        forbids_fork: why their runtime does not survive any fork, or "" if it does.
+        held: why no rank at all could use them, or "" if ranks could.
+    """
+
+    kind: DeviceKind
+    names: tuple[str, ...]
+    in_use: str = ""
+    forbids_fork: str = ""
+    held: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What a launch can use on this machine, and whether forks of this process could use it.
+
+    Attributes:
+        num_cpus: cores this process may use.
+        accelerators: the devices there are besides the processor, by type, the preferred type first.
+        prefers_cpu: ``ACCELERATE_USE_CPU`` asks for the CPU.
+        num_threads: what ``OMP_NUM_THREADS`` asks for, or None.
+        loopback: name of the loopback network interface.
+        can_fork: the system has ``fork``.
+        shared_memory: bytes free in ``/dev/shm``, or None where there is none.
+    """
+
+    num_cpus: int
+    accelerators: tuple[VisibleDevices, ...] = ()
+    prefers_cpu: bool = False
+    num_threads: int | None = None
+    loopback: str = "lo"
+    can_fork: bool = True
+    shared_memory: int | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        """How many devices of the preferred type there are."""
+        return len(self.accelerators[0].names) if self.accelerators else 0
+
+
+def look(env: Mapping[str, str]) -> MachineFacts:
+    """Return the facts as they are now.
+
+    Args:
+        env: variables that ranks will have on top of ours; those that select among devices change what there is.
+
+    Raises:
+        ConfigError: ``ACCELERATE_USE_CPU`` is not a yes or no.
+        MissingDependencyError: torch is not installed, or a package is too old.
+    """
+    check_versions()
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("torch", needed_for="starting ranks")
+    shm = Path("/dev/shm")  # noqa: S108 - asked for its size
+    file = read_config()
+    variables = {**(file.as_variables() if file is not None else {}), **os.environ, **env}
+    return MachineFacts(
+        num_cpus=num_cpus(),
+        accelerators=tuple(_accelerators(variables, env)),
+        prefers_cpu=bool(Environment(variables).use_cpu),
+        num_threads=Environment(variables).num_threads,
+        loopback=_loopback(),
+        can_fork=hasattr(os, "fork"),
+        shared_memory=shutil.disk_usage(shm).free if shm.is_dir() else None,
+    )
+
+
+def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> list[VisibleDevices]:
+    found = []
+    for kind in DEVICE_KINDS:
+        names = () if kind.is_host else kind.find(variables.get(kind.visibility), kind.visibility in changed)
+        if names:
+            in_use = kind.in_use()
+            if not in_use and _has_autograd_threads():
+                in_use = "a backward pass ran in this notebook"
+            found.append(
+                VisibleDevices(
+                    kind=kind, names=names, in_use=in_use, forbids_fork=kind.forbids_fork(), held=kind.held()
+                )
+            )
+    return found
+
+
+def _has_autograd_threads() -> bool:
+    """Return whether a backward pass has started the threads that torch's engine has for devices: forks lack them."""
+    return any(_text_of(name).startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:  # a thread that has just ended; or no /proc: not Linux, no CUDA either
+        return ""
+
+
+@functools.cache
+def _loopback() -> str:
+    return interface_of("127.0.0.1") or "lo"
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has `address`; None if there is none, or the system lists none."""
+    with contextlib.suppress(OSError):  # a sandbox without netlink sockets; `process/loopback.py` tells
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
+                return name
+    return None

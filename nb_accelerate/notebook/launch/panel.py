@@ -1,0 +1,69 @@
+"""Say how a launch or a pool runs: in one line when it begins, then in its panel, and before lines of its ranks."""
+
+from __future__ import annotations
+
+import string
+import uuid
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.devices.host import num_cpus
+from nb_accelerate.notebook.display.view import Facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nb_accelerate.notebook.display.frontend import FrontEnd
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.ranks.sinks import Sink
+
+
+def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
+    """Show one line about a plan, at once: a launch takes seconds if PyTorch is to be imported first.
+
+    Returns:
+        The id of the display that a panel may replace; "" if the front end cannot replace it.
+    """
+    waits = ": waiting for the other machines" if plan.num_nodes > 1 else ""
+    if front_end != "widget":
+        sink.write(sink.own_stream, f"{plan.brief}{waits}\n")
+        return ""
+    place = uuid.uuid4().hex
+    data = {"text/plain": plan.brief + (waits or ": starting")}
+    sink.display("display_data", {"data": data, "metadata": {}, "transient": {"display_id": place}})
+    return place
+
+
+def facts_of(name: str, plan: LaunchPlan) -> Facts:
+    """Return what a panel says about a launch or cell that does not change.
+
+    Args:
+        name: name of the function or cell.
+        plan: how it runs.
+    """
+    return Facts(name=name, setup=_setup(plan), brief=plan.brief, details=plan.describe(), cores=num_cpus())
+
+
+def _setup(plan: LaunchPlan) -> tuple[str, ...]:
+    number = plan.world_size
+    parts = ["1 rank" if number == 1 else f"{number} ranks"]
+    parts += [f"{plan.num_nodes} machines"] if plan.num_nodes > 1 else []
+    parts.append(plan.device.upper())
+    parts += [plan.backend] if number > 1 else []
+    parts += [plan.mixed_precision] if plan.mixed_precision != "no" else []
+    return tuple(parts)
+
+
+def line_prefix(template: str | None, local_ranks: Mapping[int, int]) -> Callable[[Sequence[int]], str] | None:
+    """Return a function that returns the prefix for lines of a rank, from torchrun's template.
+
+    Args:
+        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None for no prefix.
+        local_ranks: local rank of each rank, by rank.
+    """
+    if template is None:
+        return None if len(local_ranks) == 1 else lambda _: ""
+    by_rank = {
+        rank: string.Template(template).substitute(rank=rank, local_rank=local_rank, role_name="default")
+        for rank, local_rank in local_ranks.items()
+    }
+    return lambda ranks: by_rank[ranks[0]]

@@ -1,0 +1,290 @@
+"""Plan a launch: decide what was left open, from its options and facts about the machine. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.devices import CPU, DEVICE_KINDS
+from nb_accelerate.base.start_methods import START_METHODS, Conditions, choose_method
+from nb_accelerate.base.topology import Topology
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.notebook.launch.machine import VisibleDevices
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.base.devices import DeviceKind
+    from nb_accelerate.base.start_methods import StartMethod
+    from nb_accelerate.notebook.launch.machine import MachineFacts
+
+_SHM = "/dev/shm"  # noqa: S108 - a name to say
+
+_LITTLE_SHARED_MEMORY = 128 << 20
+"""Bytes. Containers get 64 MiB by default, which one loader worker with a few large batches fills."""
+
+_PROCESSOR = VisibleDevices(kind=CPU, names=())
+
+
+_MOST_RANKS_OF_A_CORE = 16
+"""Ranks on processors for each core above which it is asked whether so many are meant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """A launch, ready to be started.
+
+    Attributes:
+        num_processes: ranks on this machine, and on each other one.
+        num_nodes: machines; before they have met, the most that there can be.
+        method: how ranks come to be.
+        reason: why it was chosen; "" where it is what one expects.
+        kind: the type of device that ranks compute on.
+        device_names: the device of each rank of this machine, by local rank; empty on the processor.
+        is_kind_asked_for: ranks are told the type of their device, because they might choose another one.
+        visibility: environment variables that select the devices that ranks see; empty to leave them as they are.
+        num_threads: intra-op threads of each rank.
+        loopback: name of the loopback interface.
+        mixed_precision: what `Accelerator()` takes in the ranks by default.
+        min_nodes: the fewest machines that there can be.
+        can_fork: ranks could have the notebook's memory, if that was asked for.
+        warnings: what the user should know before it starts.
+    """
+
+    num_processes: int
+    num_nodes: int
+    method: StartMethod
+    reason: str
+    kind: DeviceKind
+    device_names: tuple[str, ...]
+    num_threads: int
+    loopback: str
+    mixed_precision: str
+    is_kind_asked_for: bool = False
+    visibility: Mapping[str, str] = field(default_factory=dict)
+    min_nodes: int = 1
+    can_fork: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """Torch's name for the type of device that ranks compute on."""
+        return self.kind.name
+
+    @property
+    def start_method(self) -> str:
+        """Name of the method by which ranks come to be."""
+        return self.method.name
+
+    @property
+    def backend(self) -> str:
+        """What carries tensors between ranks."""
+        return str(self.kind.backend or CPU.backend)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines."""
+        return self.topology_of(0).world_size
+
+    def topology_of(self, local_rank: int, *, node_rank: int = 0) -> Topology:
+        """Return the numbers of a rank.
+
+        Args:
+            local_rank: its number on its machine.
+            node_rank: the number of its machine.
+        """
+        return Topology.of_machine(local_rank, self.num_processes, node_rank=node_rank, num_nodes=self.num_nodes)
+
+    def with_nodes(self, number: int) -> LaunchPlan:
+        """Return the plan for the machines that have come."""
+        return replace(self, num_nodes=number, min_nodes=number)
+
+    def device_variables(self, local_rank: int) -> dict[str, str]:
+        """Return the environment variables that decide which devices a rank sees."""
+        return {**self.visibility, **self.kind.pin(self.device_names, local_rank)}
+
+    @property
+    def brief(self) -> str:
+        """The plan in a few words: ``2 processes on CPU, bf16``; with the start method if there is a reason for it."""
+        number = f"{self.num_processes} process{'es' if self.num_processes > 1 else ''}"
+        machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
+        parts = [f"{number} on {self.device.upper()}{f' on each of {machines} machines' if self.num_nodes > 1 else ''}"]
+        parts += [f"{self.start_method} ({self.reason})"] if self.reason else []
+        parts += [self.mixed_precision] if self.mixed_precision != "no" else []
+        return ", ".join(parts)
+
+    def describe(self) -> str:
+        """Return the plan in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
+        ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"
+        machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
+        where = f" on each of {machines} machines" if self.num_nodes > 1 else ""
+        method = f"{self.start_method} ({self.reason})" if self.reason else self.start_method
+        parts = [f"{ranks} on {self.device.upper()}{where}", method]
+        if self.world_size > 1 and self.kind.start_runtime is None:
+            parts.append(self.backend if self.num_nodes > 1 else f"{self.backend} on loopback")
+        if self.mixed_precision != "no":
+            parts.append(self.mixed_precision)
+        return ", ".join(parts)
+
+
+def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = True) -> LaunchPlan:
+    """Return the plan of a launch: decide what its options leave open.
+
+    Args:
+        options: what was asked for.
+        facts: about this machine.
+        may_copy: ranks may have a copy of this process. Not where it would be out of date with the next cell, nor where
+            nothing in it is of use to them.
+
+    Raises:
+        ConfigError: more ranks than there are devices, a device that is not there, or a start method that cannot work.
+    """
+    devices = _choose_kind(options, facts)
+    if devices.held:
+        raise ConfigError(
+            f"Ranks cannot use the {devices.kind.label}s: {devices.held}. Restart the kernel, and touch them (by "
+            "Accelerator(), xm.xla_device() or a tensor there) in the function only"
+        )
+    number, names, visibility = _ranks_and_devices(options, devices)
+    conditions = Conditions(
+        can_fork=facts.can_fork,
+        device=devices.kind.name.upper(),
+        is_host=devices.kind.is_host,
+        in_use=devices.in_use,
+        forbids_fork=devices.forbids_fork,
+    )
+    method, reason = _start_method(options, conditions, number, may_copy=may_copy)
+    # A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation.
+    shared_out = facts.num_threads or max(1, facts.num_cpus // number)
+    return LaunchPlan(
+        num_processes=number,
+        num_nodes=options.num_nodes,
+        min_nodes=options.min_nodes or options.num_nodes,
+        method=method,
+        reason=reason,
+        kind=devices.kind,
+        device_names=names,
+        is_kind_asked_for=options.devices == devices.kind.name,
+        visibility=visibility,
+        num_threads=1 if method.copies_notebook else shared_out,
+        loopback=facts.loopback,
+        mixed_precision=options.mixed_precision,
+        can_fork=any(
+            method.copies_notebook and not (method.drawback(conditions) or method.obstacle(conditions))
+            for method in START_METHODS.values()
+        ),
+        warnings=_warnings(facts, devices.kind, number),
+    )
+
+
+def _choose_kind(options: LaunchOptions, facts: MachineFacts) -> VisibleDevices:
+    """Choose the type of device: the one that was named, or else the first that can do what was asked for."""
+    if isinstance(options.devices, str):
+        if options.devices == CPU.name:
+            return _PROCESSOR
+        named = next((devices for devices in facts.accelerators if devices.kind.name == options.devices), None)
+        if named is None:
+            raise ConfigError(
+                f"devices={options.devices!r}, but there is no such device here. Write devices={CPU.name!r} or None"
+            )
+        return named
+    if options.devices is not None:
+        if not facts.accelerators:
+            raise ConfigError(
+                f"devices={options.devices!r}, but no GPU is visible here. Write devices={CPU.name!r} or None"
+            )
+        return facts.accelerators[0]
+    if facts.prefers_cpu:
+        return _PROCESSOR
+    several = (options.num_processes or 1) * options.num_nodes > 1
+    return next((devices for devices in facts.accelerators if devices.kind.backend or not several), _PROCESSOR)
+
+
+def _ranks_and_devices(
+    options: LaunchOptions, devices: VisibleDevices
+) -> tuple[int, tuple[str, ...], Mapping[str, str]]:
+    """Return the number of ranks on this machine, their devices, and the variables that select them."""
+    kind, names = devices.kind, devices.names
+    visibility: dict[str, str] = {}
+    if kind.is_host:
+        if options.devices is not None:
+            visibility = {row.visibility: row.hidden for row in DEVICE_KINDS if row.hidden is not None}
+        return options.num_processes or 1, (), visibility
+    if kind.start_runtime is not None and options.num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={options.num_nodes}, but {kind.label}s of several machines are connected by their own runtime, "
+            "which is not supported. Leave num_nodes out"
+        )
+    if options.devices is not None and not isinstance(options.devices, str):
+        if kind.all_or_one:
+            raise ConfigError(
+                f"devices={options.devices!r}, but {kind.label}s cannot be chosen by their numbers: ranks use all "
+                f"{len(names)} or one. Leave devices out, or write num_processes=1"
+            )
+        missing = [number for number in options.devices if number >= len(names)]
+        if missing:
+            raise ConfigError(
+                f"devices={options.devices!r}, but the visible GPUs are 0 to {len(names) - 1}: "
+                f"there is no GPU {missing[0]}"
+            )
+        # Numbers count among the devices that are visible, which may be the fourth to the seventh of the machine.
+        names = tuple(names[number] for number in options.devices)
+        if kind.visibility:
+            visibility = {kind.visibility: ",".join(names)}
+    available = len(names) if kind.backend else 1
+    number = options.num_processes or available
+    if number > available:
+        there_are = f"there {'are' if available > 1 else 'is'} {available} {kind.label}{'s' if available > 1 else ''}"
+        raise ConfigError(
+            f"num_processes={number}, but {there_are}, and each rank needs its own. Write num_processes={available}, "
+            f"or devices={CPU.name!r} to run on the CPU"
+        )
+    if kind.all_or_one and number not in (1, available):
+        raise ConfigError(
+            f"num_processes={number}, but ranks use all {available} {kind.label}s or one. Write "
+            f"num_processes={available} or 1"
+        )
+    if options.num_nodes > 1 and not kind.backend:
+        raise ConfigError(
+            f"num_nodes={options.num_nodes}, but {kind.name} devices cannot exchange tensors between ranks. Write "
+            f"devices={CPU.name!r} to run on the CPU"
+        )
+    return number, names[:number], visibility
+
+
+def _start_method(
+    options: LaunchOptions, conditions: Conditions, number: int, *, may_copy: bool
+) -> tuple[StartMethod, str]:
+    if options.start_method == "auto":
+        return choose_method(conditions, may_copy=may_copy)
+    method = START_METHODS[options.start_method]
+    if method.max_ranks is not None and number > method.max_ranks:
+        raise ConfigError(
+            f"start_method={method.name!r} runs one rank in this process, but num_processes={number}. Write "
+            f"num_processes={method.max_ranks}"
+        )
+    if obstacle := method.obstacle(conditions):
+        more = ", and a forked process cannot start it again" if conditions.in_use else ""
+        other, _ = choose_method(conditions, may_copy=may_copy)
+        raise ConfigError(
+            f"start_method={method.name!r} cannot work: {obstacle}{more}. Write start_method='auto' or {other.name!r}, "
+            f"which need no restart"
+        )
+    return method, ""
+
+
+def _warnings(facts: MachineFacts, kind: DeviceKind, number: int) -> tuple[str, ...]:
+    found = []
+    if kind.is_host and number > _MOST_RANKS_OF_A_CORE * facts.num_cpus:
+        cores = "1 core" if facts.num_cpus == 1 else f"{facts.num_cpus} cores"
+        found.append(
+            f"num_processes={number} on {cores}: is that meant? Each process takes its turn on a core, and has memory "
+            f"of its own. num_processes={facts.num_cpus} uses all cores"
+        )
+    if facts.shared_memory is not None and facts.shared_memory < _LITTLE_SHARED_MEMORY:
+        found.append(
+            f"{_SHM} has only {facts.shared_memory >> 20} MiB free: loader workers that fill it die with SIGBUS. Use "
+            f"num_workers=0, or give the container more (docker run --shm-size=2g)"
+        )
+    return tuple(found)

@@ -1,0 +1,331 @@
+"""Where the ranks of a launch find one another.
+
+On one machine the store is a file without a name, made here before any rank starts. Each rank gets its descriptor, and
+nobody else can open it: nothing listens, so other users of the machine have nowhere to write keys or garbage to. The
+port in ``MASTER_PORT`` is kept free for code in ranks that serves a store of its own there. Where torch cannot open
+such a file (macOS, or no ``/proc``), the store listens on another port, on a socket that is bound here, to loopback,
+and given to rank 0.
+
+Several machines find one another by torch elastic's rendezvous, whose store is that of the ranks too. Which machine
+serves it is said by ``node_rank``, or by the address that all were given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import secrets
+import socket
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nb_accelerate.base.devices import backend_named
+from nb_accelerate.errors import ConfigError, StartError
+from nb_accelerate.notebook.launch.elastic import DONE, FAILED, INTERRUPTED, ElasticRendezvous
+from nb_accelerate.notebook.launch.machine import interface_of
+from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
+from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.protocol.messages import StoreSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Literal
+
+    from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+
+    Meet = Callable[[], contextlib.AbstractContextManager["Rendezvous"]]
+
+_LOOPBACK = "127.0.0.1"
+
+_DEFAULT_PORT = 29500
+"""Port of the store, as accelerate's and torchrun's; only for several machines, which have to know it beforehand."""
+
+_DEFAULT_ELASTIC_PORT = 29400
+"""Port at which machines meet through torch elastic, as torchrun's."""
+
+_keepers: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_keepers() -> None:
+    """Close the sockets that keep ports free, in a process that was forked from this one to start ranks."""
+    for keeper in list(_keepers):
+        keeper.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """The place where the ranks of one launch meet, and the number of this machine among all.
+
+    Attributes:
+        address: of the store, as every rank reaches it.
+        port: of the store, or one beside it that is kept free for code in ranks.
+        node_rank: number of this machine.
+        interface: network interface for gloo and NCCL.
+        keeps_interface: a network interface that the environment names is kept: a cluster knows of faster ones.
+        run_id: names the launch.
+        listener: the bound socket if this machine serves the store, else None.
+        file: descriptor of the file that is the store, or -1.
+        store_port: of the store, if `port` is another one; else 0.
+        num_nodes: machines that take part.
+        world_size: ranks on all machines.
+        polls: ranks wait for the file in Python; see `training.process.rendezvous.RendezvousHandler`.
+        part: of the store, for these ranks; "" if it is theirs alone.
+        elastic: by which several machines found one another; None on one.
+    """
+
+    address: str
+    port: int
+    node_rank: int
+    interface: str
+    run_id: str
+    listener: socket.socket | None
+    file: int = -1
+    store_port: int = 0
+    keeps_interface: bool = False
+    num_nodes: int = 1
+    world_size: int = 1
+    polls: bool = False
+    part: str = ""
+    elastic: ElasticRendezvous | None = None
+
+    def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
+        """Return what a rank is told of the store, and the descriptor it gets, or -1.
+
+        The caller sends the descriptor, and closes it.
+        """
+        kind: Literal["file", "server", "client"] = "client"
+        fd = -1
+        if self.file >= 0:
+            kind, fd = "file", os.dup(self.file)
+        elif self.listener is not None and local_rank == 0:
+            # Only that rank keeps the socket: if it ends, connecting fails at once, and does not wait for an accept.
+            kind, fd = "server", self.listener.detach()
+        spec = StoreSpec(
+            kind=kind,
+            address=self.address,
+            port=self.port,
+            store_port=self.store_port or self.port,
+            world_size=self.world_size,
+            polls=self.polls,
+            part=self.part,
+        )
+        return spec, fd
+
+
+def is_local(options: LaunchOptions) -> bool:
+    """Return whether all ranks are on this machine, so that launches of this process can start one after the other.
+
+    With several machines a launch waits for others, which may run in other threads of this process. And it has sockets
+    open that a server forked from this process would keep.
+    """
+    return options.num_nodes == 1
+
+
+@contextlib.contextmanager
+def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
+    """Agree on a place, for ranks that are started once; the listener is open while inside.
+
+    Raises:
+        ConfigError: the port that was asked for is taken, or the address is not this machine's.
+        StartError: not all machines came, or this one has no loopback interface.
+    """
+    with repeated_rendezvous(options, plan, lambda: None) as meet, meet() as rendezvous:
+        yield rendezvous
+
+
+def repeated_rendezvous(
+    options: LaunchOptions, plan: LaunchPlan, check: Callable[[], object]
+) -> contextlib.AbstractContextManager[Meet]:
+    """Return a context manager with what is called at each start of the ranks, and does what `open_rendezvous` does.
+
+    Args:
+        options: of the launch.
+        plan: how many ranks on what.
+        check: called while other machines are waited for; raises why nobody waits any more.
+
+    Raises what `open_rendezvous` and `check` do.
+    """
+    if is_local(options):
+        return contextlib.nullcontext(functools.partial(_meet_here, options, plan))
+    return _elastic(options, plan, check)
+
+
+@contextlib.contextmanager
+def _meet_here(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
+    with contextlib.ExitStack() as stack:
+        listener = None
+        store_port = 0
+        with interrupts_later():  # or nobody would close it
+            file = _file_without_name()
+            if file >= 0:
+                stack.callback(os.close, file)
+        port = _keep_free(int(options.use_port or 0), stack, alone=plan.num_processes == 1)
+        if file < 0:
+            listener = stack.enter_context(_listen(_LOOPBACK, 0))
+            store_port = listener.getsockname()[1]
+        yield Rendezvous(
+            address=_LOOPBACK,
+            port=port,
+            node_rank=0,
+            interface=plan.loopback,
+            run_id=f"nb_accelerate-{secrets.token_hex(4)}",
+            listener=listener,
+            file=file,
+            store_port=store_port,
+            world_size=plan.world_size,
+            polls=backend_named(plan.backend).polls_store,
+        )
+
+
+def _file_without_name() -> int:
+    """Return a descriptor of a file that others can open only by a descriptor they were given.
+
+    It is -1 where a file cannot be opened anew by its descriptor: on macOS, or without ``/proc``.
+    """
+    file = anonymous_file()
+    try:
+        return os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)  # as torch will
+    except OSError:
+        return -1
+    finally:
+        os.close(file)
+
+
+def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
+    """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there.
+
+    Args:
+        port: which; 0 finds a free one.
+        stack: closes the socket.
+        alone: there is one rank, which can do without the loopback interface.
+
+    Returns:
+        The port.
+    """
+    keeper = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    _keepers.add(keeper)
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        keeper.bind((_LOOPBACK, port))
+        # Sends nothing, and fails where the interface is down, which has the address all the same.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((_LOOPBACK, 9))
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.ENETUNREACH):
+            raise ConfigError(_why_not_bound(_LOOPBACK, port, error)) from error
+        if not alone:
+            raise StartError(
+                f"the loopback network interface of this machine is down, and ranks exchange tensors through it "
+                f"({_LOOPBACK}). Bring it up (ip link set lo up), or run one rank: num_processes=1"
+            ) from None
+        return port or _DEFAULT_PORT
+    return int(keeper.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _elastic(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], object]) -> Iterator[Meet]:
+    if options.rdzv_endpoint:
+        is_static = options.rdzv_backend == "static"
+        place = _split(options.rdzv_endpoint, _DEFAULT_PORT if is_static else _DEFAULT_ELASTIC_PORT)
+    else:
+        place = options.master_addr, int(options.use_port or _DEFAULT_PORT)
+    own = _own_address_towards(place[0])
+    is_first = options.node_rank == 0
+    if options.rdzv_backend == "c10d":
+        # Said, and not left to torch, which looks names up to find out.
+        said = (options.rdzv_conf or {}).get("is_host", own == place[0] or interface_of(place[0]) is not None)
+        is_first = str(said).lower() in ("1", "true", "yes")
+    listener = _listen(*place, of_endpoint=bool(options.rdzv_endpoint)) if is_first else None
+    address = place[0] if is_first else own
+    elastic = ElasticRendezvous(options, place, address, listener, num_processes=plan.num_processes, check=check)
+
+    @contextlib.contextmanager
+    def meet() -> Iterator[Rendezvous]:
+        found = elastic.next_round()
+        yield Rendezvous(
+            address=place[0],
+            port=place[1],
+            node_rank=found.node_rank,
+            interface=interface_of(own) or "",
+            run_id=options.rdzv_id,
+            listener=None,
+            keeps_interface=True,
+            num_nodes=len(found.machines),
+            world_size=len(found.machines) * plan.num_processes,
+            part=found.name,
+            elastic=elastic,
+        )
+
+    ended = FAILED
+    try:
+        yield meet
+        ended = DONE
+    except KeyboardInterrupt:
+        ended = INTERRUPTED
+        raise
+    finally:
+        elastic.close(ended)
+
+
+def _split(endpoint: str, default_port: int) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
+    if port and not port.isdigit():
+        raise ConfigError(f"rdzv_endpoint={endpoint!r} is not HOST:PORT")
+    return host, int(port or default_port)
+
+
+def _listen(address: str, port: int, *, of_endpoint: bool = False) -> socket.socket:
+    """Return a socket that listens; with ``of_endpoint``, errors are about the option ``rdzv_endpoint``."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # A store of an earlier launch on this port may still have connections in TIME_WAIT.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(1024)  # every rank connects before rank 0 has had time to accept
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_why_not_bound(address, port, error, of_endpoint=of_endpoint)) from error
+    return listener
+
+
+def _why_not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = False) -> str:
+    endpoint = f"rdzv_endpoint='{address}:{port}'"
+    if of_endpoint and error.errno == errno.EADDRINUSE:
+        return f"{endpoint}: that port is taken{_holder(port)}. Write another one, the same on all machines"
+    if of_endpoint and error.errno == errno.EADDRNOTAVAIL:
+        return f"{endpoint}: {address} is not an address of this machine, which is to serve the others there"
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"use_port={port} is taken{_holder(port)}. Write another one, or leave use_port out on a single machine: "
+            f"a free one is found"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"master_addr={address!r} is not an address of this machine, but node_rank=0 is the machine that has it"
+    return f"cannot listen on {address}:{port}: {error.strerror}"
+
+
+def _holder(port: int) -> str:
+    """Return " by PROGRAM (pid N)", with the space, for who listens on a port; "" if the system does not tell."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except (psutil.Error, OSError):  # only root may ask, on macOS; nobody without /proc; or it has just ended
+        pass
+    return ""
+
+
+def _own_address_towards(host: str) -> str:
+    # Connecting a datagram socket sends nothing; it asks the routing table.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError as error:
+            raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
+        return str(probe.getsockname()[0])

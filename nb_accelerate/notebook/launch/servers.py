@@ -1,0 +1,350 @@
+"""The kernel's side of the processes that start ranks; see `notebook.worker.server`.
+
+There are three kinds:
+
+- warm (`warm_server`): a fresh interpreter with torch imported, kept between launches (``forkserver``);
+- cold (`ColdServer`): a fresh interpreter with nothing imported, which starts fresh interpreters (``spawn``);
+- forked (`notebook.launch.forked_server`): a fork of this process, with everything that is in memory (``fork``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import subprocess
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
+
+import psutil
+from typing_extensions import override
+
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.errors import StartError
+from nb_accelerate.notebook.display.frontend import is_in_kernel
+from nb_accelerate.notebook.display.words import size
+from nb_accelerate.notebook.launch.environ import working_directory
+from nb_accelerate.notebook.launch.owner import Owner
+from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.protocol.messages import Quit
+from nb_accelerate.notebook.worker.executed import LATER, StartRank
+from nb_accelerate.notebook.worker.interpreter import command, own_path, safe_environ
+from nb_accelerate.notebook.worker.limits import limits
+from nb_accelerate.notebook.worker.scratch import remove_abandoned
+from nb_accelerate.notebook.worker.server import SignalRank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nb_accelerate.base.start_methods import StartMethod
+    from nb_accelerate.notebook.launch.local import LocalRank
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "cloudpickle",
+    "tqdm.std",
+    "nb_accelerate.training.accelerator",
+    "nb_accelerate.training.process.rendezvous",
+    *LATER,
+)
+"""Modules that every rank needs, imported once in the warm server."""
+
+_PRELOAD_FOR_NOTEBOOKS = ("nb_accelerate.notebook.worker.cell", "nb_accelerate.notebook.worker.launched_displays")
+"""What ranks of a notebook need besides, for cells and displays. Elsewhere a rank imports it if it comes to that."""
+
+_ENTRY = "nb_accelerate.notebook.worker.executed:main"
+"""The function that a fresh interpreter runs to become a server."""
+
+CLOSE_TIMEOUT = 5.0
+"""Seconds a server has to end its ranks and itself, before it is killed."""
+
+
+class RankServer(ABC):
+    """A process that starts ranks, and signals them for the kernel. Its ranks end when it does."""
+
+    inherits_call = False
+    """Whether ranks have the function in memory, so that it is not sent to them."""
+
+    _channel: Channel
+
+    def __init__(self) -> None:
+        _fill_streams()
+        self._keys = itertools.count()
+
+    @abstractmethod
+    def start(self, handles: Iterable[LocalRank]) -> None:
+        """Start ranks; each then waits for `Setup` on its handle's channel.
+
+        Args:
+            handles: of the ranks. The next handle is taken when the rank before it is on its way.
+
+        Raises:
+            StartError: the server is gone, or the system has no room for another process.
+        """
+
+    def forget(self) -> None:  # noqa: B027 - most inherit nothing
+        """Wait until no process has copies of the descriptors that were open here when the last ranks were started.
+
+        Called when these ranks have ended.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the server and, if any are left, its ranks."""
+
+    def _tell_to_quit(self) -> None:
+        # Closing the channel does not suffice: a process that was forked from here meanwhile holds a copy of it.
+        with contextlib.suppress(OSError):
+            self._channel.send(Quit())
+
+    def _tell(self, handle: LocalRank, key: int, owner: Owner) -> None:
+        """Tell a handle that its rank is being started, and how to signal it.
+
+        Args:
+            handle: of the rank.
+            key: names the rank in `SignalRank`.
+            owner: the process of the server.
+        """
+        channel = self._channel
+
+        def send_signal(signum: int) -> None:
+            with contextlib.suppress(OSError):  # it has ended, and its ranks with it
+                channel.send(SignalRank(key=key, signum=signum))
+
+        handle.handed_over(send_signal, owner)
+
+
+class _ExecutedServer(RankServer):
+    """A server that is a fresh interpreter.
+
+    Args:
+        preload: modules that it imports first.
+    """
+
+    fresh = False
+    """Whether ranks are fresh interpreters too."""
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        super().__init__()
+        with contextlib.ExitStack() as undo:
+            self._channel, there = Channel.pair()
+            undo.callback(self._channel.close)
+            with there:
+                self._log: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+                with interrupts_later():
+                    self._process = subprocess.Popen(
+                        command(_ENTRY, [str(there.fileno()), str(os.getpid()), *preload], own_path()),
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._log,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=(there.fileno(),),
+                        env=safe_environ(),
+                        cwd=None if working_directory() else "/",  # in one that was deleted, torch cannot be imported
+                    )
+                    undo.pop_all()
+        self.owner = Owner(self._process.pid, self._channel, log=self.log)
+        self._handles: list[LocalRank] = []
+        self._limits = limits()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Return whether it runs."""
+        return self._process.poll() is None
+
+    def is_usable(self) -> bool:
+        """Return whether ranks can be started with it."""
+        is_well = self.alive() and not self.owner.is_given_up and not self.owner.is_stopped()
+        return is_well and self._limits == limits()  # its ranks have those that it was born with
+
+    def has_ranks(self) -> bool:
+        """Return whether a launch or pool still has ranks that it has started."""
+        return self.alive() and any(not (handle.ended or handle.closed) for handle in self._handles)
+
+    def log(self) -> str:
+        """Return what it wrote: nothing, unless something is wrong with it."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace").strip()
+
+    @override
+    def start(self, handles: Iterable[LocalRank]) -> None:
+        self._handles = [handle for handle in self._handles if not (handle.ended or handle.closed)]
+        for handle in handles:
+            self._handles.append(handle)
+            key = next(self._keys)
+            message = StartRank(key=key, mark=handle.mark, fresh=self.fresh)
+            try:
+                self._channel.send(message, handle.start_fds)
+            except OSError as error:
+                raise StartError(f"the process that starts ranks has ended. It wrote:\n{self.log()}") from error
+            self._tell(handle, key, self.owner)
+
+    @override
+    def close(self) -> None:
+        if self.alive() and self.owner.silence():
+            self.owner.kill()
+        else:
+            self._tell_to_quit()
+        self._channel.close()
+        try:
+            self._process.wait(CLOSE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.owner.kill()
+            self._process.wait()
+        self.owner.close()
+        self._log.close()
+        if self._process.returncode != 0:
+            remove_abandoned()  # it could not do so itself
+
+
+class WarmServer(_ExecutedServer):
+    """A server with torch imported. It is started once and kept: only the first rank waits for the import."""
+
+    def __init__(self) -> None:
+        super().__init__((*PRELOAD, *_PRELOAD_FOR_NOTEBOOKS) if is_in_kernel() else PRELOAD)
+
+
+class ColdServer(_ExecutedServer):
+    """A server with nothing imported, whose ranks are fresh interpreters. For one launch."""
+
+    fresh = True
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+
+def _fill_streams() -> None:
+    """Fill descriptors 0 to 2 if this process has no streams: children redirect these, and no channel may be one."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+_fork_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Keep other threads from forking ranks inside the block: they would inherit descriptors opened for these ranks."""
+    with _fork_lock:
+        yield
+
+
+_lock = threading.Lock()
+_warm: WarmServer | None = None
+_retired: list[WarmServer] = []
+"""Warm servers that start no more ranks, and end when the ranks have ended that they have."""
+
+
+def warm_server() -> WarmServer:
+    """Return the warm server of this process; start one if there is none that can be used."""
+    global _warm  # noqa: PLW0603 - one per process is what "warm" means
+    with _lock:
+        _retire()
+        if _warm is None:
+            atexit.unregister(close_warm_server)
+            atexit.register(close_warm_server)
+            _warm = WarmServer()
+        return _warm
+
+
+def retire_warm_server() -> None:
+    """End the warm server if it cannot be used any more; if other launches have ranks of it, when these have ended."""
+    with _lock:
+        _retire()
+
+
+def _retire() -> None:
+    global _warm, _retired  # noqa: PLW0603 - see above
+    if _warm is not None and not _warm.is_usable():
+        _retired.append(_warm)
+        _warm = None
+    unneeded = [server for server in _retired if not server.has_ranks()]
+    _retired = [server for server in _retired if server not in unneeded]
+    for server in unneeded:
+        server.close()
+
+
+def close_warm_server() -> None:
+    """End the warm server, if there is one; the next launch starts another."""
+    global _warm, _retired  # noqa: PLW0603 - see above
+    with _lock:
+        atexit.unregister(close_warm_server)
+        servers, _retired = [*_retired, *([_warm] if _warm else [])], []
+        _warm = None
+        for server in servers:
+            server.close()
+
+
+close = close_warm_server
+"""The public name, in the package."""
+
+
+def warm_up() -> None:
+    """Start the warm server, so that the first launch waits less. Returns at once."""
+    warm_server()
+
+
+def warm_up_for(method: StartMethod) -> None:
+    """Start the warm server if ranks that come to be by this method are forked from it. Returns at once.
+
+    Args:
+        method: of a launch that follows.
+    """
+    if method.forks and not method.copies_notebook and Environment().keep_warm:
+        warm_server()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStatus:
+    """The processes that stay between launches.
+
+    Attributes:
+        pid: process id of the warm server.
+        idle: process ids of the idle processes it keeps; none if the system does not say.
+        memory: bytes that these processes do not share with others; 0 if the system does not say.
+    """
+
+    pid: int
+    idle: tuple[int, ...]
+    memory: int
+
+    def __str__(self) -> str:
+        held = f" with {len(self.idle)} idle processes, {size(self.memory)} of their own" if self.memory else ""
+        return f"warm server {self.pid}{held}; nb_accelerate.notebook.launch.close() ends it, NB_ACCELERATE_KEEP_WARM=0 keeps none"
+
+
+def warm_status() -> WarmStatus | None:
+    """Return what this process keeps between launches, or None if there is nothing."""
+    with _lock:
+        if _warm is None or not _warm.alive():
+            return None
+        idle, memory = [], 0
+        with contextlib.suppress(psutil.Error):  # macOS tells this of no other process, and Linux of none without /proc
+            server = psutil.Process(_warm.pid)
+            memory = server.memory_full_info().uss
+            for child in server.children():
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    if child.name() == "nb-idle":
+                        memory += child.memory_full_info().uss
+                        idle.append(child.pid)
+        return WarmStatus(pid=_warm.pid, idle=tuple(idle), memory=memory)
+
+
+def _forget() -> None:
+    """Forget the server and replace the locks, in a process forked from this one: they are the parent's."""
+    global _warm, _retired, _lock, _fork_lock
+    _warm, _retired, _lock, _fork_lock = None, [], threading.Lock(), threading.Lock()
+    atexit.unregister(close_warm_server)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,74 @@
+"""Make the message that sets up a new rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.ipython_versions import sources_of_cells
+from nb_accelerate.notebook.display.frontend import is_in_kernel
+from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
+from nb_accelerate.notebook.protocol.messages import Setup
+from nb_accelerate.notebook.protocol.random_states import RandomStates
+from nb_accelerate.notebook.protocol.shipping import pack
+
+if TYPE_CHECKING:
+    from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.launch.rendezvous import Rendezvous
+    from nb_accelerate.notebook.protocol.messages import Parcel, StoreSpec
+    from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.ranks.handle import RankHandle
+
+
+def pack_notebook(*, shares_random: bool = True) -> Packed:
+    """Pack what all ranks get of this process as of now: the text of its cells, and the states of its random numbers.
+
+    Args:
+        shares_random: whether they get these states.
+    """
+    return pack((sources_of_cells(), RandomStates.here() if shares_random else None))
+
+
+def make_setup(
+    handle: RankHandle,
+    options: LaunchOptions,
+    plan: LaunchPlan,
+    rendezvous: Rendezvous,
+    notebook: Parcel,
+    *,
+    store: StoreSpec | None = None,
+    attempt: int = 0,
+) -> Setup:
+    """Return the `Setup` of a rank: with the environment, working directory and search path of this process as of now.
+
+    Args:
+        handle: the rank.
+        options: of the launch.
+        plan: how many ranks on what.
+        rendezvous: where they meet.
+        notebook: of `pack_notebook`.
+        store: through which they meet; None if a `Join` will tell.
+        attempt: how often the launch was started before.
+    """
+    environ = rank_environ(
+        plan,
+        rendezvous,
+        handle.local_rank,
+        base=dict(os.environ),
+        extra=options.env,
+        attempt=attempt,
+        max_restarts=options.max_restarts,
+    )
+    return Setup(
+        rank=handle.rank,
+        environ=environ,
+        cwd=working_directory(),
+        sys_path=tuple(sys.path),
+        argv=tuple(sys.argv),
+        num_threads=plan.num_threads,
+        notebook=notebook,
+        store=store,
+        shows_displays=is_in_kernel(),
+    )

@@ -1,0 +1,188 @@
+"""``%%distributed``, ``%%rank`` and ``%%local``."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import ConfigError, PoolError
+from nb_accelerate.notebook.magics import args
+from nb_accelerate.notebook.magics.plain import plain_errors
+from nb_accelerate.notebook.magics.replacing import offer
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nb_accelerate.notebook.magics.args import Parsed
+    from nb_accelerate.notebook.magics.auto import AutoMode
+    from nb_accelerate.notebook.magics.seeding import Seeding
+    from nb_accelerate.notebook.pool.handle import CellHandle
+    from nb_accelerate.notebook.pool.options import CellOptions
+    from nb_accelerate.notebook.pool.pool import Pool
+    from nb_accelerate.notebook.pool.source import CellSource
+
+_POOL = ("num_processes", "mixed_precision", "devices", "start_method")
+
+
+class Cells:
+    """The cell magics.
+
+    Args:
+        shell: of the kernel.
+        auto: is paused while a cell is read.
+        seeding: knows whether the notebook has been seeded.
+        defaults: options that `%distributed config` has set.
+    """
+
+    def __init__(self, shell: InteractiveShell, auto: AutoMode, seeding: Seeding, defaults: dict[str, Any]) -> None:
+        self._shell = shell
+        self._auto = auto
+        self._seeding = seeding
+        self._defaults = defaults
+        self._search_path: list[str] = []
+        self._autoreloads = False
+
+    def distributed(self, line: str, cell: str) -> CellHandle | None:
+        """Run the cell on every rank; replaced below by the whole help."""
+        with plain_errors():
+            parsed = args.parse_cell(line)
+            if parsed.get("help"):
+                _show(args.DISTRIBUTED_CELL)
+                return None
+            head = None if parsed.get("inserted") else f"%%distributed {line}".rstrip()
+            return self._run(parsed, cell, head)
+
+    def rank(self, line: str, cell: str) -> CellHandle | None:
+        """Run the cell on one rank; replaced below by the whole help."""
+        with plain_errors():
+            parsed = args.parse_rank(line)
+            if parsed.get("help"):
+                _show(args.RANK_CELL)
+                return None
+            return self._run(parsed, cell, f"%%rank {line}".rstrip())
+
+    def local(self, line: str, cell: str) -> None:
+        """Run the cell here; only reached where the input transformer was not asked."""
+        with plain_errors():
+            if args.parse(line, (args.HELP,), usage="%%local alone, and the cell below").get("help"):
+                _show(args.LOCAL_CELL)
+                return
+        with self._auto.paused():
+            self._shell.run_cell(cell).raise_error()  # type: ignore[no-untyped-call]
+
+    distributed.__doc__ = args.DISTRIBUTED_CELL
+    rank.__doc__ = args.RANK_CELL
+    local.__doc__ = args.LOCAL_CELL
+
+    def _run(self, parsed: Parsed, cell: str, head: str | None) -> CellHandle | None:
+        from nb_accelerate.notebook import pool as pools
+
+        source = self._read(cell, head)
+        pool = pools.current()
+        options = self._cell_options(parsed)
+        self._have_ranks(pool, parsed)
+        if options.converts and pool.options.mixed_precision != "no":
+            raise ConfigError(
+                "--mixed-precision is the default of Accelerator(), which a cell with --convert does not have. Write "
+                "torch.autocast in the cell, and start the ranks without it: %distributed stop"
+            )
+        replaced = offer(pool, options.ranks)
+        if replaced:
+            _show(replaced)
+        self._send_search_path(pool)
+        self._send_autoreload(pool)
+        self._seeding.send(pool)
+        variables = self._shell.user_ns
+        if parsed.get("background"):
+            return pools.CellHandle(pool, pool.begin(source, options, variables=variables, tell=True))
+        values = pool.run(source, options, variables=variables)
+        if "out" in parsed.values:
+            self._shell.user_ns[parsed.values["out"]] = values
+        return None
+
+    def _send_search_path(self, pool: Pool) -> None:
+        """Have ranks import from where the notebook does by now; ranks that are busy get it with a later cell."""
+        if self._search_path == sys.path or not pool.is_idle or pool.lost:
+            return
+        from nb_accelerate.notebook.worker.namespace import use_search_path
+
+        pool.call(use_search_path, list(sys.path))
+        self._search_path = list(sys.path)
+
+    def _send_autoreload(self, pool: Pool) -> None:
+        """Have ranks reload edited modules where the notebook does; each time, as some of them may be new."""
+        from nb_accelerate.notebook.worker.autoreload import Autoreload, use_autoreload
+
+        wanted = Autoreload.of(self._shell)
+        if (self._autoreloads or wanted != Autoreload()) and pool.is_idle and not pool.lost:
+            pool.call(use_autoreload, wanted)
+            self._autoreloads = wanted != Autoreload()
+
+    def _read(self, cell: str, head: str | None) -> CellSource:
+        """Check the cell here, once, before any rank sees it."""
+        from nb_accelerate.notebook.pool.source import read_cell
+
+        text = cell if head is None else f"{head}\n{cell}"
+        compiler = self._shell.compile
+        filename = compiler.cache(text, _number(self._shell), raw_code=text)
+        with self._auto.paused():
+            return read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)
+
+    def _cell_options(self, parsed: Parsed) -> CellOptions:
+        from nb_accelerate.notebook.pool.options import CellOptions
+
+        values = {**self._defaults, **parsed.values}
+        style = "raw" if values.get("no_capture") else "group" if values.get("group_outputs") else "fold"
+        return CellOptions(
+            ranks=values.get("ranks"),
+            send=values.get("send", ()),
+            timeout=values.get("timeout"),
+            style=style,
+            quiet=bool(values.get("quiet")),
+            progress=values.get("progress", "auto"),
+            wants_values="out" in values or bool(values.get("background")),
+            converts=bool(values.get("converts")),
+        )
+
+    def _have_ranks(self, pool: Pool, parsed: Parsed) -> None:
+        from nb_accelerate.notebook.display.frontend import choose_front_end
+        from nb_accelerate.notebook.pool.options import PoolOptions
+
+        asked = parsed.only(_POOL)
+        if not pool.is_running:
+            defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
+            options = PoolOptions(**{**defaults, **asked})
+            self._search_path = list(sys.path)
+            self._seeding.sent()
+            if choose_front_end(parsed.get("progress", self._defaults.get("progress", "auto"))) == "widget":
+                place = {"display_id": uuid.uuid4().hex}
+                publish = self._shell.display_pub.publish
+                publish({"text/plain": "starting ranks"}, transient=place)
+                pool.start(options)
+                publish({"text/plain": pool.brief}, transient=place, update=True)
+            else:
+                pool.start(options)
+                _show(pool.brief)
+            return
+        for name, value in asked.items():
+            running = pool.world_size if name == "num_processes" else getattr(pool.options, name)
+            if value != running:
+                flag = "-n" if name == "num_processes" else f"--{name.replace('_', '-')}"
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                how = f"without {flag}" if running is None else f"with {flag} {running}"
+                raise PoolError(
+                    f"{flag} {shown}: the ranks that run were started {how}. To start others, and lose what these "
+                    f"have: %distributed stop, then this cell again"
+                )
+
+
+def _show(text: str) -> None:
+    print(text)  # noqa: T201 - it was asked for
+
+
+def _number(shell: InteractiveShell) -> int:
+    """Return the number of the cell that runs."""
+    # Newer shells count up before they run it, older ones after; both store its text before.
+    history = shell.history_manager
+    return (len(history.input_hist_raw) - 1 if history is not None else 0) or shell.execution_count

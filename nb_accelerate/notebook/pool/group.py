@@ -1,0 +1,338 @@
+"""The ranks of a pool as a group: they are started, connected, connected anew, replaced, and ended.
+
+::
+
+    start --> Setup --> Join, all of them --+--> in one process group
+                          ^                 |
+                          +-- connect anew <+--> a rank is lost --> a new one in its place --> Setup --> Join, all
+
+New ranks have no variables yet: one that does not join is killed. Those that have variables are taken out of the
+rendezvous, and killed only if that does not work: every wait of a rendezvous has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.devices import backend_named
+from nb_accelerate.errors import ConfigError, PoolError, StartError
+from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
+from nb_accelerate.notebook.launch.setup import pack_notebook
+from nb_accelerate.notebook.launch.starters import open_server
+from nb_accelerate.notebook.pool.ending import cell_steps, cut_from, rendezvous_steps, stop_steps, wording
+from nb_accelerate.notebook.pool.rank import PoolRank
+from nb_accelerate.notebook.pool.starting import send_join, send_setup, start_rank
+from nb_accelerate.notebook.protocol.messages import Result
+from nb_accelerate.notebook.protocol.shipping import unpack
+from nb_accelerate.notebook.ranks.display_ids import DisplayIds
+from nb_accelerate.notebook.ranks.failures import death, error_of, how_it_ended
+from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.request import Awaits, Request
+from nb_accelerate.notebook.ranks.steps import StepKind
+from nb_accelerate.notebook.ranks.waiting import wait, wait_for
+from nb_accelerate.notebook.worker.limits import enough_room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.ranks.handle import RankHandle
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.ranks.timeouts import Timeouts
+    from nb_accelerate.notebook.ranks.waiting import Interrupts
+
+_CELL = wording("the cell")
+
+
+class RankGroup:
+    """Owns the ranks, the thread that listens to them, and the server that starts them. `close` it.
+
+    Create it inside `Interrupts`: an interrupt must not come between two of its steps.
+
+    Args:
+        options: of the launch.
+        plan: how many ranks on what.
+        on_rank_end: called, in the loop's thread, with what happened when a rank has ended.
+        timeouts: gives how long the steps of what begins now may take.
+
+    Attributes:
+        plan: as given.
+        loop: the ranks that were started.
+        display_ids: of displays of theirs.
+        is_disconnected: whether the ranks have no process group of use, so that they must be connected anew.
+    """
+
+    @enough_room()
+    def __init__(
+        self,
+        options: LaunchOptions,
+        plan: LaunchPlan,
+        on_rank_end: Callable[[BaseException], None],
+        timeouts: Callable[[], Timeouts],
+    ) -> None:
+        self.plan = plan
+        self.is_disconnected = False
+        self.display_ids = DisplayIds()
+        self._options = options
+        self._timeouts = timeouts
+        self._tell = on_rank_end
+        self._rendezvous_count = 0
+        self._resources = contextlib.ExitStack()
+        self._server = self._resources.enter_context(open_server(plan.method, options))
+        try:
+            self.loop = RankLoop(on_rank_end=self._on_rank_end)
+            self.loop.start()
+        except BaseException:
+            self._resources.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, with those that have ended."""
+        return self.plan.num_processes
+
+    @property
+    def ranks(self) -> Mapping[int, PoolRank]:
+        """The ranks that were started and not removed, by rank."""
+        return {number: one for number, one in self.loop.ranks.items() if isinstance(one, PoolRank)}
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have ended, or were not started."""
+        ranks = self.loop.ranks
+        return [number for number in range(self.size) if number not in ranks or ranks[number].is_gone]
+
+    @property
+    def why_it_failed(self) -> BaseException | None:
+        """The error of its thread, if that has failed and ended all ranks; else None."""
+        return self.loop.why_it_ended if self.loop.failure is not None else None
+
+    def chosen(self, numbers: Sequence[int] | None) -> list[PoolRank]:
+        """Return these ranks, or all for None.
+
+        Raises:
+            ConfigError: there is no such rank.
+            PoolError: one of them has ended.
+        """
+        self.check(numbers or ())
+        wanted = range(self.size) if numbers is None else sorted(set(numbers))
+        gone = [number for number in self.missing if number in wanted]
+        if gone:
+            why = "; ".join(map(self.how_it_ended, gone))
+            raise PoolError(f"{why}. To replace it, and go on: %distributed restart {gone[0]}")
+        ranks = self.ranks
+        return [ranks[number] for number in wanted]
+
+    def how_it_ended(self, number: int) -> str:
+        """Return how a rank has ended, in a few words."""
+        rank = self.loop.ranks.get(number)
+        return f"rank {number} has ended" if rank is None or not rank.is_gone else how_it_ended(rank, _CELL)
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Check that there are such ranks.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        wrong = [rank for rank in ranks if not 0 <= rank < self.size]
+        if wrong:
+            raise ConfigError(
+                f"there is no rank {wrong[0]}: the ranks that run are {', '.join(map(str, range(self.size)))}"
+            )
+
+    def request(
+        self,
+        ranks: Sequence[PoolRank],
+        send: Callable[[PoolRank], None],
+        *,
+        timeout: float | None = None,
+        say: Callable[[str], object] = lambda _: None,
+    ) -> Request:
+        """Make a request that runs code of users; see `Request`."""
+        steps = cell_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._rendezvous_count))
+        request = self._request(ranks, send, steps=steps, wording=_CELL, timeout=timeout, say=say)
+        request.on_host = self.plan.kind.is_host
+        request.idle = lambda: self._idle_beside(request)
+        return request
+
+    def _idle_beside(self, request: Request) -> list[PoolRank]:
+        asked = {one.rank for other in (request, *self.loop.requests) for one in other.ranks}
+        return [rank for number, rank in self.ranks.items() if number not in asked]
+
+    def _request(self, ranks: Sequence[PoolRank], send: Callable[[PoolRank], None], **options: Any) -> Request:
+        def send_to(rank: RankProxy) -> None:
+            assert isinstance(rank, PoolRank)
+            send(rank)
+
+        return Request(ranks=ranks, send=send_to, world_size=self.size, **options)
+
+    def ask(self, request: Request, interrupts: Interrupts) -> list[Any]:
+        """Begin a request, wait for the answers, and return them in the order of the ranks.
+
+        Raises:
+            BaseException: the first cause, if it went wrong.
+        """
+        with interrupts.go_to(lambda: self.loop.interrupt(request)):
+            self.loop.begin(request)
+            wait_for(self.loop, request)
+        return result_of(request)
+
+    @enough_room()
+    def bring_up(self, numbers: Sequence[int], interrupts: Interrupts) -> None:
+        """Start these ranks, and connect all ranks by a process group. If that fails, the new ones are ended.
+
+        Raises:
+            StartError: a rank could not be started.
+            DeadlineError: it took too long.
+            BaseException: a rank could not be set up, or did not join the group.
+        """
+        self.is_disconnected = True
+        new: list[PoolRank] = []
+        try:
+            with open_rendezvous(self._options, self.plan) as rendezvous, pack_notebook() as notebook:
+                new.extend(self._add(self._start(number)) for number in numbers)
+
+                def set_up(rank: PoolRank) -> None:
+                    send_setup(rank, self._options, self.plan, rendezvous, notebook)
+
+                self._ask_all("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
+                everybody = sorted(self.ranks.values(), key=lambda one: one.rank)
+                self._rendezvous_count += 1
+
+                def join(rank: PoolRank) -> None:
+                    send_join(rank, rendezvous, self._rendezvous_count)
+
+                devices = self._ask_all("the rendezvous of the ranks", everybody, join, interrupts)
+        except BaseException:
+            self._end(new, seconds=0.0, interrupts=interrupts)
+            raise
+        for rank, device in zip(everybody, devices, strict=True):
+            rank.device = device
+            rank.steps = {}
+            rank.has_joined = True
+        self.is_disconnected = False
+
+    def _add(self, handle: RankHandle) -> PoolRank:
+        """Have the loop own a rank, also if this fails."""
+        try:
+            rank = PoolRank(handle, self.loop)
+        except BaseException:
+            handle.close()
+            raise
+        self.loop.add(rank)
+        return rank
+
+    def _start(self, number: int) -> RankHandle:
+        """Have a rank forked, by a new server if the one before is gone; its ranks are then gone too."""
+        try:
+            return start_rank(self._server, number)
+        except StartError:
+            if any(not rank.is_gone for rank in self.loop.ranks.values()):
+                raise
+        self._resources.close()
+        self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
+        return start_rank(self._server, number)
+
+    def _ask_all(
+        self,
+        what: str,
+        ranks: Sequence[PoolRank],
+        send: Callable[[PoolRank], None],
+        interrupts: Interrupts,
+        *,
+        awaits: Awaits = Awaits.ANSWER,
+    ) -> list[Any]:
+        steps = rendezvous_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._rendezvous_count))
+        timeout = self._timeouts().start
+        request = self._request(ranks, send, steps=steps, wording=wording(what), timeout=timeout, awaits=awaits)
+        return self.ask(request, interrupts)
+
+    def remove(self, number: int, interrupts: Interrupts) -> None:
+        """Kill a rank, if it lives, and close it."""
+        rank = self.ranks.get(number)
+        if rank is not None:
+            self._end([rank], seconds=0.0, interrupts=interrupts)
+            self.loop.remove(rank)
+
+    def close(self, interrupts: Interrupts, *, ask: bool) -> None:
+        """End every rank, the thread and the server. Can be repeated if an exception broke it off.
+
+        Args:
+            interrupts: an interrupt that comes meanwhile has ranks killed that run exit handlers.
+            ask: whether ranks are idle, so that they can be told to end by themselves.
+        """
+        seconds = self._timeouts().quit if ask else 0.0
+        self._end([*self.ranks.values()], seconds=seconds, interrupts=interrupts)
+        self.loop.close()
+        if self.loop.output is not None:
+            self.loop.output.close()
+        self._resources.close()
+
+    def _end(self, ranks: Sequence[PoolRank], *, seconds: float, interrupts: Interrupts) -> None:
+        alive = [rank for rank in ranks if not rank.handle.ended]
+        for rank in alive:
+            rank.why_lost = ""  # its process may live, and is waited for
+
+        def send(rank: PoolRank) -> None:
+            if seconds:
+                rank.quit()
+            rank.is_leaving = True
+
+        timeouts = replace(self._timeouts(), save=0.0) if self.missing else self._timeouts()  # a save needs all ranks
+        steps = stop_steps(timeouts, seconds=seconds)
+        request = self._request(alive, send, steps=steps, wording=_CELL, awaits=Awaits.END)
+        with interrupts.go_to(lambda: self.loop.interrupt(request)):
+            self.loop.begin(request)
+            wait(request.done)
+
+    def _on_rank_end(self, rank: RankProxy) -> None:
+        if not rank.is_leaving:
+            self._tell(death(rank, _CELL))
+
+
+def result_of(request: Request) -> list[Any]:
+    """Return the values that the ranks of a request have answered with, in their order, and close the request.
+
+    Raises:
+        BaseException: the first cause, if it went wrong; or what unpickling a value raises.
+    """
+    try:
+        error = error_of(request)
+        if error is not None:
+            raise error
+        return [
+            unpack(answer.parcel, request.take(rank)[1])
+            for rank, (answer, _) in sorted(request.answers.items())
+            if isinstance(answer, Result) and (answer.parcel.pickled or answer.parcel.sizes)
+        ]
+    finally:
+        request.close()
+
+
+def breaks_group(request: Request, ranks: Mapping[int, PoolRank], backend: str) -> bool:
+    """Return whether the process group is of no use after a cell.
+
+    Args:
+        request: the request of the cell, which is done.
+        ranks: all ranks of the pool, by rank.
+        backend: name of the backend of their collectives.
+    """
+    if len(ranks) == 1:
+        return False
+    if request.incidents:
+        return StepKind.CUT in request.taken or out_of_step(ranks.values())
+    # A collective of nccl returns before other ranks have joined it, so the cell may end well although they never do.
+    return backend_named(backend).returns_early and len(request.ranks) == len(ranks) and out_of_step(ranks.values())
+
+
+def out_of_step(ranks: Iterable[PoolRank]) -> bool:
+    """Return whether a rank has been in more collectives of a process group than another."""
+    seen: dict[str, int] = {}
+    for rank in ranks:
+        for group, steps in rank.steps.items():
+            if seen.setdefault(group, steps) != steps:
+                return True
+    return False

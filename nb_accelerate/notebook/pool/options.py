@@ -1,0 +1,108 @@
+"""Options of a pool, and of a cell on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.config.checks import check_choice
+from nb_accelerate.base.config.launch import PROGRESS, LaunchOptions, check_start_method
+from nb_accelerate.base.start_methods import START_METHODS
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+STYLES = ("fold", "group", "raw")
+
+
+def _nothing() -> Mapping[str, str]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """Options for starting the ranks of a pool.
+
+    Attributes:
+        num_processes: number of ranks; None for one for each GPU, or two on a machine without GPUs.
+        mixed_precision: default of `Accelerator()` on the ranks.
+        devices: ``"cpu"``, or the numbers of GPUs; None for all that are visible.
+        start_method: ``"auto"``, ``"forkserver"`` or ``"spawn"``.
+        env: environment variables of the ranks, on top of the notebook's.
+
+    Raises:
+        ConfigError: an option has a value that cannot be.
+    """
+
+    num_processes: int | None = None
+    mixed_precision: str = "no"
+    devices: str | Sequence[int] | None = None
+    start_method: str = "auto"
+    env: Mapping[str, str] = field(default_factory=_nothing)
+
+    def __post_init__(self) -> None:
+        stays = [method.name for method in START_METHODS.values() if method.serves_cells]
+        if self.start_method in START_METHODS and self.start_method not in stays:
+            raise ConfigError(
+                f"start_method={self.start_method!r} is for notebook_launcher only: ranks that stay are sent what each "
+                f"cell needs. Write start_method='auto', 'forkserver' or 'spawn'"
+            )
+        check_start_method(self.start_method, stays)
+        self.as_launch(self.num_processes)  # checks the rest
+
+    def as_launch(self, num_processes: int | None) -> LaunchOptions:
+        """Return the same as options of a launch, with another number of ranks."""
+        return LaunchOptions(
+            function=_no_function,
+            num_processes=num_processes,
+            mixed_precision=self.mixed_precision,
+            devices=self.devices,
+            start_method=self.start_method,
+            env=self.env,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellOptions:
+    """Options for running a cell.
+
+    Attributes:
+        ranks: the ranks that run it; None for all.
+        send: names to send from the notebook first, also if the ranks have bound them themselves.
+        large: send more than a GiB, too.
+        timeout: seconds until it is ended; None for no limit.
+        style: how output of several ranks is shown, see `notebook.ranks.request_output.RequestOutput`.
+        quiet: show no output.
+        progress: where its panel is drawn, see `notebook.launch.notebook_launcher`.
+        wants_values: return the value of the last expression of each rank.
+        converts: the cell is written for one process; ranks share the work of its models.
+
+    Raises:
+        ConfigError: an option has a value that cannot be.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    send: tuple[str, ...] = ()
+    large: bool = False
+    timeout: float | None = None
+    style: str = "fold"
+    quiet: bool = False
+    wants_values: bool = False
+    converts: bool = False
+    progress: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("style", self.style, STYLES)
+        check_choice("progress", self.progress, PROGRESS)
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout!r} is not a number of seconds above 0. Leave it out for no limit")
+        if self.ranks is not None and not self.ranks:
+            raise ConfigError("ranks=() names no rank. Leave it out for all ranks")
+        if self.ranks is not None and self.converts:
+            raise ConfigError("--convert shares the work of a cell among all ranks. Leave --ranks out")
+
+
+def _no_function() -> None:
+    """Stand for the function of a launch: ranks that stay are given none."""

@@ -1,0 +1,575 @@
+"""A pool: ranks that stay, and run one cell after the other.
+
+One long class, because it is what users hold: each of its methods is something that they can do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import sys
+import time
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nb_accelerate.base.topology.rank_lists import named
+from nb_accelerate.errors import ShippingError
+from nb_accelerate.errors.traceback_lines import is_users
+from nb_accelerate.notebook.pool.cell import Cell
+from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
+from nb_accelerate.notebook.pool.lifecycle import PoolState, check, state_of
+from nb_accelerate.notebook.pool.namespace_sync import RANK_NAMES, SHELL_NAMES, NamespaceSync
+from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
+from nb_accelerate.notebook.pool.shipping import of_pulled
+from nb_accelerate.notebook.pool.source import read_cell
+from nb_accelerate.notebook.pool.starting import plan_pool
+from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.protocol.main_module import Globals
+from nb_accelerate.notebook.protocol.messages import Call
+from nb_accelerate.notebook.protocol.random_states import RandomStates
+from nb_accelerate.notebook.protocol.shipping import pack
+from nb_accelerate.notebook.ranks.guard import GuardedOutput
+from nb_accelerate.notebook.ranks.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.sinks import sink_here
+from nb_accelerate.notebook.ranks.status import RankStatus, locate_ranks, look_at
+from nb_accelerate.notebook.ranks.steps import StepKind
+from nb_accelerate.notebook.ranks.timeouts import Timeouts
+from nb_accelerate.notebook.ranks.waiting import Interrupts, interrupts_call, wait, wait_for
+from nb_accelerate.notebook.worker import namespace as remote
+from nb_accelerate.notebook.worker.received import changed_there
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from nb_accelerate.notebook.pool.rank import PoolRank
+    from nb_accelerate.notebook.pool.source import CellSource
+    from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.ranks.request import Request
+    from nb_accelerate.notebook.ranks.sinks import Sink
+    from nb_accelerate.notebook.worker.received import Key
+
+_NOTHING = read_cell("")
+"""A cell that is run for the sake of the names that are sent with it."""
+
+logger = logging.getLogger("nb_accelerate")
+
+
+class Pool:
+    """Ranks that stay, from `start` to `stop`.
+
+    One cell runs at a time. `interrupt` may be called from any thread, the other methods from the notebook's.
+
+    Attributes:
+        timeouts: timeouts of requests that begin from now on.
+        trained: models of the notebook that cells have trained on the ranks, which left the notebook's as they were; by
+            the name of each.
+    """
+
+    timeouts: ClassVar[Timeouts] = Timeouts(ask=0.2, cause=0.0, interrupt=0.4, quit=5.0, stacks=0.5)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._options = PoolOptions()
+        self._is_starting = False
+        self._group: RankGroup | None = None
+        self._syncs: dict[int, NamespaceSync] = {}
+        self._numbers = Numbers()
+        self._running: Request | None = None
+        self._failed_rank: int | None = None
+        self._disconnected_silently = False
+        self.trained: dict[str, weakref.ref[Any]] = {}
+
+    # Its state.
+
+    @property
+    def state(self) -> PoolState:
+        """What it is doing now."""
+        group = self._group
+        return state_of(
+            exists=group is not None,
+            starts=self._is_starting,
+            runs=self._is_busy,
+            lacks_ranks=group is not None and bool(group.missing),
+            is_disconnected=group is not None and group.is_disconnected,
+        )
+
+    @property
+    def group(self) -> RankGroup | None:
+        """The ranks; None if there are none."""
+        return self._group
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are ranks, or some are being started."""
+        return self._group is not None or self._is_starting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no cell runs, so that ranks would answer at once."""
+        return self.state in (PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, also of those that have ended."""
+        return self._group.size if self._group else 0
+
+    @property
+    def options(self) -> PoolOptions:
+        """The options that it was started with."""
+        return self._options
+
+    def describe(self) -> str:
+        """Return one line about the ranks: how many, on what device, how started."""
+        return self._group.plan.describe() if self._group else "no ranks"
+
+    @property
+    def brief(self) -> str:
+        """A few words about the ranks: ``2 processes on CPU``. `describe` says more."""
+        return self._group.plan.brief if self._group else "no ranks"
+
+    @property
+    def own_names(self) -> set[str]:
+        """Names that cells have bound on the ranks. Those of the cell that runs are added when it has ended."""
+        return {name for sync in self._syncs.values() for name in sync.own} if self._group else set()
+
+    @property
+    def own_modules(self) -> dict[str, str]:
+        """Full names of the modules among the values of `own_names`, by name."""
+        return {name: full for sync in self._syncs.values() for name, full in sync.modules.items()}
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks that have ended, each with a few words about how."""
+        group = self._group
+        return {} if group is None else {rank: group.how_it_ended(rank) for rank in group.missing}
+
+    @property
+    def failed_rank(self) -> int | None:
+        """The rank that failed first in the last cell that failed; None before one has."""
+        return self._failed_rank
+
+    # Start and end.
+
+    def start(self, options: PoolOptions | None = None) -> None:
+        """Start the ranks, and wait until they have joined a process group.
+
+        Args:
+            options: how; None for the defaults.
+
+        Raises:
+            PoolError: they run already.
+            ConfigError: an option cannot be used on this machine.
+            StartError: a rank could not be started.
+        """
+        options = options or PoolOptions()
+        launch, plan = plan_pool(options)
+        for warning in plan.warnings:
+            logger.warning("%s", warning)
+        self._clear_away_what_failed()
+        check(self.state, "start")
+        with Interrupts() as interrupts:
+            try:
+                self._options = options
+                with self._starting():
+                    self._group = RankGroup(launch, plan, self._on_rank_end, lambda: self.timeouts)
+                    self._bring_up(range(plan.num_processes), interrupts)
+            except BaseException:
+                self.stop()
+                raise
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End every rank. Does nothing if there are none.
+
+        At an interrupt, ranks that have not ended yet are killed; it is raised when all have ended.
+        """
+        if os.getpid() != self._pid:  # a process forked from the notebook's: the ranks are not its own
+            return
+        with Interrupts() as interrupts:
+            if self._group is not None:
+                self._group.close(interrupts, ask=self.is_idle and self._group.why_it_failed is None)
+                self._group = None  # only now, so that a stop that was broken off can be repeated
+            atexit.unregister(self.stop)
+            self._forget_variables()
+            self._running = self._failed_rank = None
+
+    def restart(self, rank: int | None = None) -> list[int]:
+        """Start all ranks anew, or replace one. The others then keep their variables.
+
+        Ranks that have ended are replaced too, because a process group needs them.
+
+        Args:
+            rank: the rank to replace; None for all.
+
+        Returns:
+            The ranks that are new.
+
+        Raises:
+            PoolError: there are no ranks.
+            ConfigError: there is no such rank.
+        """
+        error = self._clear_away_what_failed()
+        if error is not None and rank is not None:
+            raise error
+        if not self.is_running and error is None:
+            check(self.state, "repair")
+        if rank is None:
+            options = self._options
+            self.stop()
+            self.start(options)
+            return [*range(self.world_size)]
+        group = self._the_group()
+        group.check((rank,))
+        check(self.state, "repair")
+        new = sorted({rank, *group.missing})
+        with Interrupts() as interrupts:
+            for one in new:
+                group.remove(one, interrupts)
+            with self._starting():
+                self._bring_up(new, interrupts)
+        others = [one for one in range(self.world_size) if one not in new]
+        if others:  # who have drawn random numbers since they began
+            self.call(self.call(RandomStates.here, ranks=others[:1])[0].use, ranks=new)
+        return new
+
+    def lacking(self, rank: int) -> list[str]:
+        """Return the names that cells have bound on other ranks and that this rank lacks."""
+        others: set[str] = set()
+        for sync in self._syncs.values():
+            others |= sync.own
+        return sorted(others - self._syncs[rank].own)
+
+    # Work.
+
+    def run(
+        self,
+        source: CellSource,
+        options: CellOptions | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        sink: Sink | None = None,
+    ) -> list[Any]:
+        """Run a cell, and wait for its end.
+
+        Args:
+            source: the cell.
+            options: how to run it; None for the defaults.
+            variables: variables of the notebook, which ranks that lack them are sent; ``__main__``'s by default.
+            sink: shows the output; by default where the calling code prints.
+
+        Returns:
+            With ``wants_values`` the values of the last expression, by rank; else an empty list.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted.
+            RankDiedError: a rank has ended.
+            DeadlineError: it took longer than its timeout.
+            BaseException: what the cell raised on a rank. The first cause, if several ranks fail.
+        """
+        request, begin = self._prepare(source, options, variables=variables, sink=sink)
+        loop = self._the_group().loop
+        with interrupts_call(lambda: loop.interrupt(request)):
+            begin()
+            wait_for(loop, request)
+        return self.finish(request)
+
+    def begin(
+        self,
+        source: CellSource,
+        options: CellOptions | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        sink: Sink | None = None,
+        tell: bool = False,
+    ) -> Request:
+        """Start a cell when the one before has ended, and return without waiting for its end; `finish` does that.
+
+        Args:
+            source: the cell.
+            options: how to run it.
+            variables: variables of the notebook.
+            sink: shows the output.
+            tell: show in the cell's output why it has failed, because nobody may call `finish`.
+
+        Returns:
+            The request of the cell.
+        """
+        request, begin = self._prepare(source, options, variables=variables, sink=sink, tell=tell)
+        begin()
+        return request
+
+    def _prepare(
+        self,
+        source: CellSource,
+        options: CellOptions | None,
+        *,
+        variables: Mapping[str, Any] | None,
+        sink: Sink | None,
+        tell: bool = False,
+    ) -> tuple[Request, Callable[[], None]]:
+        """Make a cell ready to run. Returns its request, and a function that begins that."""
+        options = options or CellOptions()
+        variables = sys.modules["__main__"].__dict__ if variables is None else variables
+        self.wait()
+        group = self._the_group()
+        sink = sink or sink_here()
+        shown = RequestOutput(
+            [rank.rank for rank in group.chosen(options.ranks)],
+            sink,
+            group.display_ids,
+            style=options.style,
+            quiet=options.quiet,
+            hold=self.timeouts.fold,
+        )
+        output = GuardedOutput(shown, sink)
+        if self.state is PoolState.DISCONNECTED:
+            self._reconnect(output)
+        ask, syncs, numbers = self._ask_for_changes, self._syncs, self._numbers
+        cell = Cell(source, options, group, syncs, numbers, ask, variables, output, sink, in_background=tell)
+        cell.request.take_note = functools.partial(self._take_note, group, cell)
+
+        def begin() -> None:
+            try:
+                check(self.state, "run")
+            except BaseException:
+                cell.close()
+                raise
+            self._running = cell.request
+            cell.begin(self.timeouts)
+
+        return cell.request, begin
+
+    def finish(self, request: Request) -> list[Any]:
+        """Wait for the end of a cell that was begun, and return what `run` returns."""
+        if self._group is not None:
+            wait_for(self._group.loop, request)
+            self._clear_away_what_failed()
+        return result_of(request)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no cell runs, at most `timeout` seconds, and return whether none does."""
+        running = self._running
+        return running is None or wait(running.done, timeout)
+
+    def interrupt(self) -> None:
+        """Interrupt the cell that runs. A second time, kill ranks that cannot be interrupted. For any thread."""
+        request, group = self._running, self._group
+        if request is not None and group is not None:
+            group.loop.interrupt(request)
+
+    def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, *, large: bool = False) -> None:
+        """Define names on the ranks, also those that cells have bound there.
+
+        A module of the user's, which is sent by its name, is loaded anew from its file there.
+
+        Args:
+            values: by name.
+            ranks: the ranks; None for all.
+            large: whether the values may have more than a GiB.
+
+        Raises:
+            ShippingError: a value cannot be pickled; the text says which part.
+            TooLargeError: the values have more than a GiB, and `large` is False.
+        """
+        numbers = None if ranks is None else tuple(ranks)
+        options = CellOptions(ranks=numbers, send=tuple(values), large=large, quiet=True)
+        self.run(_NOTHING, options, variables=values)
+        modules = [value for value in values.values() if isinstance(value, ModuleType)]
+        own = tuple(one.__name__ for one in modules if is_users(getattr(one, "__file__", None) or "<frozen>"))
+        if own:
+            self.call(remote.reload, own, ranks=ranks)
+
+    def pull(self, names: Sequence[str], ranks: Sequence[int] | None = None) -> list[list[Any]]:
+        """Return values of variables of the ranks.
+
+        Args:
+            names: of the variables.
+            ranks: the ranks; None for all.
+
+        Returns:
+            A list for each rank, in the order of `names`.
+
+        Raises:
+            NameError: a rank has no such name.
+            ShippingError: a value cannot be pickled.
+        """
+        chosen = [rank.rank for rank in self._ready(ranks)]
+        try:
+            values = self.call(remote.pull, tuple(names), ranks=chosen)
+        except ShippingError as error:
+            raise of_pulled(error, names) from None
+        missing = {rank: one for rank, one in zip(chosen, values, strict=True) if isinstance(one, remote.MissingName)}
+        if missing:
+            raise NameError(_of_missing(missing, self.world_size))
+        return values
+
+    def different(self, names: Sequence[str]) -> list[str]:
+        """Return which of these variables have another value on some rank, or are not there."""
+        found = zip(names, *self.call(remote.checksums, tuple(names)), strict=True)
+        return [name for name, *sums in found if len(set(sums)) > 1]
+
+    def note_pulled(self, values: Mapping[str, Any]) -> None:
+        """Note that variables of the notebook are copies of what the ranks have, who go on with theirs."""
+        for sync in self._syncs.values():
+            sync.bound(values)
+            for name, value in values.items():
+                sync.is_untold(name, value)
+                sync.settle(name, Snapshot(value, self._numbers))
+
+    def reset(self) -> None:
+        """Delete all variables of the ranks."""
+        self.call(remote.reset, (*RANK_NAMES, *SHELL_NAMES))
+        self._forget_variables()
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call a function on ranks.
+
+        Args:
+            function: the function.
+            args: its positional arguments.
+            ranks: the ranks; None for all.
+            timeout: seconds until the call is ended; None for no limit.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            PoolError: there are no ranks.
+            BaseException: what the function raised on a rank.
+        """
+        chosen = self._ready(ranks)
+        with pack(
+            (function, args, {}), name=getattr(function, "__name__", "function"), globals_there=Globals.FOUND
+        ) as packed:
+            return self._call(chosen, packed, timeout)
+
+    def _call(self, ranks: Sequence[PoolRank], packed: Packed, timeout: float | None = None) -> list[Any]:
+        def send(rank: PoolRank) -> None:
+            with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
+                rank.handle.ask(Call(parcel=packed.parcel), packed.fds)
+
+        group = self._the_group()
+        request = group.request(ranks, send, timeout=timeout)
+        try:
+            with Interrupts() as interrupts:
+                return group.ask(request, interrupts)
+        finally:
+            if StepKind.CUT in request.taken and self.world_size > 1:
+                group.is_disconnected = True
+
+    # From outside.
+
+    def status(self) -> list[RankStatus]:
+        """Return the state of every rank, without asking them."""
+        group, busy = self._the_group(), self._busy_ranks()
+        ranks = group.ranks
+        return [
+            look_at(ranks[number], busy=number in busy, device=ranks[number].device)
+            if number not in group.missing
+            else RankStatus(rank=number, pid=None, state="ended", doing=group.how_it_ended(number))
+            for number in range(group.size)
+        ]
+
+    def where(self) -> dict[int, str]:
+        """Return where every rank is in its code, also while it runs a cell: in a few words, by rank."""
+        group = self._the_group()
+        return locate_ranks(group.ranks, self._busy_ranks(), self.timeouts.stacks, group.loop.post)
+
+    def _busy_ranks(self) -> set[int]:
+        busy = self._running
+        return set() if busy is None or busy.done.is_set() else {rank.rank for rank in busy.waiting}
+
+    # Internal.
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        self._is_starting = True
+        try:
+            yield
+        finally:
+            self._is_starting = False
+
+    @property
+    def _is_busy(self) -> bool:
+        running = self._running
+        return running is not None and not running.done.is_set()
+
+    def _the_group(self) -> RankGroup:
+        error = self._clear_away_what_failed()
+        if error is not None:
+            raise error
+        if self._group is None:
+            check(PoolState.STOPPED, "run")
+            raise AssertionError
+        return self._group
+
+    def _clear_away_what_failed(self) -> BaseException | None:
+        """Stop a pool whose thread has failed. Returns the error, or None if it has not failed."""
+        error = self._group.why_it_failed if self._group is not None else None
+        if error is not None:
+            self.stop()
+        return error
+
+    def _ready(self, ranks: Sequence[int] | None) -> list[PoolRank]:
+        group = self._the_group()
+        self.wait()
+        return group.chosen(ranks)
+
+    def _bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
+        """Start these ranks, and make a process group of all ranks."""
+        group = self._the_group()
+        for rank in ranks:
+            self._syncs[rank] = self._syncs[rank].emptied() if rank in self._syncs else NamespaceSync()
+        group.bring_up(ranks, interrupts)
+
+    def _forget_variables(self) -> None:
+        """Note that the ranks have no variables any more."""
+        self._syncs = {rank: sync.emptied() for rank, sync in self._syncs.items()}
+        self.trained.clear()
+
+    def _ask_for_changes(self, ranks: Sequence[int], keys: tuple[Key, ...]) -> list[set[Key]]:
+        return self.call(changed_there, keys, ranks=ranks)
+
+    def _reconnect(self, output: GuardedOutput) -> None:
+        unseen, self._disconnected_silently = self._disconnected_silently, False
+        began = time.monotonic()
+        with Interrupts() as interrupts, self._starting():
+            self._bring_up((), interrupts)
+        anew = f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept"
+        output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
+
+    def _take_note(self, group: RankGroup, cell: Cell) -> None:
+        """Note what a cell that has ended did to the ranks. Called in the loop's thread."""
+        cell.take_note()
+        self.trained.update(cell.trained)
+        request = cell.request
+        self._failed_rank = request.failed_rank if request.failed_rank is not None else self._failed_rank
+        if breaks_group(request, group.ranks, group.plan.backend):
+            group.is_disconnected = True
+            self._disconnected_silently = not request.incidents
+        self._running = None
+
+    def _on_rank_end(self, error: BaseException) -> None:
+        """Say that a rank has ended, unless the error of a cell will. Called in the loop's thread."""
+        if self._group is not None and not self._is_busy and not self._is_starting:
+            self._group.loop.say(str(error))
+
+
+def _of_missing(missing: Mapping[int, remote.MissingName], world_size: int) -> str:
+    """Return the text of the error for names that ranks do not have: that of the first, and all ranks that lack it."""
+    name, near = next(iter(missing.values()))
+    ranks = [rank for rank, one in missing.items() if one.name == name]
+    hint = f". Did you mean: '{near}'?" if near else ""
+    if len(ranks) == world_size > 1:
+        return f"no rank has a variable {name!r}{hint}"
+    return f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} no variable {name!r}{hint}"

@@ -1,0 +1,85 @@
+"""Read a cell before it runs: check its syntax, and find the names that it uses. Nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nb_accelerate.notebook.pool.names import free_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
+_ACCELERATOR = re.compile(r"\baccelerator\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellSource:
+    """A cell whose syntax is right.
+
+    Attributes:
+        code: its body, as it was written.
+        filename: its name in tracebacks.
+        text: the whole cell, with the line of the magic.
+        above: number of lines of `text` above the body.
+        free: names that it reads from the notebook.
+        is_python: whether there is nothing in it that IPython has to transform.
+    """
+
+    code: str
+    filename: str
+    text: str
+    above: int
+    free: frozenset[str]
+    is_python: bool
+
+    @property
+    def wants_accelerator(self) -> bool:
+        """Whether it uses the name ``accelerator``, or has the word in a magic or a string."""
+        return _ACCELERATOR.search(self.code) is not None or "accelerator" in self.free
+
+
+def read_cell(
+    code: str, *, filename: str = "<cell>", head: str | None = None, transform: Callable[[str], str] = str
+) -> CellSource:
+    """Return a cell as data.
+
+    Args:
+        code: its body.
+        filename: its name in tracebacks.
+        head: the line above the body, without its newline; None if there is none.
+        transform: replaces magics by Python.
+
+    Raises:
+        SyntaxError: it does not compile. The line number counts from the head.
+    """
+    text = code if head is None else f"{head}\n{code}"
+    # IPython drops blank lines at the top, and would number the other lines without them.
+    code = _BLANK_LINES.sub("", code)
+    above = text.count("\n") - code.count("\n")
+    try:
+        source = transform(code)
+        tree = ast.parse(source, filename)
+        compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        raise _moved_down(error, filename, above) from None
+    return CellSource(
+        code=code,
+        filename=filename,
+        text=text,
+        above=above,
+        free=frozenset(free_names(tree)),
+        is_python=source.rstrip("\n") == code.rstrip("\n"),
+    )
+
+
+def _moved_down(error: SyntaxError, filename: str, above: int) -> SyntaxError:
+    error.filename = filename
+    if error.lineno is not None:
+        error.lineno += above
+    if error.end_lineno is not None:
+        error.end_lineno += above
+    return error

@@ -1,0 +1,108 @@
+"""Pickle what ``__main__`` defines, for the ``__main__`` of another process.
+
+Plain pickle writes a class or function of ``__main__`` as its name, and looks the name up in ``__main__`` when it
+writes and when it reads. So what users' code pickles (``torch.save``, a pool of processes, ``gather_object``) in a
+process that was sent a class needs it there by its name.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable
+
+    from nb_accelerate.notebook.protocol.content import Checksum
+
+
+class Globals(enum.Enum):
+    """The globals that functions of ``__main__`` have where they are unpickled."""
+
+    OWN = enum.auto()
+    """A dictionary of their own, with what they use."""
+
+    FOUND = enum.auto()
+    """Those of the ``__main__`` there, as they are."""
+
+    BROUGHT = enum.auto()
+    """Those of the ``__main__`` there, with what they use, and with the classes and functions that are pickled."""
+
+
+class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with a choice of the globals that functions of ``__main__`` have where they are unpickled.
+
+    Args:
+        file: to write to.
+        globals_there: the choice.
+        options: of a pickler.
+
+    Attributes:
+        names: at which pickle finds in ``__main__`` the classes and functions that were pickled, unless with
+            `Globals.OWN`.
+        codes: code of the functions that were pickled with `Globals.FOUND`.
+    """
+
+    def __init__(self, file: IO[bytes] | Checksum, *, globals_there: Globals = Globals.OWN, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._main = sys.modules["__main__"].__dict__
+        self._globals = globals_there
+        self.names: set[str] = set()
+        self.codes: list[types.CodeType] = []
+
+    def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
+        code, own_globals, *rest = super()._function_getnewargs(func)
+        is_own = self._globals is Globals.OWN or func.__globals__ is not self._main
+        return (code, own_globals if is_own else _MAIN, *rest)
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> tuple[Any, ...]:
+        make, arguments, (attributes, slots), *rest = super()._dynamic_function_reduce(func)
+        if self._globals is Globals.FOUND and func.__globals__ is self._main:
+            slots["__globals__"] = {}
+            self.codes.append(func.__code__)
+        return (make, arguments, (attributes, slots), *rest)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce a class or function that is pickled by value; ``NotImplemented`` for anything else."""
+        reduced = super().reducer_override(obj)
+        if self._globals is Globals.OWN or reduced is NotImplemented or len(reduced) < _WITH_SETTER:
+            return reduced
+        name, *inner = obj.__qualname__.split(".")
+        found: Any = self._main.get(name)
+        for part in inner:
+            found = getattr(found, part, None)
+        if found is not obj or obj.__module__ != self._main.get("__name__"):  # pickle would not find it there
+            return reduced
+        brought = {name: self._main[name]} if self._globals is Globals.BROUGHT else {}
+        self.names.add(name)
+        make, arguments, state, *items, set_state = reduced
+        return (make, arguments, (state, set_state, obj.__qualname__, brought), *items, _complete)
+
+
+_WITH_SETTER = 6
+"""Length of what cloudpickle reduces to where it sets the state by a function: classes and functions."""
+
+
+def _complete(obj: Any, state: tuple[Any, Callable[[Any, Any], object], str, dict[str, Any]]) -> None:
+    own_state, set_state, qualname, brought = state
+    set_state(obj, own_state)
+    obj.__qualname__ = qualname  # cloudpickle forgets that of a nested class
+    _main_globals().update(brought)
+
+
+class _Main:
+    """Is pickled in place of the globals of ``__main__``; becomes those of the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _main_globals, ()
+
+
+_MAIN = _Main()
+
+
+def _main_globals() -> dict[str, Any]:
+    return sys.modules["__main__"].__dict__

@@ -1,0 +1,331 @@
+"""The messages between the kernel and a rank: frozen dataclasses. Nothing else crosses the channel.
+
+::
+
+    kernel                                       rank
+      Setup, then Call ... ----------------------->
+      <----------------------------- Ready
+      <----------------------------- Result or Failure
+      Join, RunCell ... -------------------------->      a persistent rank
+      <----------------------------- Display ..., InputRequest
+      InputReply --------------------------------->
+      <----------------------------- CellEnd
+      <----------------------------- ThreadFailed  at any time, from another thread
+      Quit --------------------------------------->      leaves its groups, flushes, ends
+
+What is printed does not travel here but through two pipes of its own (see `notebook.worker.streams`), so that
+what a rank wrote last is still readable after it was killed. What users' code made (functions, results, exceptions)
+travels as a `Parcel`, already pickled, so that reading a message never runs users' code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """A pickled object.
+
+    Attributes:
+        pickled: the pickle stream; empty when it lies in the segment.
+        sizes: lengths in bytes of the pickle stream and of each out-of-band buffer behind it in the segment that
+            comes with the message as a descriptor; empty when there is no segment.
+    """
+
+    pickled: bytes = b""
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSpec:
+    """The store through which ranks meet. A descriptor comes with it: the file that is the store, or a socket.
+
+    Attributes:
+        kind: ``file`` for a store that is a file; ``server`` for the rank that serves it on the socket; ``client`` for
+            the others, which get no descriptor.
+        address: what ``MASTER_ADDR`` says.
+        port: what ``MASTER_PORT`` says.
+        store_port: where it listens, if it does.
+        world_size: number of ranks.
+        polls: ranks wait for its keys in Python; see `training.process.rendezvous.RendezvousHandler`.
+        part: of it, for these ranks; "" if it is theirs alone.
+    """
+
+    kind: Literal["file", "server", "client"]
+    address: str
+    port: int
+    store_port: int
+    world_size: int
+    polls: bool = False
+    part: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Set up a rank, before it runs anything.
+
+    Attributes:
+        rank: its number among all ranks.
+        environ: its whole environment, not a difference.
+        cwd: working directory; "" if that of the kernel has been deleted.
+        sys_path: the module search path of the kernel as it is now.
+        argv: `sys.argv`.
+        num_threads: intra-op threads of torch.
+        notebook: text of its cells by file name, so that tracebacks and `inspect.getsource` find them, and its
+            `RandomStates` or None; a parcel, since a long notebook is more than a socket's buffer takes.
+        store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
+        shows_displays: what a launched function displays can be shown as it is, by a notebook; else it is printed.
+    """
+
+    rank: int
+    environ: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    num_threads: int
+    notebook: Parcel
+    store: StoreSpec | None = None
+    shows_displays: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Run a function.
+
+    Attributes:
+        parcel: holds ``(function, args, kwargs)``; None for a rank that has them in memory since it was forked.
+    """
+
+    parcel: Parcel | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quit:
+    """End the rank. Sent by the kernel when every rank has answered, and by a server that ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The rank is set up and will take calls."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The function returned.
+
+    Attributes:
+        parcel: holds its value.
+        dropped: names of models of the notebook that it has trained and not returned.
+        exited: it ended with ``sys.exit()``, and its value is None.
+    """
+
+    parcel: Parcel
+    dropped: tuple[str, ...] = ()
+    exited: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One line of a traceback. The kernel has the sources, so text is looked up there."""
+
+    filename: str
+    lineno: int
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReport:
+    """An exception as data.
+
+    Attributes:
+        type_name: qualified name of its type.
+        message: its text.
+        frames: outermost first; frames of the worker itself are left out.
+        notes: PEP 678 notes.
+        cause: what it was raised from, or while handling.
+        explicit_cause: True for ``raise ... from``.
+        last_lines: what follows the frames in a plain traceback (several lines for a `SyntaxError`).
+        group: the exceptions in an exception group, or the first of them.
+        group_size: how many there are.
+    """
+
+    type_name: str
+    message: str
+    frames: tuple[Frame, ...]
+    notes: tuple[str, ...] = ()
+    cause: ErrorReport | None = None
+    explicit_cause: bool = False
+    last_lines: tuple[str, ...] = ()
+    group: tuple[ErrorReport, ...] = ()
+    group_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The function raised, or the rank could not do what it was told.
+
+    Attributes:
+        report: the exception as data.
+        parcel: the exception itself, or None if it cannot be pickled.
+        when: `time.monotonic` on this machine at which it was caught, to order failures of several ranks.
+        peer_lost: the exception only says that another rank went away, so it is a consequence and not a cause.
+        result_of_call: the user's function raised it; False if the rank failed before it ran that.
+        returned: the function did return, and it is its value that cannot travel.
+    """
+
+    report: ErrorReport
+    parcel: Parcel | None
+    when: float
+    peer_lost: bool = False
+    result_of_call: bool = True
+    returned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadFailed:
+    """A thread of the rank that belongs to this package has failed, so that the rank is of no use any more.
+
+    Attributes:
+        name: of the thread.
+        error: type and text of what it has raised, in one line.
+        traceback: of that, as Python prints it.
+    """
+
+    name: str
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Leave all process groups, and join the other ranks of the pool in a new one. Answered like a `Call`.
+
+    Attributes:
+        rendezvous: number of the rendezvous, counted by the pool.
+        environ: variables to set, such as ``MASTER_ADDR``.
+        has_alarm: the first descriptor is the rank's end of its alarm channel, to be kept.
+        store: through which the ranks meet; its descriptor comes along.
+    """
+
+    rendezvous: int
+    environ: Mapping[str, str]
+    has_alarm: bool
+    store: StoreSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOff:
+    """Break off the collective that this rank is in. Sent over the alarm channel.
+
+    Attributes:
+        rendezvous: number of the rendezvous that made the group of the collective.
+        peers: process ids of the other ranks; connections to them are broken off.
+    """
+
+    rendezvous: int
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCell:
+    """Run a cell in the rank's shell.
+
+    Attributes:
+        code: the cell's body, as it was written.
+        filename: what tracebacks call it; the kernel knows the text by that name.
+        source: the text of the whole cell, with the line of the magic.
+        above: lines of it that come before the body.
+        is_python: there are no magics in it.
+        names: what to define or change first, packed, see `notebook.worker.received`; or None.
+        wants_value: send the value of the last expression back.
+        wants_accelerator: the cell uses the name ``accelerator``.
+        num_ranks: how many ranks run it.
+        converts: it is written for one process, whose numbers it is to have.
+    """
+
+    code: str
+    filename: str
+    source: str
+    above: int = 0
+    is_python: bool = False
+    names: Parcel | None = None
+    wants_value: bool = False
+    wants_accelerator: bool = False
+    num_ranks: int = 1
+    converts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Display:
+    """Something that a rank displays. Its place among what is printed is marked in the output pipe.
+
+    Attributes:
+        kind: ``result``, ``display_data``, ``update_display_data`` or ``clear_output``.
+        content: content of the Jupyter message, as JSON.
+    """
+
+    kind: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellEnd:
+    """A cell has ended.
+
+    Attributes:
+        answer: what came of it.
+        bound: names that the cell bound, or bound to something else.
+        unbound: names that it deleted.
+        modules: full names of the modules among what it bound, by the names that it bound.
+        steps: how many collectives each process group has seen, by the group's name.
+        trained: names of models that it has trained; told by rank 0.
+        has_names: the names that came with the cell were defined, or there were none.
+        gone: numbers of objects that the rank was sent and that it has no more.
+    """
+
+    answer: Result | Failure
+    bound: tuple[str, ...] = ()
+    unbound: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+    steps: Mapping[str, int]
+    trained: tuple[str, ...] = ()
+    has_names: bool = True
+    gone: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputRequest:
+    """Ask the user for a line, on behalf of a debugger.
+
+    Attributes:
+        number: of the request; the `InputReply` has it too.
+        prompt: what to show.
+    """
+
+    number: int
+    prompt: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebuggerResumed:
+    """The debugger lets the code go on. It may ask again at the next line, or never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputReply:
+    """The line that was asked for, without its end; None if nobody can be asked.
+
+    Attributes:
+        number: of the `InputRequest`.
+        text: the line.
+    """
+
+    number: int
+    text: str | None

@@ -1,0 +1,366 @@
+"""Pickle functions, arguments and results for another process.
+
+`pack` pickles by value what was defined in a notebook (cloudpickle), and does not copy large buffers, those of NumPy
+arrays and of torch's CPU storages, into the pickle. Small parcels are part of their message. Large ones are written
+once into an anonymous memory file, a segment, whose descriptor is sent with the message. Every receiver maps it
+privately: a 1 GB tensor is copied once for any number of ranks, nothing gets a name in ``/dev/shm``, and the memory is
+freed when the last process ends.
+
+Tensors on an accelerator arrive on the CPU: unpickling must not touch a device in a kernel that may still fork.
+
+What a receiver has already travels as a reference to it, so that it stays one object there: `References` gives its
+number to the pickle, and `unpack_numbered` finds the object of a number. How the two sides come to know objects by the
+same numbers: a pickle counts the objects in it, in the same order when it is written and when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import io
+import mmap
+import os
+import pickle
+import sys
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any
+
+import cloudpickle
+
+from nb_accelerate.errors import ShippingError, TooLargeError
+from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
+from nb_accelerate.notebook.protocol.code_reducer import DISPATCH_TABLE
+from nb_accelerate.notebook.protocol.content import Checksum, attributes_of_optimizer, is_apart
+from nb_accelerate.notebook.protocol.explain import find_unpicklable
+from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.protocol.main_module import Globals, MainPickler
+from nb_accelerate.notebook.protocol.messages import Parcel
+from nb_accelerate.notebook.protocol.open_files import FILE_REDUCERS
+from nb_accelerate.notebook.protocol.renewal import is_of_torch, pickled_by_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Mapping, Sequence
+    from types import ModuleType
+
+    from nb_accelerate.notebook.protocol.content import Numbers
+
+_INLINE_LIMIT = 1 << 15
+"""Bytes of a pickle that is part of its message, at most: sending to a busy rank must not fill the socket's buffer."""
+
+_SMALL_BUFFER = 1 << 10
+"""Bytes of a buffer that is copied into the pickle, at most: that is cheaper than a segment."""
+
+_ALIGNMENT = 64
+"""Bytes to which buffers in a segment are aligned, as torch aligns its own CPU storages."""
+
+
+RETURNABLE = "what can be pickled: numbers, text, arrays, tensors, a model's state_dict()"
+"""For advice about values that ranks send to the notebook."""
+
+
+@dataclass
+class References:
+    """What the receivers have already.
+
+    Attributes:
+        numbers: of objects.
+        known: numbers of those that the receivers have.
+        names: variables of the receivers that hold a list or dictionary, by its address here.
+        used: those of `known` and `names` that were referred to, when it was packed.
+        packed: the objects that were packed, by number.
+    """
+
+    numbers: Numbers
+    known: Container[int | str]
+    names: Mapping[int, str] = field(default_factory=dict)
+    used: set[int | str] = field(default_factory=set)
+    packed: dict[int, Any] = field(default_factory=dict)
+
+
+class Packed:
+    """A pickled object, to be sent to any number of receivers. Close it when it was sent to all.
+
+    Attributes:
+        parcel: what goes into a message.
+        names: of `MainPickler`, which has pickled it.
+        codes: of it, too.
+    """
+
+    def __init__(self, pickled: bytes, buffers: list[pickle.PickleBuffer], pickler: MainPickler) -> None:
+        self.names = frozenset(pickler.names)
+        self.codes = tuple(pickler.codes)
+        self._segment: io.FileIO | None = None  # closes itself, once, wherever an interrupt comes
+        if len(pickled) <= _INLINE_LIMIT and not buffers:
+            self.parcel = Parcel(pickled=pickled)
+            return
+        parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
+        self.parcel = Parcel(sizes=tuple(part.nbytes for part in parts))
+        self._segment = write_segment(parts)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The descriptors to send with the parcel."""
+        return () if self._segment is None or self._segment.closed else (self._segment.fileno(),)
+
+    def close(self) -> None:
+        """Close the segment; receivers have descriptors of their own."""
+        if self._segment is not None:
+            self._segment.close()
+
+    def __enter__(self) -> Packed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pack(
+    value: object,
+    *,
+    name: str = "value",
+    advice: str = "",
+    by_value: Sequence[ModuleType] = (),
+    globals_there: Globals = Globals.OWN,
+    limit: int | None = None,
+    references: References | None = None,
+) -> Packed:
+    """Pickle an object.
+
+    Args:
+        value: anything. Functions and classes of ``__main__`` are pickled by value.
+        name: what to call it in an error.
+        advice: a sentence for the error: what to write instead of a part that cannot be pickled.
+        by_value: modules whose functions and classes are pickled by value too, as they are in memory here. Those of all
+            other modules are imported where they are unpickled.
+        globals_there: of functions of ``__main__``, where they are unpickled.
+        limit: bytes to copy, at most.
+        references: what the receivers have. They call `unpack_numbered`, and not `unpack`.
+
+    Raises:
+        ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
+        TooLargeError: it is larger than `limit`.
+    """
+    with contextlib.ExitStack() as registered:
+        for module in by_value:
+            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                registered.callback(cloudpickle.unregister_pickle_by_value, module)
+        return _pack(value, name, advice, globals_there=globals_there, limit=limit, references=references)
+
+
+def _pack(
+    value: object, name: str, advice: str, *, globals_there: Globals, limit: int | None, references: References | None
+) -> Packed:
+    buffers: list[pickle.PickleBuffer] = []
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes <= _SMALL_BUFFER:
+            return True
+        buffers.append(buffer)
+        return False
+
+    file = io.BytesIO()
+    try:
+        make = _Pickler if references is None else functools.partial(_ReferringPickler, references)
+        pickler = make(file, protocol=5, buffer_callback=stays_inside, globals_there=globals_there)
+        pickler.dump(value)
+        if references is not None:
+            numbers = {}
+            for place, one in pickler.memo.copy().values():
+                number = references.numbers.of(one) if is_apart(one) else references.numbers.get(one)
+                if number is not None:
+                    numbers[place] = number
+                    references.packed[number] = one
+            pickle.dump(numbers, file)
+    except (Exception, SystemExit) as error:
+        # Any exception, an exit too: __reduce__ and __getstate__ are users' code.
+        path, culprit, reason, own = find_unpicklable(value, name, error, _dumps)
+        if own is not None:
+            raise ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=True) from error
+        text = f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). {advice}"
+        raise ShippingError(text.rstrip(), path=path) from error
+    size = file.tell() + sum(buffer.raw().nbytes for buffer in buffers)
+    if limit is not None and size > limit:
+        raise TooLargeError(f"{name} has {size / 2**30:.1f} GiB", size=size)
+    return Packed(file.getvalue(), buffers, pickler)
+
+
+def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
+    """Return the object in a parcel.
+
+    Args:
+        parcel: from a message.
+        fds: descriptors that came with it; taken over.
+
+    Raises:
+        BaseException: what unpickling it raises.
+    """
+    stream, buffers = _opened(parcel, fds)
+    return pickle.loads(stream, buffers=buffers)
+
+
+def unpack_numbered(
+    parcel: Parcel, fds: tuple[int, ...], find: Callable[[int | str], Any]
+) -> tuple[Any, dict[int, Any]]:
+    """Return the object in a parcel that was packed with references, and the objects in it by their numbers.
+
+    Args:
+        parcel: from a message.
+        fds: descriptors that came with it; taken over.
+        find: returns what this process has, by its number or by the name of a variable.
+    """
+    stream, buffers = _opened(parcel, fds)
+    file = io.BytesIO(stream)
+    unpickler = _ReferringUnpickler(file, buffers=buffers)
+    unpickler.persistent_load = find
+    value = unpickler.load()
+    memo = unpickler.memo.copy()
+    return value, {number: memo[place] for place, number in pickle.load(file).items()}
+
+
+def _opened(parcel: Parcel, fds: tuple[int, ...]) -> tuple[bytes | memoryview, list[memoryview]]:
+    """Return the pickle stream of a parcel and its buffers."""
+    if not parcel.sizes:
+        return parcel.pickled, []
+    (fd,) = fds
+    try:
+        # Private: a rank that writes into its argument changes neither another rank's nor the notebook's.
+        view = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    finally:
+        os.close(fd)
+    parts, offset = [], 0
+    for size in parcel.sizes:
+        parts.append(view[offset : offset + size])
+        offset = _aligned(offset + size)
+    return parts[0], parts[1:]
+
+
+def _dumps(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=5, buffer_callback=lambda _: None).dump(value)
+    return file.getvalue()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def write_segment(parts: list[memoryview]) -> io.FileIO:
+    """Return an anonymous file with these bytes, each part at a multiple of `_ALIGNMENT`. Close it.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    with interrupts_later():
+        file = io.FileIO(anonymous_file(), "r+")
+    try:
+        offset = 0
+        for part in parts:
+            rest = part.cast("B")
+            while rest:
+                written = os.pwrite(file.fileno(), rest, offset)
+                rest, offset = rest[written:], offset + written
+            offset = _aligned(offset)
+        file.truncate(max(offset, 1))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+class _Pickler(MainPickler):
+    """cloudpickle, with the memory of torch storages out of band.
+
+    ``Tensor.__reduce_ex__`` hands out a `TypedStorage`, whose own pickling copies three times and forgets that two
+    views share memory. Pickling the untyped storage once, as a buffer, keeps the sharing and copies nothing.
+    """
+
+    dispatch_table = DISPATCH_TABLE.new_child(FILE_REDUCERS)
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        # Half-imported while another thread imports it: then nobody can have a storage yet.
+        storage_module = getattr(torch, "storage", None)
+        if torch is not None and storage_module is not None:
+            if type(obj) is storage_module.TypedStorage:
+                return _typed_storage, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - there is no public way
+            if type(obj) is torch.UntypedStorage:
+                on_cpu = obj.cpu()
+                if on_cpu.nbytes() == 0:
+                    return torch.UntypedStorage, (0,)
+                array = torch.empty(0, dtype=torch.uint8).set_(on_cpu).numpy()
+                return _untyped_storage, (pickle.PickleBuffer(array),)
+        if is_of_torch(obj, "nn.Parameter") and any(getattr(obj, of) for of in _HOOKS):
+            hooks = [(name, list((getattr(obj, of) or {}).values())) for of, name in _HOOKS.items()]
+            return (*obj.__reduce_ex__(5)[:2], hooks, None, None, _register)
+        if pickled_by_torch(obj):
+            called = {name: part for name, part in vars(obj).items() if name.endswith("_hooks") and part}
+            return copyreg.__newobj__, (type(obj),), attributes_of_optimizer(obj) | called  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
+
+class _ComparingPickler(_Pickler):
+    """Writes the same for equal objects in every process."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        # cloudpickle gives each class of a notebook a random number.
+        return obj.__qualname__ if issubclass(type(obj), type) else None
+
+
+def checksum(value: object) -> int | None:
+    """Return a number that is the same for equal objects of several processes; None for what cannot be pickled."""
+    file = Checksum(sys.maxsize)
+    try:
+        _ComparingPickler(file, protocol=5, buffer_callback=file.take).dump(value)
+    except Exception:  # of users' code, too
+        return None
+    return file.value
+
+
+class _ReferringPickler(_Pickler):
+    """Refers to what the receivers have."""
+
+    def __init__(self, references: References, file: IO[bytes], **options: Any) -> None:
+        super().__init__(file, **options)
+        self._references = references
+
+    def persistent_id(self, obj: Any) -> int | str | None:
+        references = self._references
+        key: int | str | None = references.numbers.get(obj)
+        if key is None:
+            key = references.names.get(id(obj))
+        elif key not in references.known:
+            return None
+        if key is not None:
+            references.used.add(key)
+        return key
+
+
+class _ReferringUnpickler(pickle.Unpickler):
+    persistent_load: Callable[[int | str], Any]
+
+
+_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+"""Of gradients, which torch leaves out of the pickle of a parameter."""
+
+
+def _register(parameter: Any, hooks: list[tuple[str, list[Any]]]) -> None:
+    for name, each in hooks:
+        for hook in each:
+            getattr(parameter, name)(hook)
+
+
+def _typed_storage(untyped: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _untyped_storage(buffer: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()

@@ -1,0 +1,56 @@
+"""How a request has ended, as its panel shows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import DeadlockError
+from nb_accelerate.errors.out_of_memory import says_out_of_memory
+from nb_accelerate.notebook.diagnostics.render import render_report
+from nb_accelerate.notebook.display.view import FailureSummary
+from nb_accelerate.notebook.ranks.failures import STOPPED, IncidentKind, first_cause, signal_name
+from nb_accelerate.notebook.ranks.same_failure import failed_alike, whose
+
+if TYPE_CHECKING:
+    from nb_accelerate.notebook.display.view import PanelStatus
+    from nb_accelerate.notebook.ranks.request import Request
+
+
+def ended_as(
+    request: Request, *others: Request, error: BaseException | None = None
+) -> tuple[PanelStatus, FailureSummary | None]:
+    """Return how a request has ended, for its panel. Runs no code of users.
+
+    The panel marks the ranks that failed. The error, which is raised below it, tells what went wrong. Where no error is
+    raised, the panel keeps the traceback.
+
+    Args:
+        request: what the ranks were asked.
+        others: requests to the same ranks that followed it.
+        error: what is raised for them, if anything is: a value may have failed to unpickle when all ranks had answered.
+    """
+    failure = next((one.failure for one in (request, *others) if one.failure is not None), None)
+    incidents = [incident for one in (request, *others) for incident in one.incidents]
+    if failure is not None or not incidents:
+        error = failure or error
+        if error is None:
+            return "done", None
+        return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), None
+    cause = first_cause(incidents)
+    if cause.kind is IncidentKind.INTERRUPTED:
+        return ("stopped" if cause.how == STOPPED else "interrupted"), None
+    if isinstance(cause.error, DeadlockError):
+        waiting = cause.error.stacks
+        early = tuple(one.rank for one in request.ranks if one.rank not in waiting)
+        what = "returned early" if early else "deadlocked"
+        return "failed", FailureSummary(ranks=early or tuple(waiting), what=what)
+    ranks = tuple(failed_alike(cause, incidents))
+    if cause.failure is None:
+        exitcode = None if cause.rank is None else cause.rank.handle.exitcode
+        what = "" if exitcode is None else f"exit code {exitcode}" if exitcode >= 0 else f"{signal_name(-exitcode)}"
+        return "failed", FailureSummary(ranks=ranks, what=what)
+    report = cause.failure[0].report
+    title = whose(list(ranks), request.world_size)
+    details = "" if request.is_raised else render_report(report, title=title)
+    what = "out of memory" if says_out_of_memory(report.type_name, report.message) else report.type_name
+    return "failed", FailureSummary(ranks=ranks, what=what, label=f"traceback of {title}", details=details)

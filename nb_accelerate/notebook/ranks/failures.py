@@ -1,0 +1,383 @@
+"""Find the first cause of a request that went wrong, and build the exception to raise for it.
+
+When a rank fails, the others fail because of it: their collective reports a closed connection a tenth of a second
+later, or never. The notebook raises the first cause only: with its own type, with the traceback on its rank, and with
+what the other ranks were doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import os
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.topology.rank_lists import label, named
+from nb_accelerate.errors import DeadlineError, DeadlockError, LaunchError, RankDiedError, RemoteError, StartError
+from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
+from nb_accelerate.notebook.diagnostics.render import place, render_report
+from nb_accelerate.notebook.protocol.shipping import unpack
+from nb_accelerate.notebook.ranks.same_failure import (
+    failed_alike,
+    failed_otherwise,
+    interrupted_at,
+    lost_as_well,
+    meanwhile,
+    one_line,
+    whose,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from nb_accelerate.errors.traceback_lines import Style
+    from nb_accelerate.notebook.protocol.messages import ErrorReport, Failure
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.ranks.request import Request
+
+
+_EXIT_CODE = re.compile(r"-?[0-9]{1,10}")
+
+_OUT_OF_MEMORY = (
+    " The system's out-of-memory killer was at work meanwhile: the machine, or this container, is short of memory. "
+    "Use smaller batches, fewer loader workers or fewer ranks."
+)
+
+_KILLED = " If nobody ended it, memory was probably short: use smaller batches, fewer loader workers or fewer ranks."
+
+_OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
+_OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
+
+
+INTERRUPTED, STOPPED = "interrupted", "stopped"
+"""See ``how`` of `Incident`. Stopped: all ranks were to end at once."""
+
+
+class IncidentKind(enum.Enum):
+    """What can go wrong in a request."""
+
+    FAILED = "a rank answered with an exception"
+    DIED = "a rank has ended, or is of no use any more"
+    UNASKED = "a message could not be sent to a rank"
+    NOT_STARTED = "ranks were not ready in time"
+    LATE = "ranks have not answered in time"
+    INTERRUPTED = "the user has interrupted"
+    ABANDONED = "ranks cannot go on because of something outside them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """One thing that went wrong in a request.
+
+    Attributes:
+        kind: what it is.
+        when: `time.monotonic` at which it happened or was noticed.
+        rank: the rank that it happened on; None if it concerns several.
+        failure: with ``FAILED``, the rank's answer and its descriptors. The thread that has asked makes an exception
+            of it later.
+        error: with ``UNASKED``, why the message could not be sent; with ``ABANDONED``, why ranks cannot go on.
+        tail: the last output of the rank.
+        late: with ``NOT_STARTED`` and ``LATE``, the ranks that were not ready or had not answered.
+        how: with ``INTERRUPTED``, what the user did, as a participle.
+        is_consequence: whether ranks had been signalled before.
+        out_of_memory: whether the system's out-of-memory killer has killed a process since the request began.
+        memory: what ranks held when memory did not suffice, and what to turn on; "" for other incidents.
+    """
+
+    kind: IncidentKind
+    when: float
+    rank: RankProxy | None = None
+    failure: tuple[Failure, tuple[int, ...]] | None = None
+    error: BaseException | None = None
+    tail: str = ""
+    late: tuple[int, ...] = ()
+    how: str = ""
+    is_consequence: bool = False
+    out_of_memory: bool = False
+    memory: str = ""
+
+    @property
+    def peer_lost(self) -> bool:
+        """Whether it only says that another rank was lost."""
+        return self.failure is not None and self.failure[0].peer_lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """Phrases and types for the errors of a request.
+
+    Attributes:
+        what: what was asked, as the subject of a sentence: ``the cell``.
+        limit: its timeout; ``{seconds}`` stands for the number.
+        after_end: returns what follows "rank 1 was ended by SIGKILL" about a rank, up to the full stop.
+        unusable: type of the error about a rank that is of no use any more.
+        unseen: type of the error about a rank whose exit code is not known.
+    """
+
+    what: str = "the cell"
+    limit: str = "{seconds:g} s"
+    after_end: Callable[[RankProxy], str] = lambda _: ""
+    unusable: type[LaunchError] = LaunchError
+    unseen: type[LaunchError] = StartError
+
+
+class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an error, not an error
+    """Holds the traceback of a rank, as the ``__cause__`` of an exception, which plain Python prints before it.
+
+    Attributes:
+        who: the note of the exception that says which ranks have raised it, as the first line of the traceback does.
+    """
+
+    def __init__(self, text: str, who: str) -> None:
+        super().__init__(text, who)
+        self.who = who
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def oom_kills(counters: tuple[Path, ...] = _OOM_COUNTERS) -> int:
+    """Return how many processes the out-of-memory killer has killed since the system, or the container, started."""
+    return sum(_count(path) for path in counters)
+
+
+def _count(path: Path) -> int:
+    try:
+        found = _OOM_KILLS.search(path.read_bytes())
+    except OSError:  # not Linux, or no such controller
+        return 0
+    return int(found[1]) if found else 0
+
+
+def first_cause(incidents: Iterable[Incident]) -> Incident:
+    """Return the incident that explains the others.
+
+    An interrupt of the user comes first. Of other incidents the earliest does, but those that only say that another
+    rank was lost come after the rest, and those that happened after ranks were signalled come last.
+    """
+
+    def order(incident: Incident) -> tuple[bool, bool, bool, float]:
+        interrupted = incident.kind is IncidentKind.INTERRUPTED
+        return not interrupted, incident.is_consequence, incident.peer_lost, incident.when
+
+    return min(incidents, key=order)
+
+
+def error_of(request: Request, *others: Request) -> BaseException | None:
+    """Return the exception to raise for a request that is done, or None if all went well.
+
+    Users' code may run in it, where an exception of theirs is unpickled, so it is not for the loop's thread.
+
+    Args:
+        request: what the ranks were asked.
+        others: requests to the same ranks that followed: an interrupt may have come in one of them.
+    """
+    for one in (request, *others):
+        if one.failure is not None:
+            return one.failure
+    incidents = [incident for one in (request, *others) for incident in one.incidents]
+    if not incidents:
+        return None
+    cause = first_cause(incidents)
+    lost = lost_as_well(cause, incidents)
+    wording, world_size = request.wording, request.world_size
+    if cause.kind is IncidentKind.INTERRUPTED:
+        places = interrupted_at(request.answers, request.stacks)
+        return interrupted(f"{wording.what} was {cause.how}", "\n".join(filter(None, (places, *lost))))
+    number = cause.rank.rank if cause.rank is not None else None
+    stacks = {rank: dump for rank, dump in request.stacks.items() if rank != number}
+    footer = "\n".join(filter(None, (meanwhile(request.answers, stacks, cause=number), *lost)))
+    if cause.failure is not None and cause.rank is not None:
+        failure, fds = cause.failure
+        request.take(cause.rank.rank)
+        error = rebuild(cause.rank.rank, failure, fds, cause.tail)
+        _add_stacks(error, stacks)
+        footer = "\n".join(filter(None, (cause.memory, *failed_otherwise(cause, request.incidents), footer)))
+        show_traceback_of_rank(error, failure.report, failed_alike(cause, request.incidents), world_size, footer)
+        return error
+    error = _error_without_report(cause, request, stacks)
+    _add_stacks(error, stacks)
+    add_note(error, cause.memory)
+    # A DeadlockError says where the ranks are.
+    add_note(error, "\n".join(lost) if isinstance(error, DeadlockError) else footer)
+    return error
+
+
+def _error_without_report(cause: Incident, request: Request, stacks: Mapping[int, str]) -> BaseException:
+    if cause.error is not None:
+        return cause.error
+    if cause.rank is not None:
+        return death(cause.rank, request.wording, cause.tail, out_of_memory=cause.out_of_memory)
+    text = _lateness(cause, request)
+    return StartError(text) if cause.kind is IncidentKind.NOT_STARTED else DeadlineError(text, stacks=dict(stacks))
+
+
+def _lateness(cause: Incident, request: Request) -> str:
+    late = f"{named(cause.late)} of {request.world_size}"
+    if cause.kind is IncidentKind.NOT_STARTED:
+        return f"{late} could not be started within {request.start:g} s"
+    limit = request.wording.limit.format(seconds=request.timeout)
+    return f"{request.wording.what} took longer than {limit}; {label(cause.late)} had not finished"
+
+
+def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
+    if isinstance(error, (RankDiedError, RemoteError)):
+        error.stacks = dict(stacks)
+
+
+def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: bool = False) -> LaunchError:
+    """Return the error about a rank that has ended, or is of no use any more.
+
+    Args:
+        rank: the rank.
+        wording: phrases of the request.
+        tail: its last output.
+        out_of_memory: whether the system's out-of-memory killer has killed a process meanwhile.
+    """
+    number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
+    said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
+    if rank.why_lost:
+        error = wording.unusable(f"rank {number} is lost: {rank.why_lost}{after}.{said}")
+        error.__cause__ = rank.lost_by
+        return error
+    if exitcode is None:
+        return wording.unseen(f"rank {number} is lost: {rank.handle.lost}{after}.{said}")
+    how = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
+    hint = ""
+    if exitcode == -signal.SIGKILL:
+        hint = _OUT_OF_MEMORY if out_of_memory else _KILLED
+    return RankDiedError(f"rank {number} {how}{after}.{hint}{said}", rank=number, exitcode=exitcode, output=tail)
+
+
+def how_it_ended(rank: RankProxy, wording: Wording) -> str:
+    """Return how a rank has ended, in a few words and without advice."""
+    return str(death(rank, wording)).split(". ", maxsplit=1)[0].removesuffix(".")
+
+
+def signal_name(number: int) -> str:
+    """Return the name and meaning of a signal: ``SIGSEGV (segmentation fault)``."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    meaning = (signal.strsignal(number) or "").lower()
+    return f"{name} ({meaning})" if meaning and meaning != "unknown signal" else name
+
+
+def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> BaseException:
+    """Return the exception that a rank has answered with. Users' code may run, when it is unpickled.
+
+    Args:
+        rank: the rank.
+        failure: its answer.
+        fds: descriptors that came with it; closed.
+        output: the rank's last output.
+
+    Returns:
+        The exception itself, or a `RemoteError` with its text if it cannot be unpickled here.
+    """
+    report = failure.report
+    if report.type_name == "SystemExit" and failure.result_of_call:
+        code = int(report.message) if _EXIT_CODE.fullmatch(report.message) else 1
+        text = f"rank {rank} called sys.exit({report.message}), before the function returned."
+        return RankDiedError(text, rank=rank, exitcode=code, output=output)
+    if failure.parcel is not None:
+        try:
+            rebuild, args = unpack(failure.parcel, fds)
+            error: BaseException = rebuild(*args)
+        # The class or its state cannot be rebuilt in this process, which is users' code; the report says it all.
+        except (Exception, SystemExit):
+            error = _remote(rank, report, output)
+    else:
+        for fd in fds:
+            os.close(fd)
+        error = _remote(rank, report, output)
+    return error
+
+
+def _remote(rank: int, report: ErrorReport, output: str) -> RemoteError:
+    text = f"rank {rank} raised {report.type_name}: {report.message}"
+    return RemoteError(text, rank=rank, type_name=report.type_name, output=output)
+
+
+def interrupted(text: str, places: str = "") -> KeyboardInterrupt:
+    """Return a KeyboardInterrupt that a notebook shows without the traceback of the wait.
+
+    Args:
+        text: one line.
+        places: where the ranks were.
+    """
+    error = KeyboardInterrupt(text)
+    add_note(error, places)
+    show_instead(error, functools.partial(text_lines, error))
+    return error
+
+
+def summary(error: BaseException) -> str:
+    """Return one line about an error: the ranks, the type and the first line of its text."""
+    who = getattr(error, "_nb_ranks", None)
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, LaunchError):
+        return lines[0]
+    where_ = f"{who} failed: " if who is not None else ""
+    return f"{where_}{type(error).__name__}: {lines[0]}" if lines[0] else f"{where_}{type(error).__name__}"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, as PEP 678's ``add_note`` does, also to one whose class refuses it. "" adds none."""
+    if note:
+        with contextlib.suppress(Exception):  # the class may refuse attributes, or have an odd one of that name
+            notes = getattr(error, "__notes__", None)
+            setattr(error, "__notes__", [*(notes if isinstance(notes, (list, tuple)) else ()), note])  # noqa: B010 - new in 3.11
+
+
+def show_traceback_of_rank(
+    error: BaseException, report: ErrorReport, ranks: list[int], world_size: int, footer: str
+) -> None:
+    """Have IPython and plain Python print the traceback on the rank, and not that of the wait for it.
+
+    Args:
+        error: the exception to raise.
+        report: what the rank has reported.
+        ranks: those that have raised it.
+        world_size: number of all ranks.
+        footer: what other ranks were doing, or "".
+    """
+    title = whose(ranks, world_size)
+    who = f"Raised by {title}{_place_of_import(error, report)}."
+    add_note(error, who)
+    add_note(error, footer)
+    vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title), who))
+    show_instead(error, functools.partial(_lines, error, report, title, footer))
+    with contextlib.suppress(Exception):  # types with slots cannot have it, or refuse
+        error._nb_ranks = title.removesuffix(f" of {world_size}")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
+
+
+def _place_of_import(error: BaseException, report: ErrorReport) -> str:
+    """Return the user's line that led to a SyntaxError, of which IPython shows no other line of a rank."""
+    users = [frame for frame in report.frames if is_users(frame.filename)]
+    return f", in {place(users[-1])}" if isinstance(error, SyntaxError) and users else ""
+
+
+def _lines(error: BaseException, report: ErrorReport, title: str, footer: str, style: Style) -> list[str]:
+    called_from = user_frames(vars(BaseException)["__traceback__"].__get__(error))
+    return render_report(report, title=title, footer=footer, style=style, called_from=called_from[-1:]).split("\n")
+
+
+def said_of(cause: Incident, request: Request) -> str:
+    """Return one line about what went wrong. Runs no code of users."""
+    if cause.kind is IncidentKind.INTERRUPTED:
+        return f"{request.wording.what} was {cause.how}"
+    if cause.failure is not None:
+        title = whose(failed_alike(cause, request.incidents), request.world_size)
+        return f"{title.removesuffix(f' of {request.world_size}')} failed: {one_line(cause.failure[0].report)}"
+    if cause.error is not None:
+        return summary(cause.error)
+    if cause.rank is not None:
+        return how_it_ended(cause.rank, request.wording)
+    return _lateness(cause, request)

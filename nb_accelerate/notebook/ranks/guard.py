@@ -1,0 +1,149 @@
+"""Keep errors in showing output away from what runs the ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from nb_accelerate.notebook.protocol.messages import Display
+    from nb_accelerate.notebook.protocol.output import StreamName
+    from nb_accelerate.notebook.ranks.request_output import RequestOutput
+    from nb_accelerate.notebook.ranks.sinks import Sink
+
+logger = logging.getLogger(__name__)
+
+_RETRY_INTERVAL = 0.5
+"""Seconds until output that could not be shown is tried again."""
+
+_MAX_TEXT = 300
+"""Characters of an error's text that are shown."""
+
+
+class OutputGuard:
+    """A context manager that swallows errors in showing output: ``with guard: sink.write(...)``.
+
+    A full disk, a terminal that cannot write a letter, or a mistake in a display must not end a training. The cell gets
+    one line about the first error; each is logged with its traceback.
+
+    Args:
+        sink: takes the line; None only logs.
+
+    Attributes:
+        retry_at: `time.monotonic` before which output that was due should not be tried again.
+    """
+
+    def __init__(self, sink: Sink | None = None) -> None:
+        self._sink = sink
+        self._has_told = False
+        self.retry_at = 0.0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.retry_at = time.monotonic() + _RETRY_INTERVAL
+        logger.info("Output of ranks could not be shown.", exc_info=error)
+        if not self._has_told:
+            self._has_told = True
+            self._tell(_line(error))
+        return True
+
+    def _tell(self, line: str) -> None:
+        """Show a line as text or, if that fails, as a display: a cell takes those also after its last line."""
+        if self._sink is None:
+            return
+        try:
+            self._sink.write("stderr", line + "\n")
+        except Exception:
+            try:
+                self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
+            except Exception:
+                logger.warning(line)
+
+
+class GuardedOutput:
+    """A `RequestOutput` whose methods never raise.
+
+    Args:
+        output: shows what ranks print.
+        sink: takes the line about the first error.
+
+    Attributes:
+        guard: for whatever else shows output of the request.
+        alone: see `RequestOutput`.
+    """
+
+    def __init__(self, output: RequestOutput, sink: Sink) -> None:
+        self._output = output
+        self.guard = OutputGuard(sink)
+        self.alone = output.alone
+
+    @property
+    def due(self) -> float:
+        """`time.monotonic` at which `flush` has something to do."""
+        due = float("inf")
+        with self.guard:
+            due = self._output.due
+        return max(due, self.guard.retry_at)
+
+    def text(self, rank: int, stream: StreamName, text: str) -> None:
+        """See `RequestOutput.text`."""
+        with self.guard:
+            self._output.text(rank, stream, text)
+
+    def redrawing(self, rank: int, line: str) -> None:
+        """See `RequestOutput.redrawing`."""
+        with self.guard:
+            self._output.redrawing(rank, line)
+
+    def display(self, rank: int, display: Display) -> None:
+        """See `RequestOutput.display`."""
+        with self.guard:
+            self._output.display(rank, display)
+
+    def say(self, line: str) -> None:
+        """See `RequestOutput.say`."""
+        with self.guard:
+            self._output.say(line)
+
+    def note(self, line: str) -> None:
+        """See `RequestOutput.note`."""
+        with self.guard:
+            self._output.note(line)
+
+    def flush(self) -> None:
+        """See `RequestOutput.flush`."""
+        with self.guard:
+            self._output.flush()
+
+    def finish(self) -> None:
+        """See `RequestOutput.finish`."""
+        with self.guard:
+            self._output.finish()
+
+    def close(self) -> None:
+        """See `RequestOutput.close`."""
+        with self.guard:
+            self._output.close()
+
+
+def _line(error: Exception) -> str:
+    return f"some output is missing here because it could not be shown ({short_text(error)}). The ranks go on"
+
+
+def short_text(error: Exception) -> str:
+    """Return the type of an error and the beginning of its text, in ASCII, which any terminal can show."""
+    try:
+        said = " ".join(str(error).split())[:_MAX_TEXT]
+    except Exception:  # its __str__ fails too
+        said = ""
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return text.encode("ascii", "backslashreplace").decode()

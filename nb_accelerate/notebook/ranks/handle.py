@@ -1,0 +1,133 @@
+"""The interface between the notebook and one rank, wherever that runs.
+
+`notebook.launch.local.LocalRank` is a process of this machine. An actor of an engine, or a process of another
+machine, needs a class of its own; `RankLoop` and what is above it stay as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.base.progress_page import PageReader
+    from nb_accelerate.notebook.protocol.channel import Channel
+    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+
+
+class RankHandle(ABC):
+    """Owns the notebook's ends of a rank's connections. Only the thread of a `RankLoop` reads them.
+
+    Attributes:
+        rank: its rank.
+        local_rank: its rank on its machine.
+        mark: mark of its output frames, see `notebook.protocol.output`.
+        channel: messages to and from it.
+        page: the progress page on which it says how far it is.
+        stdout: descriptor with what Python prints and C code writes to descriptor 1.
+        stderr: descriptor with what C code writes to descriptor 2.
+        stacks: descriptor with the stack of its main thread, after `dump_stacks`.
+        status: descriptor that becomes readable when the rank has ended; see `read_end`.
+        ended: whether it has ended, or was given up.
+        exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
+        lost: why its exit code is not known.
+        is_lost_with_others: for that reason all ranks that were forked from the same process have ended too.
+    """
+
+    rank: int
+    local_rank: int
+    mark: bytes
+    channel: Channel
+    page: PageReader
+    stdout: int
+    stderr: int
+    stacks: int
+    status: int
+    ended: bool = False
+    exitcode: int | None = None
+    lost: str = ""
+    is_lost_with_others: bool = False
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """Its process id; None until it is ready. The loop sets it, from the rank's `Ready`."""
+
+    @pid.setter
+    @abstractmethod
+    def pid(self, pid: int) -> None: ...
+
+    @abstractmethod
+    def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
+        """Send a message that the rank answers.
+
+        Args:
+            message: what it should do. `interrupt` interrupts the last one.
+            fds: descriptors to send along; they stay the caller's.
+
+        Raises:
+            OSError: it has ended.
+        """
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in what the rank was asked last, if it still runs that."""
+
+    @abstractmethod
+    def nudge(self) -> None:
+        """Wake up a rank that had begun to wait for something just when an interrupt came."""
+
+    @abstractmethod
+    def dump_stacks(self, *, by_signal: bool = False) -> None:
+        """Have it write where its main thread is to `stacks`.
+
+        Args:
+            by_signal: have C code do it, which answers also while C code holds the interpreter. A process that runs
+                Python code may crash in it.
+        """
+
+    def note_line(self) -> None:
+        """Have it write the line of the user's code that it is at to its page; nothing happens if it cannot."""
+        return
+
+    def processor_time(self) -> float | None:
+        """Return the processor time that its process and those that it has started have used, in seconds.
+
+        Returns:
+            None if that cannot be told, or one of them computes, waits for a processor or for a disk now.
+        """
+        return None
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Ask its process to end."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End its process."""
+
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Return whether somebody has suspended it (SIGSTOP). No event reports that."""
+
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """Return whether its end will never be reported, although it was told to end. The loop then calls `give_up`."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Kill it, and treat it as ended."""
+
+    @abstractmethod
+    def read_end(self) -> None:
+        """Read its exit code from `status`, which is readable.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every descriptor. The rank, if it lives, sees the end of its channel."""

@@ -1,0 +1,190 @@
+"""Tell who waits for whom when ranks have waited for a while, and end a request whose ranks would do so for ever.
+
+A rank that waits in a collective while another one is elsewhere in its code, or has finished, may be right: the other
+sorts, reads a disk, or has a thread that brings the rest. So it is told who waits where, and that is all. A request is
+ended only where nobody is left who could come: see `notebook.ranks.deadlock`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.topology.rank_lists import label
+from nb_accelerate.errors import DeadlockError
+from nb_accelerate.notebook.diagnostics.stacks import STOPPED, where
+from nb_accelerate.notebook.diagnostics.waits import in_exchange, who_waits
+from nb_accelerate.notebook.ranks.deadlock import DeadlockWatch
+from nb_accelerate.notebook.ranks.steps import ask_for_stacks
+from nb_accelerate.notebook.ranks.timeouts import NEVER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.ranks.request import Request
+    from nb_accelerate.notebook.ranks.timeouts import Timeouts
+
+
+_LONGEST_QUIET = 60.0
+"""Seconds without movement after which ranks are asked for their stacks, however slowly they move otherwise."""
+
+_DEADLOCK_LOOKS = 6
+"""How often stacks are looked at, at least, before a request is ended as deadlocked."""
+
+
+class HangWatch:
+    """Watches the ranks of one request. The loop's thread calls `act` when it is due.
+
+    Once nothing has come from the ranks for ``quiet`` seconds and their progress pages have not changed either, they
+    are asked for their stacks. If some have waited for others for ``told`` seconds that is told, once. Ranks that move
+    slowly, or compute for long in one place, are asked less and less often: each answer takes some of their time. If
+    they show for ``deadlock`` seconds that the ranks wait for ever, the request fails with a `DeadlockError`.
+
+    Args:
+        request: one that has begun.
+        timeouts: its ``quiet``, ``stacks``, ``told`` and ``deadlock`` are used.
+
+    Attributes:
+        due: `time.monotonic` of the next `act`.
+    """
+
+    def __init__(self, request: Request, timeouts: Timeouts) -> None:
+        self._request = request
+        self._timeouts = timeouts
+        self._quiet = timeouts.quiet
+        self._moved_at: float | None = None
+        self._asked = False
+        self._seen: Mapping[int, str] = {}
+        self._waiting_since: float | None = None
+        self._said = False
+        longest = timeouts.deadlock / (_DEADLOCK_LOOKS - 1) + timeouts.stacks
+        self._deadlock = DeadlockWatch(request, longest=longest)
+        self._progress: tuple[object, ...] | None = None
+        self.due = time.monotonic() + timeouts.quiet / 2  # when the progress pages are read for the first time
+
+    def printed(self) -> None:
+        """Note that a rank has printed something. Other progress is read from the progress pages."""
+        now = time.monotonic()
+        self._note_movement(now)
+        self._deadlock.moved()
+        if not self._asked:
+            self.due = now + self._quiet
+
+    def act(self) -> None:
+        """Read the progress pages, ask the ranks for their stacks, or look at the stacks that have come."""
+        request, now = self._request, time.monotonic()
+        if request.step is not None:
+            self.due = NEVER
+        elif self._asked:
+            self._asked = False
+            is_deadlocked = self._look(now)
+            pauses = [self._quiet]
+            if is_deadlocked:
+                pauses.append(self._timeouts.deadlock / _DEADLOCK_LOOKS)
+            if self._waiting_since is not None and not self._said:
+                pauses.append(max(0.0, self._waiting_since + self._timeouts.told - now))
+            self.due = now + min(pauses)
+        elif self._progress is None:
+            self._progress = self._read_progress()
+            self.due = now + self._quiet / 2
+        elif self._has_progressed():
+            self._note_movement(now)
+            self._deadlock.moved()
+            self.due = now + self._quiet
+        else:
+            self._asked = True
+            self.due = now + self._timeouts.stacks
+            for rank in (*request.waiting, *self._others()):
+                ask_for_stacks(rank)
+
+    def _note_movement(self, now: float) -> None:
+        """Raise ``quiet`` to twice the longest pause between two movements. The time before the first is start-up."""
+        if self._moved_at is not None:
+            self._quiet = max(self._quiet, min(2 * (now - self._moved_at), _LONGEST_QUIET))
+        self._moved_at = now
+
+    def _has_progressed(self) -> bool:
+        before, self._progress = self._progress, self._read_progress()
+        return before != self._progress
+
+    def _read_progress(self) -> tuple[object, ...]:
+        samples = (rank.handle.page.read() for rank in self._request.ranks)
+        return tuple((one.loop, one.step, one.collectives, one.bars) for one in samples)
+
+    def _others(self) -> list[RankProxy]:
+        """Return the ranks of the group that have come to the end, or do not run this."""
+        answered = [one for one in self._request.ranks if one.rank in self._request.answers]
+        return [*answered, *(self._request.idle() if self._request.attended else ())]
+
+    def _look(self, now: float) -> bool:
+        """Look at the stacks, and return whether the ranks seem to wait for ever."""
+        request = self._request
+        dumps = {
+            rank.rank: STOPPED if rank.is_stopped else bytes(rank.stacks).decode(errors="replace")
+            for rank in request.waiting
+        }
+        places = {rank: where(dump) for rank, dump in dumps.items()}
+        finished = sorted(request.answers)
+        deadlocked = self._deadlock.look(dumps, self._others())
+        # Idle ranks are named only if all others are in a collective: one that is in backward may be computing.
+        idle = (
+            [one.rank for one in request.idle()] if request.attended and all(map(in_exchange, dumps.values())) else ()
+        )
+        text = verdict(dumps, finished, idle)
+        if places != self._seen or not text:
+            self._waiting_since = now if text else None
+        if deadlocked is not None and deadlocked >= self._timeouts.deadlock:
+            self._end(text or sentence(dumps, finished, idle), dumps)
+        elif self._waiting_since is not None and not self._said:
+            if now - self._waiting_since >= self._timeouts.told:
+                self._said = True
+                self._say(text, now - self._waiting_since, ends_by_itself=deadlocked is not None)
+        elif places == self._seen and deadlocked is None:
+            self._quiet = max(self._quiet, min(2 * self._quiet, _LONGEST_QUIET))
+        self._seen = places
+        return deadlocked is not None
+
+    def _say(self, text: str, seconds: float, *, ends_by_itself: bool) -> None:
+        request = self._request
+        outcome = ""
+        if ends_by_itself:
+            outcome = f"Nobody is left who could come: it ends by itself after {self._timeouts.deadlock:g} s"
+        # The panel counts the seconds by itself.
+        if request.panel is None or not request.panel.tell_hang(f"{text}.", outcome and f"{outcome}."):
+            request.say(f"{text}; for {round(seconds, 1):g} s so far" + (outcome and f". {outcome}"))
+
+    def _end(self, text: str, dumps: Mapping[int, str]) -> None:
+        message = f"{self._request.wording.what} would never end: {text}. All ranks have to call the same collectives"
+        self._request.abandon(DeadlockError(message, stacks=dict(dumps)))
+
+
+def verdict(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[int] = ()) -> str:
+    """Return who waits for whom, as a sentence without its end; "" if nobody waits for another rank.
+
+    Args:
+        dumps: stacks of the ranks that are still busy, by rank.
+        finished: ranks that have come to the end of what they were asked.
+        idle: ranks that were asked nothing.
+    """
+    waits = who_waits(dumps)
+    if not waits.waiting or (not finished and not idle and not waits.elsewhere and len(waits.waiting) == 1):
+        return ""
+    return sentence(dumps, finished, idle)
+
+
+def sentence(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[int] = ()) -> str:
+    """Return where the ranks are, as a sentence without its end. The arguments are those of `verdict`."""
+    waits = who_waits(dumps)
+    waiting, elsewhere = waits.waiting, waits.elsewhere
+    parts = [f"{label(ranks)} wait{_s(ranks)} {place}" for place, ranks in waiting.items()]
+    parts += [f"{label(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in elsewhere.items()]
+    if finished:
+        parts.append(f"{label(finished)} {'has' if len(finished) == 1 else 'have'} finished")
+    if idle:
+        parts.append(f"{label(idle)} {'does' if len(idle) == 1 else 'do'} not run this")
+    return "; ".join(parts)
+
+
+def _s(ranks: Sequence[int]) -> str:
+    return "s" if len(ranks) == 1 else ""

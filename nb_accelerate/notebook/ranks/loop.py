@@ -1,0 +1,453 @@
+"""The loop that waits for everything that can happen to ranks.
+
+::
+
+    what ranks send (`RankReader`) ----------------+
+    what other threads post (`PostedActions`) -----+--> one selector, in one thread --> requests --> done
+    deadlines -------------------------------------+
+
+A launch runs it in the calling thread until its request is done (`RankLoop.run`); a pool, and a launch in which the
+user is asked for input, in a thread of its own (`RankLoop.start`). All but the public methods at the top of the class
+runs in that thread, so only the queue of posted actions has a lock.
+
+Errors in showing output cost output and nothing else (`GuardedOutput`). If the thread of a pool fails, it kills the
+ranks, and whoever waits for them gets an error at once.
+
+The class is long because all of it acts, in that one thread, on the same ranks and requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.errors import PoolError
+from nb_accelerate.notebook.display.shell_channel import read_shell_channel
+from nb_accelerate.notebook.protocol.messages import DebuggerResumed, InputRequest, Ready
+from nb_accelerate.notebook.ranks.failures import oom_kills
+from nb_accelerate.notebook.ranks.guard import OutputGuard, short_text
+from nb_accelerate.notebook.ranks.hang import HangWatch
+from nb_accelerate.notebook.ranks.input_requests import PendingInput
+from nb_accelerate.notebook.ranks.posted import PostedActions
+from nb_accelerate.notebook.ranks.process_watch import ProcessWatch
+from nb_accelerate.notebook.ranks.reader import RankReader, close_fds, kill
+from nb_accelerate.notebook.ranks.request import Awaits
+from nb_accelerate.notebook.ranks.sources import Sources
+from nb_accelerate.notebook.ranks.steps import StepKind
+from nb_accelerate.notebook.ranks.timeouts import NEVER
+from nb_accelerate.notebook.ranks.waiting import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.notebook.protocol.messages import Display
+    from nb_accelerate.notebook.protocol.output import StreamName
+    from nb_accelerate.notebook.ranks.guard import GuardedOutput
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.ranks.request import Request
+    from nb_accelerate.notebook.ranks.timeouts import Timeouts
+
+logger = logging.getLogger(__name__)
+
+_MIN_READ_INTERVAL = 0.0003
+"""Seconds between two small reads of output, at least. Waking up for every line takes time from the ranks."""
+
+_OOM_KILLS_MAX_AGE = 1.0
+"""Seconds for which the count of the out-of-memory killer's victims is reused. Reading it anew for each of many short
+cells would take a tenth of their time."""
+
+_JOIN_TIMEOUT = 5.0
+"""Seconds in which `close` waits for the thread to end."""
+
+
+class RankLoop:
+    """Waits for ranks that were added, and carries requests to them. `close` it.
+
+    Args:
+        monitor_interval: seconds between two looks for ranks that were suspended (SIGSTOP), which sends no event; None
+            looks only while ranks are being ended.
+        monitor: called at each of these looks.
+        on_rank_end: called, in the thread, when a rank has ended.
+
+    Attributes:
+        ranks: those that were added, by rank.
+        output: shows what the ranks print.
+        requests: those that were begun and are not done.
+        failure: the exception that has ended its thread, if there was one.
+        post: runs an action in the thread; see `PostedActions.post`.
+        ended: set when its thread has ended.
+        reader: reads what ranks send.
+        observers: called in the thread after each event and before deadlines are looked at: for tests, and for whoever
+            wants to act when something has happened and not at a time.
+    """
+
+    observers: ClassVar[list[Callable[[RankLoop], object]]] = []
+
+    def __init__(
+        self,
+        *,
+        monitor_interval: float | None = None,
+        monitor: Callable[[], object] = lambda: None,
+        on_rank_end: Callable[[RankProxy], object] = lambda _: None,
+    ) -> None:
+        self.ranks: dict[int, RankProxy] = {}
+        self.output: GuardedOutput | None = None
+        self.requests: list[Request] = []
+        self.failure: BaseException | None = None
+        self._processes = ProcessWatch(monitor_interval, monitor)
+        self._on_rank_end = on_rank_end
+        self._hangs: dict[Request, HangWatch] = {}
+        self._guard_without_output = OutputGuard()
+        self._ending = False
+        self._is_closed = False
+        self._last_small_read = 0.0
+        self._oom_kills = 0
+        self._oom_kills_read_at = -NEVER
+        self._thread: HelperThread | None = None
+        self._sources = Sources(lambda _: self._posted.run())
+        self._posted = PostedActions(lambda: self._sources.ring(b"!"))
+        self.reader = RankReader(self._sources, self)
+        self.post = self._posted.post
+        self.ended = self._posted.ended
+
+    # For other threads.
+
+    def start(self) -> None:
+        """Run in a thread of its own, until `close`."""
+        self._thread = HelperThread(self._run, name="ranks")
+        self._thread.start()
+
+    def run(self, request: Request) -> None:
+        """Run until a request, which was begun, is done: in the calling thread, until that has to ask the user."""
+        while self._thread is None and not request.done.is_set():
+            self._wait_once()
+            if request.input_requests.is_asked:
+                self.start()
+        if self._thread is not None:
+            wait_for(self, request)
+
+    def add(self, rank: RankProxy) -> None:
+        """Wait for a rank that was started; it takes the place of one with the same number, which has ended.
+
+        The rank is the loop's from here on, also if this fails.
+
+        Raises:
+            PoolError: the thread has ended.
+        """
+        try:
+            self._do(lambda: self._add(rank))
+        except BaseException:  # also one that broke off the wait for it
+            self.post(lambda: self._remove(rank), lambda: self._close_rank(rank))
+            raise
+
+    def remove(self, rank: RankProxy) -> None:
+        """Close a rank that has ended, and forget it.
+
+        Raises:
+            PoolError: the thread has ended.
+        """
+        self._do(lambda: self._remove(rank))
+
+    def begin(self, request: Request, output: GuardedOutput | None = None, *, hangs: Timeouts | None = None) -> None:
+        """Begin a request: in the thread, or at once if there is none and the caller will `run` it.
+
+        If the thread has ended, the request is done at once, with a failure.
+
+        Args:
+            request: what to ask of the ranks.
+            output: shows what all ranks print from now on, also after the request; None leaves it as it is.
+            hangs: of waits of ranks for one another: after ``told`` seconds one is told, after ``deadlock`` seconds in
+                which nobody is left to come the request fails with a `DeadlockError`. None turns both off.
+        """
+        if self._thread is None:
+            self._begin(request, output, hangs)
+        else:
+            self.post(lambda: self._begin(request, output, hangs), lambda: request.fail(self.why_it_ended))
+
+    def interrupt(self, *requests: Request, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
+        """End the first of these requests that is not done. For any thread, also in a signal handler.
+
+        Args:
+            requests: in the order in which they are begun.
+            kind: the step to go to.
+            how: what the user did, as a participle.
+        """
+        self.post(lambda: self._interrupt(requests, kind, how))
+
+    def say(self, line: str) -> None:
+        """Show a line of this package's own where the last output went. For any thread."""
+        self.post(lambda: self.output.say(line) if self.output else None)
+
+    def close(self) -> None:
+        """End the thread, kill the ranks that live, and close all descriptors. Can be repeated."""
+        self._ending = True
+        if self._thread is not None:
+            self.post(lambda: None)
+            self._thread.join(_JOIN_TIMEOUT)
+            if self._thread.is_alive():
+                # It still uses the descriptors, so they cannot be closed. It ends by itself as soon as it can.
+                frame = sys._current_frames().get(self._thread.ident or 0)  # noqa: SLF001 - the documented way to it
+                place = "".join(traceback.format_stack(frame)) if frame else "unknown"
+                logger.warning("The thread that listens to the ranks has not ended; it is at\n%s", place)
+                return
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for rank in self.ranks.values():
+            kill(rank)
+        while self.ranks:
+            self.ranks.popitem()[1].close()
+        self._sources.close()
+
+    @property
+    def why_it_ended(self) -> PoolError:
+        """The error for whoever still wants something of it."""
+        if self.failure is None:
+            return PoolError("the ranks were stopped")
+        error = PoolError(
+            f"the thread that listens to the ranks has failed ({type(self.failure).__name__}: {self.failure}), so they "
+            f"were ended, and their variables are lost. To start new ones: %distributed start"
+        )
+        error.__cause__ = self.failure
+        return error
+
+    def _do(self, action: Callable[[], object]) -> None:
+        """Run an action in the thread, and wait until it has ended."""
+        if self._thread is None:
+            action()
+        else:
+            self._posted.do(action, lambda: self.why_it_ended)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._ending:
+                self._wait_once()
+        except BaseException as error:
+            logger.exception("The thread that listens to the ranks has failed; they are ended.")
+            self.failure = error
+            for rank in list(self.ranks.values()):
+                kill(rank)
+        finally:
+            for request in self.requests:
+                request.fail(self.why_it_ended)
+            self._posted.end()
+
+    def _wait_once(self) -> None:
+        """Wait for one event or deadline, and handle it.
+
+        It waits once: what wakes up one wait may be the end of the loop, or of the request that it is run for, which
+        another wait would not notice.
+        """
+        if any(one.is_being_ended for one in self.requests):
+            self._processes.look_soon()
+        until_read = read_shell_channel()
+        seconds = self._next_deadline() - time.monotonic()
+        self._sources.wait(min(seconds, until_read))
+        self._finish_requests()
+        if seconds <= 0:  # what had come by then has been read, so that it is not late
+            self._act_on_deadlines()
+        for observer in self.observers:
+            observer(self)
+        self._space_small_reads()
+
+    def _space_small_reads(self) -> None:
+        """Wait a moment if output is read in small pieces one right after the other."""
+        if not self.reader.has_read_little:
+            return
+        now = time.monotonic()
+        if now - self._last_small_read < _MIN_READ_INTERVAL:
+            time.sleep(_MIN_READ_INTERVAL)
+        self._last_small_read, self.reader.has_read_little = now, False
+
+    def _add(self, rank: RankProxy) -> None:
+        self.reader.add(rank)
+        self.ranks[rank.rank] = rank
+
+    def _remove(self, rank: RankProxy) -> None:
+        self.reader.drop(rank)
+        self._close_rank(rank)
+
+    def _close_rank(self, rank: RankProxy) -> None:
+        if self.ranks.get(rank.rank) is rank:
+            del self.ranks[rank.rank]
+        rank.close()
+
+    # Requests.
+
+    def _begin(self, request: Request, output: GuardedOutput | None, hangs: Timeouts | None) -> None:
+        if output is not None and output is not self.output:
+            if self.output is not None:
+                self.output.close()
+            self.output = output
+            for rank in request.ranks:
+                rank.output.forget()
+        for rank in request.ranks:
+            rank.output.alone = self.output is not None and self.output.alone
+        self.requests.append(request)
+        request.oom_kills_before = self._recent_oom_kills()
+        request.begin()
+        if hangs is not None:
+            self._hangs[request] = HangWatch(request, hangs)
+
+    def _recent_oom_kills(self) -> int:
+        now = time.monotonic()
+        if now - self._oom_kills_read_at > _OOM_KILLS_MAX_AGE:
+            self._oom_kills, self._oom_kills_read_at = oom_kills(), now
+        return self._oom_kills
+
+    def _interrupt(self, requests: tuple[Request, ...], kind: StepKind, how: str) -> None:
+        for request in requests:
+            if request in self.requests:
+                request.interrupt(kind, how)
+                return
+            if not request.done.is_set():
+                request.is_unwanted = True
+                return
+
+    def _finish_requests(self) -> None:
+        for request in [one for one in self.requests if not one.waiting]:
+            for rank in request.ranks:
+                self.show(rank.output.finish)
+            for callback in request.callbacks:
+                self._attempt(f"what follows {request.wording.what}", callback)
+            if self.output is not None:
+                self.output.finish()
+            if request.panel is not None:
+                self.show(request.finish_panel)
+            self._hangs.pop(request, None)
+            request.take_note()
+            self.requests.remove(request)  # only now: if `take_note` fails, so does the request
+            request.finish()
+
+    def _request_of(self, rank: RankProxy) -> Request | None:
+        """Return the request that a message of this rank is about."""
+        return next((one for one in self.requests if one.awaits is not Awaits.END and rank in one.waiting), None)
+
+    # Deadlines.
+
+    def _next_deadline(self) -> float:
+        due = min(self._processes.due, self.output.due if self.output else NEVER)
+        for request in self.requests:
+            due = min(due, request.due, request.panel.due if request.panel else NEVER)
+        for hang in self._hangs.values():
+            due = min(due, hang.due)
+        for rank in self.ranks.values():
+            due = min(due, rank.stacks_due)
+        return due
+
+    def _act_on_deadlines(self) -> None:
+        now = time.monotonic()
+        for rank in self.ranks.values():
+            if rank.stacks_due <= now:
+                rank.ask_by_signal()
+        for request in self.requests:
+            if request.due <= now:
+                request.act()
+        for request, hang in list(self._hangs.items()):
+            if hang.due <= now:
+                self._attempt("the look for ranks that hang", hang.act)
+                if hang.due <= now:  # it has failed, and would do so again at once
+                    del self._hangs[request]
+        if self.output is not None and self.output.due <= now:
+            self.output.flush()
+        for request in self.requests:
+            if request.panel is not None and request.panel.due <= now:
+                request.panel.refresh()
+        if self._processes.due <= now:
+            self._look_at_processes()
+
+    def _look_at_processes(self) -> None:
+        has_panel = any(one.panel is not None for one in self.requests)
+        is_ending = any(one.is_being_ended for one in self.requests)
+        say = (lambda _: None) if has_panel else self.say  # a panel shows by itself that a rank is stopped
+        for rank in self._processes.look([*self.ranks.values()], say, is_ending=is_ending):
+            self.on_end(rank)
+
+    def _attempt(self, what: str, action: Callable[..., object], *arguments: Any) -> None:
+        """Call what the ranks can do without: an error in it is told and logged, and the loop goes on.
+
+        Args:
+            what: a few words for what `action` does.
+            action: to be called.
+            arguments: of it.
+        """
+        try:
+            action(*arguments)
+        except Exception as error:
+            line = f"{what} failed ({short_text(error)}). The ranks go on"
+            logger.log(logging.WARNING if self.output is None else logging.INFO, "%s", line, exc_info=error)
+            if self.output is not None:
+                self.output.say(line)
+
+    # Called by the reader, see `RankEvents`.
+
+    def show(self, action: Callable[..., object], *arguments: Any) -> None:
+        """Call what shows output of ranks; an error in it is told and logged as one in showing output."""
+        with self._guard_without_output if self.output is None else self.output.guard:
+            action(*arguments)
+
+    def on_message(self, rank: RankProxy, message: Any, fds: tuple[int, ...]) -> None:
+        """Handle a message of a rank."""
+        request = self._request_of(rank)
+        if isinstance(message, Ready):
+            rank.is_ready = True
+            rank.handle.pid = message.pid
+            if request is not None:
+                request.ready(rank)
+        elif isinstance(message, InputRequest):
+            self._on_input_request(PendingInput(rank, message), request)
+        elif isinstance(message, DebuggerResumed):
+            if request is not None:
+                request.input_requests.goes_on(rank.rank)
+        elif request is not None:
+            request.answered(rank, message, fds)
+        else:  # the answer to a request that was given up
+            close_fds(fds)
+
+    def _on_input_request(self, pending: PendingInput, request: Request | None) -> None:
+        if self.output is not None:
+            self.output.finish()  # what was printed before is to be seen first
+        is_ending = request is not None and request.step is not None
+        if request is not None and request.attended and not is_ending:
+            request.input_requests.put(pending)
+            return
+        if self.output is not None and not is_ending:
+            self.output.say(f"rank {pending.rank.rank} asks for input, which it cannot have in the background")
+        pending.answer(None)
+
+    def on_text(self, rank: RankProxy, stream: StreamName, text: str) -> None:
+        """Show lines of a rank."""
+        if self.output is not None:
+            self.output.text(rank.rank, stream, text)
+
+    def on_display(self, rank: RankProxy, display: Display) -> None:
+        """Show a display of a rank."""
+        if self.output is not None:
+            self.output.display(rank.rank, display)
+
+    def on_output(self, rank: RankProxy) -> None:
+        """Note that a rank has printed something: it does not hang, and a progress bar may have changed."""
+        for hang in self._hangs.values():
+            hang.printed()
+        if self.output is not None:
+            self.output.redrawing(rank.rank, rank.output.unfinished("stderr"))
+            self.output.redrawing(rank.rank, rank.output.unfinished("stdout"))
+
+    def drops_stderr(self) -> bool:
+        """Return whether connections were broken on purpose: C++ code complains about that at length."""
+        return any(StepKind.CUT in one.taken for one in self.requests)
+
+    def on_end(self, rank: RankProxy) -> None:
+        """Note that a rank has ended, or is of no use any more."""
+        rank.stacks_due = NEVER
+        rank.has_stacks.set()
+        self._attempt(f"what follows the end of rank {rank.rank}", self._on_rank_end, rank)
+        for request in self.requests:
+            if rank in request.ranks:
+                request.ended(rank)

@@ -1,0 +1,192 @@
+"""Split what a rank prints into whole lines.
+
+Pieces of bytes arrive that end anywhere. A line is passed on when it is complete, so that lines of several ranks never
+mix. What has no newline is passed on when its rank ends or when it has become very long. If there is just one rank,
+everything is passed on at once. Of a line that redraws itself by carriage returns (a progress bar), only the last
+drawing is passed on.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections import deque
+from typing import TYPE_CHECKING
+
+from nb_accelerate.notebook.display.runs import take
+from nb_accelerate.notebook.protocol.output import Chunk, Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.notebook.protocol.output import StreamName
+
+_MAX_LINES = 1000
+"""Last lines of a rank that are kept."""
+
+_MAX_WIDTH = 1 << 13
+"""Characters of each kept line, counted from its end."""
+
+_TAIL_LINES = 20
+"""Lines that an error shows."""
+
+_MAX_UNFINISHED = 1 << 20
+"""Characters without a newline that are held back; more are passed on as a line."""
+
+
+_OF_GLOO = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\n"
+)
+"""What gloo of PyTorch 2.8 to 2.10 prints to standard output, in C++ and past every log level, for each group."""
+
+
+class RankOutput:
+    """Takes the bytes that one rank prints, passes them on as lines, and keeps the last ones.
+
+    Args:
+        mark: mark of its frames, see `notebook.protocol.output`.
+        emit: called with the name of a stream and one or more whole lines.
+        alone: whether this is the only rank, so that nothing is held back until its newline.
+        on_display: called at the place of a display.
+
+    Attributes:
+        alone: as given; may be changed.
+        logged: ids of the runs that the rank has logged values of, in their order. The values are None.
+    """
+
+    def __init__(
+        self,
+        mark: bytes,
+        emit: Callable[[StreamName, str], None],
+        *,
+        alone: bool,
+        on_display: Callable[[], None] | None = None,
+    ) -> None:
+        self._decoder = Decoder(mark)
+        self._emit_lines = emit
+        self._on_display = on_display
+        self.logged: dict[str, None] = {}
+        self.alone = alone
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._text = {name: decoder("replace") for name in ("stdout", "stderr", "for_all")}
+        self._line: dict[StreamName, _Line] = {"stdout": _Line(), "stderr": _Line(), "for_all": _Line()}
+        self._last: deque[str] = deque(maxlen=_MAX_LINES)
+        self._num_newlines = 0
+
+    @property
+    def text(self) -> str:
+        """The last thousand lines, of all streams."""
+        return "".join((*self._last, *(line.text[-_MAX_WIDTH:] for line in self._line.values())))
+
+    @property
+    def tail(self) -> str:
+        """The last lines since `forget`, as many as an error shows."""
+        text = self.text
+        num_lines = self._num_newlines + (text != "" and not text.endswith("\n"))
+        return "".join(text.splitlines(keepends=True)[-min(_TAIL_LINES, num_lines) :]) if num_lines else ""
+
+    def forget(self) -> None:
+        """Begin another cell: an error in it shows none of the lines before."""
+        self._num_newlines = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes that the rank has written to descriptor 1, with its frames."""
+        for chunk in self._decoder.feed(data):
+            self._pass_on(chunk)
+
+    def feed_stderr(self, data: bytes) -> None:
+        """Take bytes that C code has written to descriptor 2."""
+        self._pass_on(Chunk("stderr", data))
+
+    def finish(self) -> None:
+        """Pass on what has no newline yet."""
+        for stream, line in self._line.items():
+            text = line.take()
+            if text:
+                self._emit(stream, text if self.alone else text + "\n")
+
+    def unfinished(self, stream: StreamName) -> str:
+        """Return what was printed to a stream after its last newline: a prompt, say, or a progress bar."""
+        return self._line[stream].text
+
+    def _pass_on(self, chunk: Chunk) -> None:
+        if chunk.stream == "record":
+            run = take(chunk.data)
+            if run is not None:
+                self.logged[run] = None
+            return
+        if chunk.stream == "display":
+            if self._on_display is not None:
+                self.finish()
+                self._on_display()
+            return
+        line = self._line[chunk.stream]
+        text = self._text[chunk.stream].decode(chunk.data)
+        if self.alone:
+            text = line.take() + text
+        else:
+            whole, newline, rest = text.rpartition("\n")
+            text = _last_drawings(line.take() + whole + newline) if newline else ""
+            line.add(rest)
+            if line.size > _MAX_UNFINISHED:
+                text += line.take() + "\n"
+        if "[Gloo] Rank " in text:
+            text = _OF_GLOO.sub("", text)
+        if text:
+            self._emit(chunk.stream, text)
+
+    def _emit(self, stream: StreamName, text: str) -> None:
+        self._num_newlines += text.count("\n")
+        self._last.extend(line[-_MAX_WIDTH:] for line in text.splitlines(keepends=True)[-_MAX_LINES:])
+        self._emit_lines(stream, text)
+
+
+class _Line:
+    """Holds what was printed since the last newline. Pieces are joined when they are needed, not one by one."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.size = 0
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def add(self, piece: str) -> None:
+        """Add a piece."""
+        if "\r" in piece:
+            piece = last_drawing(self.take() + piece)
+        if piece:
+            self._pieces.append(piece)
+            self.size += len(piece)
+
+    def take(self) -> str:
+        """Return all of it, and become empty."""
+        text = self.text
+        self._pieces, self.size = [], 0
+        return text
+
+
+def _last_drawings(lines: str) -> str:
+    """Return whole lines, each without what was drawn over in it."""
+    return "\n".join(map(last_drawing, lines.split("\n"))) if "\r" in lines else lines
+
+
+def last_drawing(line: str) -> str:
+    """Return a line without what was drawn over: its last drawing that shows something, after a carriage return."""
+    shown = line.rstrip("\r\t ")
+    start = shown.rfind("\r")
+    if start < 0:
+        return line
+    return shown[start:] + ("\r" if "\r" in line[len(shown) :] else line[len(shown) :])
+
+
+def prefixed(text: str, prefix: str) -> str:
+    """Return whole lines with `prefix` in front of each."""
+    if not prefix:
+        return text
+    *whole, rest = text.split("\n")  # not splitlines(), which also ends a line at a carriage return
+    return "".join(f"{prefix}{line}\n" for line in whole) + (prefix + rest if rest else "")

@@ -1,0 +1,133 @@
+"""Make the panel of a request: connect it with the ranks, and choose where it is drawn."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.progress_page import Sample
+from nb_accelerate.notebook.diagnostics.stacks import listed
+from nb_accelerate.notebook.display.block import Block, can_redraw
+from nb_accelerate.notebook.display.lines import Lines
+from nb_accelerate.notebook.display.notebook_panel import NotebookPanel
+from nb_accelerate.notebook.display.panel import Panel
+from nb_accelerate.notebook.display.relay import Relay
+from nb_accelerate.notebook.display.seen import Seen
+from nb_accelerate.notebook.ranks.sinks import CellSink, StreamSink
+from nb_accelerate.notebook.ranks.status import state_of
+from nb_accelerate.notebook.ranks.steps import ask_for_stacks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.notebook.display.frontend import FrontEnd
+    from nb_accelerate.notebook.display.panel import Action, Drawing, Watched
+    from nb_accelerate.notebook.display.view import Facts
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.ranks.request import Request
+    from nb_accelerate.notebook.ranks.sinks import Sink
+
+
+_MOST_RECENT = 8
+"""Panels that are kept, with what is left of their runs."""
+
+recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
+"""The last panels, in the order in which their runs began; see `notebook.ranks.attach`."""
+
+
+class RequestView:
+    """Shows a panel the ranks of one request; see `notebook.display.Watched`.
+
+    Args:
+        request: the request, before it begins.
+        actions: the panel's buttons.
+    """
+
+    def __init__(self, request: Request, actions: Sequence[Action]) -> None:
+        self._request = request
+        self._actions = actions
+        for rank in request.ranks:
+            rank.output.logged.clear()
+        self._unasked: set[int] = set()
+        self._requests_before = {rank.rank: rank.handle.page.request for rank in request.ranks if rank.is_ready}
+
+    def look(self) -> list[Seen]:
+        """Return the ranks as they are now."""
+        return [
+            Seen(rank=rank.rank, sample=self._sample(rank), state=state_of(rank, self._request), pid=rank.handle.pid)
+            for rank in self._request.ranks
+        ]
+
+    def ask(self) -> None:
+        """Ask the ranks that are busy for their stacks, and those that are not ready yet as soon as they are."""
+        self._unasked = {rank.rank for rank in self._request.waiting}
+        self._ask_ready()
+
+    def note_lines(self) -> None:
+        """Have the ranks that are busy note the line of the user's code that they are at."""
+        for rank in self._request.waiting:
+            if rank.is_ready and not rank.is_stopped:
+                rank.handle.note_line()
+
+    def stacks(self) -> dict[int, str]:
+        """Return the stacks that have come, by rank."""
+        self._ask_ready()
+        return self._request.stacks
+
+    def log(self, rank: int) -> str:
+        """Return the last lines that a rank has printed."""
+        return next(one.output.text for one in self._request.ranks if one.rank == rank)
+
+    def runs(self) -> list[str]:
+        """Return the ids of the runs that ranks have logged values of in this request."""
+        return [run for rank in self._request.ranks for run in rank.output.logged]
+
+    def actions(self) -> Sequence[Action]:
+        """Return the panel's buttons."""
+        return self._actions
+
+    def _ask_ready(self) -> None:
+        if self._request.step is None:
+            for rank in self._request.waiting:
+                if rank.is_ready and rank.rank in self._unasked:
+                    self._unasked.discard(rank.rank)
+                    ask_for_stacks(rank)
+
+    def _sample(self, rank: RankProxy) -> Sample:
+        sample = rank.handle.page.read()
+        return sample if sample.request > self._requests_before.get(rank.rank, -1) else Sample()
+
+
+def make_panel(
+    facts: Facts, ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd, *, place: str = ""
+) -> Panel | None:
+    """Return a panel, or None if the front end is ``"off"``.
+
+    Args:
+        facts: what runs, and how.
+        ranks: the ranks to show.
+        sink: the cell or stream that it belongs to.
+        watched: gives their state.
+        front_end: how it is drawn, see `choose_front_end`.
+        place: id of a display that the panel replaces, see `announce`; "" for none.
+    """
+    if front_end == "off":
+        return None
+    panel = Panel(facts, ranks, make_drawing(ranks, sink, watched, front_end, place=place), watched)
+    recent.append(panel)
+    return panel
+
+
+def make_drawing(
+    ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd, *, place: str = ""
+) -> Drawing:
+    """Return what draws a panel, unless the front end is ``"off"``. The arguments are those of `make_panel`."""
+    if front_end == "widget" and isinstance(sink, CellSink) and not sink.is_captured:
+        return NotebookPanel(sink, sink.kernel, ranks, watched, listed, place=place)
+    if front_end == "terminal" and isinstance(sink, CellSink):
+        return Relay(sink)
+    if isinstance(sink, StreamSink) and can_redraw(sys.stdout):
+        sink.block = Block(sys.stdout)
+        return sink.block
+    return Lines(sink, is_notebook=isinstance(sink, CellSink))

@@ -1,0 +1,76 @@
+"""Look at the processes of ranks for what sends no event: that one was suspended, or ended without a report."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from nb_accelerate.notebook.ranks.timeouts import NEVER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+
+_INTERVAL_WHILE_ENDING = 0.1
+"""Seconds between two looks while ranks are being ended."""
+
+
+class ProcessWatch:
+    """Looks at the processes of ranks from time to time. The loop's thread calls `look` when it is due.
+
+    Args:
+        interval: seconds between two looks; None looks only while ranks are being ended.
+        monitor: called at each look.
+
+    Attributes:
+        due: `time.monotonic` of the next look.
+    """
+
+    def __init__(self, interval: float | None, monitor: Callable[[], object]) -> None:
+        self._interval = NEVER if interval is None else interval
+        self._monitor = monitor
+        self.due = time.monotonic() + self._interval
+
+    def look_soon(self) -> None:
+        """Have the next look soon: ranks are being ended."""
+        self.due = min(self.due, time.monotonic() + _INTERVAL_WHILE_ENDING)
+
+    def look(self, ranks: Iterable[RankProxy], say: Callable[[str], object], *, is_ending: bool) -> list[RankProxy]:
+        """Look at the processes of ranks.
+
+        Args:
+            ranks: those that were started.
+            say: shows a line about one that was suspended or continued.
+            is_ending: whether ranks are being ended; then it does not matter if one is suspended.
+
+        Returns:
+            Ranks whose end nobody will report. They were given up.
+        """
+        self.due = time.monotonic() + (min(_INTERVAL_WHILE_ENDING, self._interval) if is_ending else self._interval)
+        self._monitor()
+        lost = []
+        for rank in ranks:
+            if not is_ending and not rank.is_gone:
+                look_whether_stopped(rank, say)
+            if not rank.is_gone and rank.handle.is_lost():
+                rank.handle.give_up()
+                lost.append(rank)
+        return lost
+
+
+def look_whether_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
+    """Note whether a rank is suspended, and say so if that has changed.
+
+    Args:
+        rank: the rank.
+        say: shows a line.
+    """
+    pid = rank.handle.pid
+    if pid is None:
+        return
+    is_stopped = rank.handle.is_stopped()
+    if is_stopped != rank.is_stopped:
+        how = f"is stopped (SIGSTOP). To let it go on: kill -CONT {pid}" if is_stopped else "goes on"
+        say(f"rank {rank.rank} {how}")
+    rank.is_stopped = is_stopped

@@ -1,0 +1,112 @@
+"""A rank as the loop sees it: its connections, its output, and what is known about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.notebook.diagnostics.stacks import is_whole
+from nb_accelerate.notebook.protocol.messages import Quit
+from nb_accelerate.notebook.ranks.output import RankOutput
+from nb_accelerate.notebook.ranks.timeouts import NEVER
+
+if TYPE_CHECKING:
+    from nb_accelerate.notebook.protocol.messages import Display
+    from nb_accelerate.notebook.ranks.handle import RankHandle
+    from nb_accelerate.notebook.ranks.loop import RankLoop
+
+_ANSWER_TIMEOUT = 0.15
+"""Seconds in which a thread of a rank answers if it gets the interpreter's lock. A busy machine needs most of them."""
+
+
+class RankProxy:
+    """Owns a rank's handle, and keeps what came from the rank until it is wanted.
+
+    Args:
+        handle: the rank's connections.
+        loop: shows its output. The rank is read from once it was given to `RankLoop.add`.
+
+    Attributes:
+        rank: its rank.
+        handle: its connections.
+        output: splits what it prints into lines.
+        displays: displays that have come and whose places in the output have not.
+        inbox: other messages that have come, each with its descriptors.
+        stacks: what it has written since `ask_for_stacks`.
+        has_stacks: set when all of that has come, or the rank has ended.
+        stacks_due: `time.monotonic` of `ask_by_signal`.
+        is_ready: it has been set up.
+        is_stopped: it was suspended (SIGSTOP) when it was looked at last.
+        is_leaving: it was told to end.
+        why_lost: why it is of no use any more although its process may live; "" for one that is of use.
+        lost_by: the exception behind `why_lost`, if there is one; the cause of the error about this rank.
+    """
+
+    def __init__(self, handle: RankHandle, loop: RankLoop) -> None:
+        self.rank = handle.rank
+        self.handle = handle
+        self.output = RankOutput(
+            handle.mark,
+            lambda stream, text: loop.on_text(self, stream, text),
+            alone=False,
+            on_display=lambda: loop.reader.show_next_display(self),
+        )
+        self.displays: deque[Display] = deque()
+        self.inbox: deque[tuple[Any, tuple[int, ...]]] = deque()
+        self.stacks = bytearray()
+        self.has_stacks = threading.Event()
+        self.stacks_due = NEVER
+        self.is_ready = False
+        self.is_stopped = False
+        self.is_leaving = False
+        self.why_lost = ""
+        self.lost_by: Exception | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, or is of no use any more."""
+        return self.handle.ended or bool(self.why_lost)
+
+    def ask_for_stacks(self) -> None:
+        """Have it write where its main thread is, and forget what it wrote before. For the loop's thread.
+
+        A rank that has not answered the last time is asked by a signal.
+        """
+        self.stacks.clear()
+        self.has_stacks.clear()
+        if self.stacks_due < NEVER:
+            self.ask_by_signal()
+        else:
+            self.stacks_due = time.monotonic() + _ANSWER_TIMEOUT
+            self.handle.dump_stacks()
+
+    def ask_by_signal(self) -> None:
+        """Have C code of it write where its main thread is: Python code of it does not answer."""
+        self.stacks_due = NEVER
+        self.handle.dump_stacks(by_signal=True)
+
+    def take_stacks(self, data: bytes) -> None:
+        """Take a piece of the stacks that it writes."""
+        self.stacks_due = NEVER
+        self.stacks += data
+        if is_whole(self.stacks):
+            self.has_stacks.set()
+
+    def quit(self) -> None:
+        """Tell it once to end by itself."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            with contextlib.suppress(OSError):  # it has just ended, which its status tells
+                self.handle.channel.send(Quit())
+
+    def close(self) -> None:
+        """Close its connections, and descriptors of messages that nobody took."""
+        for _, fds in self.inbox:
+            for fd in fds:
+                os.close(fd)
+        self.inbox.clear()
+        self.handle.close()

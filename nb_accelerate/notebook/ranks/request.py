@@ -1,0 +1,445 @@
+"""A request: what ranks are asked to do together, and how that ends.
+
+::
+
+    sent --> all have answered -------------------------------------------------------------+
+      |                                                                                      +--> done
+      +--> one has failed, ended, or is late --> the first step --> the next --> ... --> all answered or ended
+      +--> the user interrupts ----------------> the step "interrupt" --> ...
+
+A request ends early by a table of steps (`notebook.ranks.steps`). Each step acts on the ranks that have not
+answered yet, and the next one follows after its deadline.
+
+The methods run in the thread of the loop. Answers are unpickled later, in the thread that has asked and closes the
+request, because users' code takes part in that.
+
+More than 400 lines: a quarter documents attributes, and what may happen to a request is easier to check in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.topology.rank_lists import label
+from nb_accelerate.notebook.diagnostics.stacks import STOPPED
+from nb_accelerate.notebook.protocol.messages import CellEnd, Failure, Parcel, Result
+from nb_accelerate.notebook.ranks.ended import ended_as
+from nb_accelerate.notebook.ranks.failures import Incident, IncidentKind, first_cause, oom_kills
+from nb_accelerate.notebook.ranks.input_requests import InputRequests
+from nb_accelerate.notebook.ranks.process_watch import look_whether_stopped
+from nb_accelerate.notebook.ranks.shortage import shortage_on
+from nb_accelerate.notebook.ranks.steps import StepKind, ask_for_stacks, saves_in_background
+from nb_accelerate.notebook.ranks.timeouts import NEVER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nb_accelerate.notebook.display.panel import Panel
+    from nb_accelerate.notebook.ranks.failures import Wording
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.ranks.steps import Step
+
+    Answer = tuple[Result | Failure, tuple[int, ...]]
+
+logger = logging.getLogger(__name__)
+
+_NUDGE_INTERVAL = 0.15
+"""Seconds between two nudges of ranks that have not answered since they were interrupted; see `RankHandle.nudge`."""
+
+
+class Awaits(enum.Enum):
+    """What a request waits for, from each of its ranks."""
+
+    READY = "`Ready`, when it is set up"
+    ANSWER = "the answer to a message"
+    END = "the end of its process"
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """Something that ranks are asked. `RankLoop.begin` begins it; it is over when `done` is set.
+
+    Attributes:
+        ranks: the ranks that are asked.
+        send: sends the message to one of them.
+        steps: the steps by which it is ended early, in their order.
+        wording: phrases for its errors.
+        awaits: what it waits for, from each rank.
+        world_size: number of ranks in all, of which `ranks` may be some.
+        start: seconds in which all ranks must become ready, for a request that does not itself wait for `Awaits.READY`.
+        timeout: seconds in which all ranks must answer; None for no limit.
+        spent: seconds of these that were over before it began.
+        say: shows the user a line.
+        panel: shows how far the ranks are; None if nothing does.
+        keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
+        on_host: whether its ranks compute on processors, and use no other devices.
+        idle: returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
+        exit_returns: whether a rank whose process ends with exit code 0 has answered None. A script may do that, by
+            ``os._exit(0)``, where a function would lose its value.
+        attended: whether somebody waits for it and can be asked for input.
+        is_raised: whether its error is raised in the cell that shows its panel; if not, the panel shows the traceback.
+        answers: the answers that have come, with their descriptors, by rank.
+        ends: what else cells reported at their end, by rank.
+        incidents: what went wrong, in the order in which it was noticed.
+        failure: the error of the loop, if that has ended before the ranks have answered.
+        step: the current step; None as long as nothing went wrong.
+        taken: kinds of the steps that have acted on a rank.
+        callbacks: called just before it is done. An error in one is shown to the user or logged, and otherwise ignored.
+        take_note: called just before it is done, after `callbacks`. An error in it fails the request.
+        is_unwanted: whether it was interrupted before it has begun.
+        oom_kills_before: what `oom_kills` returned when it began.
+        input_requests: requests for input of debuggers on its ranks.
+        steering: held by whoever steers its training, since its ranks take one command at a time.
+        done: set when every rank has answered or ended, or the loop has ended.
+    """
+
+    ranks: Sequence[RankProxy]
+    send: Callable[[RankProxy], object]
+    steps: Sequence[Step]
+    wording: Wording
+    awaits: Awaits = Awaits.ANSWER
+    world_size: int = 1
+    start: float = NEVER
+    timeout: float | None = None
+    spent: float = 0.0
+    say: Callable[[str], object] = lambda _: None
+    panel: Panel | None = None
+    keeps_panel: bool = False
+    on_host: bool = False
+    idle: Callable[[], Sequence[RankProxy]] = tuple
+    exit_returns: bool = False
+    attended: bool = True
+    is_raised: bool = True
+    take_note: Callable[[], object] = lambda: None
+    answers: dict[int, Answer] = field(default_factory=dict)
+    ends: dict[int, CellEnd] = field(default_factory=dict)
+    incidents: list[Incident] = field(default_factory=list)
+    failure: BaseException | None = None
+    step: Step | None = None
+    taken: set[StepKind] = field(default_factory=set)
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
+    is_unwanted: bool = False
+    oom_kills_before: int = 0
+    input_requests: InputRequests = field(default_factory=InputRequests)
+    steering: threading.Lock = field(default_factory=threading.Lock)
+    done: threading.Event = field(default_factory=threading.Event)
+    _step_ends: float = NEVER
+    _again_at: float = NEVER
+    _start_ends: float = NEVER
+    _late_at: float = NEVER
+    _ending_since: float = NEVER
+    _told_of_save: bool = False
+    _asks_where: bool = True
+    """Whether ranks that do not react to the user's interrupt have yet to be asked for their stacks."""
+    _given_away: set[int] = field(default_factory=set)
+    """Ranks whose answer `take` has returned: the caller closes its descriptors."""
+    _unasked: set[int] = field(default_factory=set)
+    """Ranks to which the message could not be sent."""
+    _unaided: set[int] = field(default_factory=set)
+    """Ranks that answered by themselves, not because of a signal or a lost rank. Their stacks are not shown."""
+
+    # Its state.
+
+    @property
+    def waiting(self) -> list[RankProxy]:
+        """Ranks that were asked and have neither answered nor ended."""
+        done = self.answers.keys() | self._unasked if self.awaits is not Awaits.END else self._unasked
+        return [one for one in self.ranks if one.rank not in done and not one.is_gone]
+
+    @property
+    def due(self) -> float:
+        """`time.monotonic` at which `act` has something to do."""
+        return min(self._step_ends, self._again_at, self._start_ends, self._late_at)
+
+    @property
+    def deadline(self) -> float:
+        """`time.monotonic` from which answers that have not come are late, or the current step is over."""
+        return min(self._start_ends, self._late_at) if self.step is None else self._step_ends
+
+    @property
+    def is_being_ended(self) -> bool:
+        """Whether ranks were signalled. Failures and ends that are noticed afterwards are no causes."""
+        return self.step is not None and self.step.kind > StepKind.ASK
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the user has interrupted it."""
+        return any(one.kind is IncidentKind.INTERRUPTED for one in self.incidents)
+
+    @property
+    def failed_rank(self) -> int | None:
+        """The rank that failed first, or None."""
+        failed = [one for one in self.incidents if one.kind is IncidentKind.FAILED]
+        first = first_cause(failed) if failed else None
+        return first.rank.rank if first is not None and first.rank is not None else None
+
+    @property
+    def stacks(self) -> dict[int, str]:
+        """Stacks of the ranks that were asked for them and have not answered by themselves since, by rank."""
+        return {
+            one.rank: STOPPED if one.is_stopped else bytes(one.stacks).decode(errors="replace")
+            for one in self.ranks
+            if (one.stacks or one.is_stopped) and one.rank not in self._unaided
+        }
+
+    # Events.
+
+    def begin(self) -> None:
+        """Send the message to every rank."""
+        for rank in self.ranks:
+            if self.awaits is not Awaits.END:  # errors of a request that ends ranks show older stacks
+                rank.stacks.clear()
+                rank.is_stopped = False
+            try:
+                self.send(rank)
+            except Exception as error:
+                self._unasked.add(rank.rank)
+                self._add(Incident(kind=IncidentKind.UNASKED, when=time.monotonic(), rank=rank, error=error))
+        for rank in self.ranks:
+            if rank.is_gone:  # it has ended since it was chosen, and no event will follow
+                self.ended(rank)
+        now = time.monotonic()
+        if self.timeout is not None:
+            self._late_at = now + self.timeout - self.spent
+        if self.awaits is not Awaits.READY and not all(rank.is_ready for rank in self.ranks):
+            self._start_ends = now + self.start
+        if self.awaits is Awaits.END:
+            self._enter(self.steps[0].kind)
+        if self.is_unwanted:
+            self.interrupt()
+
+    def ready(self, rank: RankProxy) -> None:
+        """Note that a rank is set up."""
+        if self.awaits is Awaits.READY:
+            self.answered(rank, Result(parcel=Parcel()), ())
+        elif all(one.is_ready for one in self.ranks):
+            self._start_ends = NEVER
+
+    def answered(self, rank: RankProxy, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
+        """Note an answer.
+
+        Args:
+            rank: the rank.
+            message: the answer.
+            fds: descriptors that came with it; taken over.
+        """
+        if isinstance(message, CellEnd):
+            self.ends[rank.rank] = message
+            message = message.answer
+        self.answers[rank.rank] = (message, fds)
+        self.input_requests.gone(rank.rank)
+        if self.step is not None and self.step.answered is not None:
+            self.step.answered(rank)
+        if self.is_being_ended:
+            return
+        if not (isinstance(message, Failure) and message.peer_lost):
+            self._unaided.add(rank.rank)
+        if isinstance(message, Failure):
+            incident = Incident(
+                kind=IncidentKind.FAILED,
+                when=message.when,
+                rank=rank,
+                failure=(message, fds),
+                tail=rank.output.tail,
+                memory=shortage_on(rank, self.ranks, message.report),
+            )
+            self._add(incident, goes_on=message.returned)  # if only its value cannot be sent, the others may finish
+
+    def ended(self, rank: RankProxy) -> None:
+        """Note that the process of a rank has ended, or that it is of no use any more."""
+        self.input_requests.gone(rank.rank)
+        if self.awaits is Awaits.END or rank.rank in self.answers:
+            return
+        if self.step is not None and self.step.kind >= StepKind.TERMINATE:
+            return
+        if self.exit_returns and rank.is_ready and rank.handle.exitcode == 0:
+            self.answered(rank, Result(parcel=Parcel(pickled=pickle.dumps(None))), ())
+            return
+        out_of_memory = oom_kills() > self.oom_kills_before
+        was_killed_for_memory = out_of_memory and rank.handle.exitcode == -signal.SIGKILL
+        incident = Incident(
+            kind=IncidentKind.DIED,
+            when=time.monotonic(),
+            rank=rank,
+            tail=rank.output.tail,
+            is_consequence=self.is_being_ended,
+            out_of_memory=out_of_memory,
+            memory=shortage_on(rank, self.ranks) if was_killed_for_memory else "",
+        )
+        self._add(incident)
+
+    def interrupt(self, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
+        """End it early for the user. A second time, go to the step that the current one has for that.
+
+        Args:
+            kind: the step to go to.
+            how: what the user did, as a participle.
+        """
+        again = self.was_interrupted
+        self.input_requests.close()
+        self.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=time.monotonic(), how=how))
+        step = self.step
+        if step is not None and step.on_interrupt is not None and (again or self.awaits is Awaits.END):
+            self._enter(step.on_interrupt)
+        elif step is None or step.kind < kind:
+            self._enter(kind)
+
+    def abandon(self, error: BaseException) -> None:
+        """End it because its ranks cannot go on, for a reason outside them; in the loop's thread.
+
+        Args:
+            error: the reason, which is raised for whoever waits.
+        """
+        self._add(Incident(kind=IncidentKind.ABANDONED, when=time.monotonic(), error=error))
+
+    def expire(self) -> None:
+        """Treat its timeout as over. For the loop's thread, see `RankLoop.post`."""
+        if self._late_at < NEVER:
+            self._late_at = 0.0
+
+    def extend_step(self) -> None:
+        """Begin the time of the current step anew."""
+        if self.step is not None:
+            self._step_ends = time.monotonic() + self.step.seconds
+
+    def act(self) -> None:
+        """Go to the next step, note what is late, or nudge ranks, as is due."""
+        now = time.monotonic()
+        if now >= min(self._start_ends, self._late_at):
+            kind = IncidentKind.NOT_STARTED if now >= self._start_ends else IncidentKind.LATE
+            self._start_ends = self._late_at = NEVER
+            late = [one for one in self.waiting if kind is IncidentKind.LATE or not one.is_ready]
+            self._add(Incident(kind=kind, when=now, late=tuple(one.rank for one in late)))
+        if self.step is None:
+            return
+        if now >= self._step_ends:
+            if self._lacks_a_cause(now) or self._is_saving(now):
+                self._step_ends = now + self.step.seconds
+            else:
+                self._enter(StepKind(self.step.kind + 1))
+        elif now >= self._again_at:
+            is_asking = self.step.kind is StepKind.ASK
+            asks_where, self._asks_where = self._asks_where and self.was_interrupted, False
+            self._again_at = NEVER if is_asking else now + _NUDGE_INTERVAL
+            for rank in self.waiting:
+                with contextlib.suppress(Exception):  # `_enter` has logged what cannot be done
+                    if is_asking:  # once more: the first stacks may show it on its way to where it waits
+                        ask_for_stacks(rank)
+                    elif rank.is_ready:
+                        rank.handle.nudge()
+                        if asks_where:  # once: C code may never let it answer
+                            ask_for_stacks(rank)
+
+    # Its end.
+
+    def finish_panel(self) -> None:
+        """Have its panel show its end, unless the panel outlives it."""
+        if self.panel is not None and not self.keeps_panel:
+            self.panel.finish(*ended_as(self))
+
+    def finish(self) -> None:
+        """Wake up whoever waits for it."""
+        self.done.set()
+        self.input_requests.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the loop has ended, and wake up whoever waits.
+
+        Args:
+            error: why.
+        """
+        self.failure = error
+        self.finish()
+
+    def take(self, rank: int) -> Answer:
+        """Return what a rank answered. Its descriptors are the caller's from then on."""
+        self._given_away.add(rank)
+        return self.answers[rank]
+
+    def close(self) -> None:
+        """Close the descriptors of answers that were not taken."""
+        for rank in self.answers.keys() - self._given_away:
+            for fd in self.take(rank)[1]:
+                os.close(fd)
+
+    # Inside.
+
+    def _add(self, incident: Incident, *, goes_on: bool = False) -> None:
+        self.incidents.append(incident)
+        if self.step is None and not goes_on:
+            for rank in self.waiting:
+                look_whether_stopped(rank, self._say_without_panel)
+            self._enter(self.steps[0].kind)
+
+    def _say_without_panel(self, line: str) -> None:
+        if self.panel is None:  # which shows by itself that a rank is stopped
+            self.say(line)
+
+    def _lacks_a_cause(self, now: float) -> bool:
+        """Return whether all failures only say that another rank was lost, and that rank's own is still waited for."""
+        assert self.step is not None
+        return (
+            bool(self.incidents)
+            and all(incident.peer_lost for incident in self.incidents)
+            and now < self.incidents[0].when + self.step.cause
+        )
+
+    def _is_saving(self, now: float) -> bool:
+        """Return whether to wait for ranks that write a checkpoint, and tell the user of it once.
+
+        Not after a timeout, not if the user interrupted again, and for at most ``Step.save`` seconds.
+        """
+        assert self.step is not None
+        if now >= self._ending_since + self.step.save:
+            return False
+        kinds = [one.kind for one in self.incidents]
+        # The first interrupt asks ranks to end; one more, or one after a failure, not to wait.
+        if kinds.count(IncidentKind.INTERRUPTED) > (kinds[:1] == [IncidentKind.INTERRUPTED]):
+            return False
+        if kinds[:1] == [IncidentKind.LATE]:
+            return False
+        if any(one.is_gone and saves_in_background(one.handle.page.read()) for one in self.ranks):
+            return False  # its part of the checkpoint will not come
+        saving = [one.rank for one in self.waiting if self.step.is_saving(one.handle.page.read())]
+        if saving and not self._told_of_save:
+            self._told_of_save = True
+            again = "Interrupt once more" if self.was_interrupted else "Interrupt"
+            self.say(f"{label(saving)} {'is' if len(saving) == 1 else 'are'} saving. {again} not to wait")
+        return bool(saving)
+
+    def _enter(self, kind: StepKind) -> None:
+        if self.step is None:
+            self._ending_since = time.monotonic()
+        step = self.step = next(one for one in self.steps if one.kind >= kind)
+        seconds = step.for_user if step.for_user is not None and self.was_interrupted else step.seconds
+        now = time.monotonic()
+        self._step_ends = now + seconds
+        again = {StepKind.ASK: seconds / 2, StepKind.INTERRUPT: _NUDGE_INTERVAL}
+        self._again_at = now + again.get(step.kind, NEVER)
+        waiting = self.waiting
+        if waiting:
+            self.taken.add(step.kind)
+        for rank in waiting:
+            _try(step.act, rank)
+        if step.answered is not None:
+            for rank in self.ranks:
+                if rank.rank in self.answers:
+                    _try(step.answered, rank)
+        if step.notice and waiting:
+            self.say(step.notice.format(ranks=", ".join(str(one.rank) for one in waiting)))
+
+
+def _try(act: Callable[[RankProxy], object], rank: RankProxy) -> None:
+    try:
+        act(rank)
+    except Exception:  # the step goes on with the other ranks
+        logger.warning("A step that ends a request early failed for rank %s.", rank.rank, exc_info=True)

@@ -1,0 +1,286 @@
+"""Show the output of ranks where the code that started them would print.
+
+A cell shows as much as a browser draws with ease. The rest goes to a log file, and the cell shows its last lines and a
+count, redrawn now and then. Terminals, redirected streams and ``%%capture`` get everything.
+
+Text that cannot be shown as it is, because a console lacks a letter for example, is shown as well as possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
+
+from nb_accelerate.notebook.display import console
+from nb_accelerate.notebook.ranks.overflow import Overflow
+
+if TYPE_CHECKING:
+    from nb_accelerate.notebook.display.block import Block
+    from nb_accelerate.notebook.protocol.output import StreamName
+
+_MAX_DELAY = 0.05
+"""Seconds for which text is gathered before it is sent: many small messages cost the front end more than one."""
+
+_MIN_SIZE = 1 << 15
+"""Characters that are sent without waiting for more."""
+
+LINE_LIMIT = 5000
+"""Lines that a cell shows in full."""
+
+SIZE_LIMIT = 1 << 20
+"""Characters that a cell shows in full."""
+
+
+class Sink(Protocol):
+    """Shows what it is given.
+
+    Attributes:
+        due: `time.monotonic` at which `flush` should be called.
+        own_stream: the stream for lines of this package's own that tell nothing bad. Not stderr in a notebook, which
+            draws that in red; stderr elsewhere, so that stdout has what the ranks print and nothing else.
+    """
+
+    due: float
+    own_stream: StreamName = "stdout"
+
+    def write(self, stream: StreamName, text: str) -> None:
+        """Show text of a stream: whole lines, or anything at all if there is only one rank."""
+
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        """Show a display.
+
+        Args:
+            kind: type of a Jupyter message: ``display_data``, ``update_display_data`` or ``clear_output``.
+            content: content of that message.
+        """
+
+    def flush(self) -> None:
+        """Show what was gathered."""
+
+    def close(self) -> None:
+        """Show everything that was gathered. Nothing follows."""
+
+
+def sink_here() -> Sink:
+    """Return a sink that shows output where the code that runs now would print."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    kernel = getattr(shell, "kernel", None)
+    return StreamSink() if kernel is None else CellSink(kernel)
+
+
+class StreamSink(Sink):
+    """Prints to the streams of this process.
+
+    Attributes:
+        block: lines that are kept below the output in a terminal; None if there are none.
+    """
+
+    due = float("inf")
+    own_stream: StreamName = "stderr"
+    block: Block | None = None
+
+    @override
+    def write(self, stream: StreamName, text: str) -> None:
+        if self.block is not None:
+            self.block.hide()
+        self._print(sys.stdout if stream == "stdout" else sys.stderr, text)
+        if self.block is not None and text.endswith("\n"):
+            self.block.show()
+
+    @override
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        text = content.get("data", {}).get("text/plain")
+        if text is not None:
+            self._print(sys.stdout, f"{text}\n")
+
+    @override
+    def flush(self) -> None:
+        pass
+
+    def _print(self, stream: IO[str] | None, text: str) -> None:
+        console.write(stream, text)
+
+    @override
+    def close(self) -> None:
+        console.flush(sys.stdout)
+        console.flush(sys.stderr)
+
+
+class CellSink(Sink):
+    """Shows output in the cell that runs when the sink is made, also when that has ended. For any thread.
+
+    What the cell has redirected, with ``%%capture`` or `contextlib.redirect_stdout`, goes where its own prints go.
+
+    Args:
+        kernel: the ipykernel of this process.
+        line_limit: lines that the cell shows in full.
+        size_limit: characters that the cell shows in full.
+    """
+
+    def __init__(self, kernel: Any, line_limit: int = LINE_LIMIT, size_limit: int = SIZE_LIMIT) -> None:
+        self.due = float("inf")
+        self._is_first = True
+        self.kernel = kernel
+        self._parent = kernel.get_parent()
+        self._redirected: dict[StreamName, Any] = {
+            "stdout": _unless_kernels(sys.stdout),
+            "stderr": _unless_kernels(sys.stderr),
+        }
+        self._publisher = _capturing_publisher(kernel)
+        self._pending: list[tuple[StreamName, str]] = []
+        self._pending_size = 0
+        self._lines = 0
+        self._size = 0
+        self._line_limit = line_limit
+        self._size_limit = size_limit
+        self._kept: list[str] = []
+        self._overflow: Overflow | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether ``%%capture``, say, keeps what is displayed: each update too, for ever."""
+        return self._publisher is not None
+
+    @override
+    def write(self, stream: StreamName, text: str) -> None:
+        redirected = self._redirected[stream]
+        if redirected is not None:
+            self._begin()
+            console.write(redirected, text)
+            return
+        if self._overflow is not None:
+            self._overflow.write(text)
+            self.due = self._overflow.due
+            return
+        text, rest = _cut(text, self._line_limit - self._lines, self._size_limit - self._size)
+        self._lines += text.count("\n")
+        self._size += len(text)
+        self._kept.append(text)
+        self._pending.append((stream, text))
+        self._pending_size += len(text)
+        if rest:
+            self._start_overflow(rest)
+        elif self._pending_size >= _MIN_SIZE:
+            self.flush()
+        elif self.due == float("inf"):
+            self.due = time.monotonic() + _MAX_DELAY
+
+    @override
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        self._send_pending()
+        if self._publisher is None:
+            self._send(kind, content)
+        else:
+            self._publish(kind, content)
+
+    @override
+    def flush(self) -> None:
+        self._send_pending()
+        self.due = float("inf")
+        if self._overflow is not None and self._overflow.has_news:
+            self._send("update_display_data", self._overflow.drawing(self._lines, self._size))
+
+    @override
+    def close(self) -> None:
+        self.flush()
+        if self._overflow is not None:
+            self._overflow.close()
+        self.due = float("inf")
+
+    def _start_overflow(self, rest: str) -> None:
+        self._send_pending()
+        self._overflow = Overflow()
+        for text in (*self._kept, rest):
+            self._overflow.write(text)
+        self._kept.clear()
+        self._send("display_data", self._overflow.drawing(self._lines, self._size))
+        self.due = self._overflow.due
+
+    def _send_pending(self) -> None:
+        merged: list[tuple[StreamName, list[str]]] = []
+        for stream, text in self._pending:
+            if not merged or merged[-1][0] != stream:
+                merged.append((stream, []))
+            merged[-1][1].append(text)
+        self._pending.clear()
+        self._pending_size = 0
+        for stream, texts in merged:
+            if any(texts):
+                self._send("stream", {"name": stream, "text": "".join(texts)})
+
+    def _begin(self) -> None:
+        """Before the first output of ranks, flush what the cell itself has printed."""
+        if self._is_first:
+            self._is_first = False
+            console.flush(sys.stdout)
+            console.flush(sys.stderr)
+
+    def _send(self, kind: str, content: dict[str, Any]) -> None:
+        self._begin()
+        # Not through sys.stdout: that goes to the cell that runs now. The socket may be used from any thread.
+        send, socket = self.kernel.session.send, self.kernel.iopub_socket
+        try:
+            send(socket, kind, _sendable(content), parent=self._parent)
+        except Exception as error:  # whatever a rank has displayed, it must not end the loop
+            text = f"<a message of a rank cannot be sent to the notebook: {type(error).__name__}>\n"
+            with contextlib.suppress(Exception):  # the kernel is closing
+                send(socket, "stream", {"name": "stderr", "text": text}, parent=self._parent)
+
+    def _publish(self, kind: str, content: dict[str, Any]) -> None:
+        with contextlib.suppress(Exception):  # the class is not ours, and may do anything
+            if kind == "clear_output":
+                self._publisher.clear_output(wait=bool(content.get("wait")))
+                return
+            self._publisher.publish(
+                data=content.get("data"),
+                metadata=content.get("metadata"),
+                transient=content.get("transient"),
+                update=kind == "update_display_data",
+            )
+
+
+def _unless_kernels(stream: Any) -> Any:
+    """Return a stream, or None if it is the kernel's own, whose text goes to the cell that runs by then."""
+    from ipykernel.iostream import OutStream
+
+    return None if stream is None or isinstance(stream, OutStream) else stream
+
+
+def _capturing_publisher(kernel: Any) -> Any:
+    """Return what captures the displays of the cell that runs, or None if nothing does."""
+    from ipykernel.zmqshell import ZMQDisplayPublisher
+
+    publisher = getattr(getattr(kernel, "shell", None), "display_pub", None)
+    return None if publisher is None or isinstance(publisher, ZMQDisplayPublisher) else publisher
+
+
+def _sendable(content: Any) -> Any:
+    """Return content without what JSON messages cannot hold: lone surrogates, and floats that are not finite."""
+    if isinstance(content, str):
+        try:
+            content.encode()
+        except UnicodeEncodeError:
+            return content.encode("utf-8", "backslashreplace").decode()
+        return content
+    if isinstance(content, dict):
+        return {_sendable(key): _sendable(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_sendable(part) for part in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return repr(content)
+    return content
+
+
+def _cut(text: str, lines: int, size: int) -> tuple[str, str]:
+    """Split text after so many lines or characters, whichever come first."""
+    end = len(text)
+    if text.count("\n") > lines:
+        end = sum(len(line) + 1 for line in text.split("\n", lines)[:lines])
+    end = min(end, size)
+    return text[:end], text[end:]

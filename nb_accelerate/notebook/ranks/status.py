@@ -1,0 +1,104 @@
+"""Look at ranks from outside, also while they run something: they are not interrupted, and need not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nb_accelerate.base.progress_page import RankMemory
+from nb_accelerate.notebook.diagnostics.stacks import where
+from nb_accelerate.notebook.protocol.messages import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.ranks.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """The state of a rank when it was looked at.
+
+    Attributes:
+        rank: its rank.
+        pid: its process, or None while it starts and after it has ended.
+        state: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` (SIGSTOP) or ``ended``; of a pool also
+            ``idle``.
+        exitcode: once it has ended: exit code, or minus the signal's number.
+        device: what it computes on; "" if that is not known.
+        memory: bytes of main memory that it holds (RSS); 0 if that was not asked for.
+        doing: how it has ended, in words; "" if it has not.
+        held: what it held for models and optimizers when that was measured last.
+    """
+
+    rank: int
+    pid: int | None
+    state: str
+    exitcode: int | None = None
+    device: str = ""
+    memory: int = 0
+    doing: str = ""
+    held: RankMemory = field(default_factory=RankMemory)
+
+
+def state_of(rank: RankProxy, request: Request) -> str:
+    """Return what a rank does about a request, as the ``state`` of a `RankStatus`."""
+    answer = request.answers.get(rank.rank)
+    if rank.is_stopped:
+        return "stopped"
+    if answer is not None:
+        return "returned" if isinstance(answer[0], Result) else "failed"
+    if rank.is_gone:
+        return "ended"
+    return "running" if rank.is_ready else "starting"
+
+
+def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
+    """Look at the process of a rank of a pool that has not ended.
+
+    Args:
+        rank: the rank.
+        busy: whether it runs a cell.
+        device: what it computes on, as text.
+    """
+    state, memory = "running" if busy else "idle", 0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(rank.handle.pid)
+        memory = process.memory_info().rss
+        if process.status() == psutil.STATUS_STOPPED:
+            state = "stopped"
+    held = RankMemory()
+    with contextlib.suppress(ValueError):  # it has just ended, and its page was closed
+        held = rank.handle.page.read().held
+    return RankStatus(rank=rank.rank, pid=rank.handle.pid, device=device, memory=memory, state=state, held=held)
+
+
+def locate_ranks(
+    ranks: Mapping[int, RankProxy], busy: set[int], seconds: float, post: Callable[[Callable[[], object]], object]
+) -> dict[int, str]:
+    """Find out where ranks are in their code. For any thread but the loop's, which reads what they write.
+
+    Args:
+        ranks: all of them, by rank.
+        busy: those that run a cell; they are asked for their stacks.
+        seconds: how long they have to write them.
+        post: runs an action in the loop's thread, see `RankLoop.post`.
+
+    Returns:
+        A few words for each rank: ``"idle"``, ``"ended"``, or the place in its code.
+    """
+    asked = [rank for number, rank in sorted(ranks.items()) if number in busy and not rank.handle.ended]
+    for rank in asked:
+        rank.has_stacks.clear()
+        post(rank.ask_for_stacks)
+    deadline = time.monotonic() + seconds
+    for rank in asked:
+        rank.has_stacks.wait(max(0.0, deadline - time.monotonic()))
+    found = {number: "ended" if rank.handle.ended else "idle" for number, rank in sorted(ranks.items())}
+    found.update((rank.rank, where(bytes(rank.stacks).decode(errors="replace"))) for rank in asked)
+    return found

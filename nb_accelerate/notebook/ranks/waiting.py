@@ -1,0 +1,138 @@
+"""Wait for a request in the notebook's thread, and pass interrupts and typed lines on to the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from nb_accelerate.notebook.display.shell_channel import read_shell_channel
+from nb_accelerate.notebook.ranks.failures import interrupted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from nb_accelerate.notebook.ranks.input_requests import PendingInput
+    from nb_accelerate.notebook.ranks.loop import RankLoop
+    from nb_accelerate.notebook.ranks.request import Request
+
+
+def wait_for(loop: RankLoop, request: Request) -> None:
+    """Wait until a request is done. Interrupts are passed on, and debuggers of ranks can ask the user for input."""
+    with interrupts_call(lambda: loop.interrupt(request)):
+        while (asked := request.input_requests.get(read_shell_channel)) is not None:
+            _ask_user(loop, request, asked)
+        wait(request.done)
+
+
+def wait(event: threading.Event, timeout: float | None = None) -> bool:
+    """Wait for an event as its own method does, and let the buttons of panels be pressed meanwhile."""
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        seconds = min(read_shell_channel(), until - time.monotonic())
+        if event.wait(None if seconds == math.inf else max(0.0, seconds)):
+            return True
+        if time.monotonic() >= until:
+            return False
+
+
+@contextlib.contextmanager
+def goes_on_if_interrupted(what: str, *, ends_by: str) -> Iterator[None]:
+    """Say in one line, if a wait inside the block is interrupted, that what it waits for goes on.
+
+    Args:
+        what: that is waited for.
+        ends_by: how the user ends it.
+
+    Raises:
+        KeyboardInterrupt: the wait was interrupted.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise interrupted(f"only the wait was interrupted: {what} goes on. {ends_by} ends it") from None
+
+
+def _ask_user(loop: RankLoop, request: Request, asked: PendingInput) -> None:
+    try:
+        with _handler(signal.default_int_handler):  # SIGINT ends the input, and by that the request
+            text = input(asked.prompt)
+    except KeyboardInterrupt:
+        request.input_requests.close()  # before another rank, which asks too, gets its prompt
+        loop.interrupt(request)
+    except NotImplementedError:  # IPython's StdinNotImplementedError is one
+        loop.say(f"rank {asked.rank.rank} asks for input, but this front end allows none")
+        asked.answer(None)
+    except EOFError:
+        asked.answer(None)
+    else:
+        asked.answer(text)
+
+
+def interrupts_call(action: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager in which SIGINT calls `action` and raises nothing.
+
+    It does nothing in other threads than the main one, which get no signals.
+    """
+    return _handler(lambda *_: action())
+
+
+@contextlib.contextmanager
+def _handler(handler: Callable[..., object]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class Interrupts:
+    """A context manager that puts off interrupts while ranks are started or ended, which must not be left half done.
+
+    An interrupt is raised when the block is left. Meanwhile, what takes long inside can have it passed on, by `go_to`,
+    and end early. In other threads than the main one it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_main = threading.current_thread() is threading.main_thread()
+        self._came = False
+        self._action: Callable[[], object] | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_main:
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._is_main:
+            return
+        signal.signal(signal.SIGINT, self._previous)
+        if self._came and not isinstance(error, KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    @contextlib.contextmanager
+    def go_to(self, action: Callable[[], object]) -> Iterator[None]:
+        """Call `action` when an interrupt comes inside the block, or at once if one has come before."""
+        self._action = action
+        try:
+            if self._came:
+                action()
+            yield
+        finally:
+            self._action = None
+
+    def _on_signal(self, *_: object) -> None:
+        self._came = True
+        if self._action is not None:
+            self._action()

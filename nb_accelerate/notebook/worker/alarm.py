@@ -1,0 +1,137 @@
+"""Take a rank out of a collective that cannot end, because another rank will never join it.
+
+A rank that waits in gloo waits in C code: no signal and no exception reaches it, and gloo has no way to give up. What
+it waits for is a connection to another rank, or a key in the store. So a thread breaks those connections and ends waits
+for keys, and the collective fails with an ordinary exception, in about 50 ms. A collective of nccl runs on the device,
+and can be aborted there. The process group is of no use afterwards.
+
+A rank can be out of its collective before its own thread has acted, because the thread of another rank has broken the
+connection. When its own thread acts, the ranks may have met again. So each alarm carries the number of the rendezvous
+whose connections are to be broken, and the next rendezvous waits for an alarm that is being answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.notebook.protocol.messages import CutOff
+from nb_accelerate.notebook.worker.connections import connections
+from nb_accelerate.notebook.worker.groups import abort_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.notebook.protocol.channel import Channel
+
+
+_MAX_FILES = 1 << 16
+"""Descriptors that are looked at, one after the other, where the system does not list those in use. It takes 0.1 s."""
+
+
+class Alarm:
+    """Listens for `CutOff` in a thread of its own, in a rank that runs cells."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._meeting = 0
+        self._given_up = -1
+        self._stop_waiting: Callable[[], None] = lambda: None
+
+    def listen(self, channel: Channel) -> None:
+        """Answer alarms from now on, also while the main thread is blocked."""
+        HelperThread(self._listen, channel, name="alarm").start()
+
+    def begin_rendezvous(self, rendezvous: int) -> None:
+        """Begin a rendezvous: alarms about those before it have no effect from now on.
+
+        Args:
+            rendezvous: its number.
+
+        Raises:
+            ConnectionAbortedError: the other ranks gave it up before this rank came to it.
+        """
+        with self._lock:
+            self._meeting = rendezvous
+            if self._given_up == rendezvous:
+                raise ConnectionAbortedError("the other ranks have stopped waiting for this one")
+
+    def is_given_up(self) -> bool:
+        """Return whether the current rendezvous was given up."""
+        return self._given_up == self._meeting
+
+    def on_given_up(self, stop_waiting: Callable[[], None]) -> None:
+        """Set what is called, in another thread, to end waits for the store of the current rendezvous."""
+        with self._lock:
+            self._stop_waiting = stop_waiting
+
+    def answer(self, message: CutOff) -> bool:
+        """Break the connections of a rendezvous if it is the current one, and return whether it is."""
+        with self._lock:
+            self._given_up = message.rendezvous
+            if message.rendezvous != self._meeting:
+                return False
+            abort_groups()
+            self._stop_waiting()
+            cut_connections(message.peers)
+            return True
+
+    def _listen(self, channel: Channel) -> None:
+        while True:
+            try:
+                message, _ = channel.recv()
+            except EOFError:  # the kernel has gone, or has done with this rank
+                return
+            if isinstance(message, CutOff):
+                self.answer(message)
+
+
+def cut_connections(peers: tuple[int, ...]) -> int:
+    """Break every TCP connection between this process and others.
+
+    Args:
+        peers: process ids of the others.
+
+    Returns:
+        How many were broken.
+
+    Raises:
+        psutil.Error: the system does not tell which connections another rank has.
+    """
+    try:
+        own = connections(psutil.Process())
+    except psutil.Error:  # the system lists none, as Linux without /proc
+        found = _within_this_machine()
+    else:
+        theirs = set()
+        for pid in peers:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                theirs |= {connection.laddr for connection in connections(psutil.Process(pid))}
+        found = [connection.fd for connection in own if connection.raddr in theirs and connection.fd >= 0]
+    cut = 0
+    for fd in found:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
+            cut += 1
+    return cut
+
+
+def _within_this_machine() -> list[int]:
+    """Return the descriptors of the TCP connections from this machine to itself, of which those to ranks are some."""
+    found = []
+    for fd in range(_MAX_FILES):
+        with contextlib.suppress(OSError):  # not open, or not connected
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    is_tcp = copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and copy.getsockname()[0] == copy.getpeername()[0]:
+                        found.append(fd)
+    return found

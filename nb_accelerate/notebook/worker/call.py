@@ -1,0 +1,198 @@
+"""Run a user's function in a rank, and turn what happens into an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.progress_page import here
+from nb_accelerate.base.progress_page.layout import Phase
+from nb_accelerate.errors.no_cuda import ADVICE, says_no_cuda
+from nb_accelerate.errors.out_of_memory import says_out_of_memory
+from nb_accelerate.notebook.diagnostics.report import has_plain_text, readable, report_exception, text_of
+from nb_accelerate.notebook.protocol.messages import Failure, Result
+from nb_accelerate.notebook.protocol.shipping import RETURNABLE, pack, unpack
+from nb_accelerate.notebook.worker.dropped import WatchedModels
+from nb_accelerate.notebook.worker.plain_training import trained_models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.worker.interrupt import InterruptGate
+
+
+def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tuple[Result | Failure, Packed | None]:
+    """Run a function to its end.
+
+    Args:
+        load: returns the function, its positional and its keyword arguments; may raise whatever unpickling raises.
+        gate: lets interrupts in while users' code runs.
+
+    Returns:
+        The message, and the packed value or exception whose descriptors are sent with it.
+    """
+    page = here()
+    page.begin_request()
+    dropped: tuple[str, ...] = ()
+    exited = False
+    try:
+        with gate:
+            function, args, kwargs = load()
+            gate.check()
+            models = WatchedModels(function, args, kwargs)
+            trained_models.begin()
+            try:
+                value = function(*args, **kwargs)
+            except SystemExit as error:
+                if not exits_well(error):
+                    raise
+                value, exited = None, True
+            _finish_saves()
+            dropped = models.dropped(value)
+    except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
+        if not exits_well(error):
+            if issubclass(type(error), KeyboardInterrupt):
+                _keep_save()
+            return fail(error)
+        value, exited = None, True
+    page.end_request()
+    try:
+        packed = pack(value, name="the returned value", advice=f"Send back {RETURNABLE}.")
+    except BaseException as error:  # users' code takes part: it may also exit
+        return fail(error, returned=True)
+    return Result(parcel=packed.parcel, dropped=dropped, exited=exited), packed
+
+
+def _finish_saves() -> None:
+    """Wait for the checkpoint that is written in the background, and raise its error: a rank has to end soon after."""
+    # Of the training half, and not imported by a function that has saved nothing so.
+    background: Any = sys.modules.get("nb_accelerate.training.checkpoint.background")
+    if background is not None:
+        background.saves.join()
+
+
+def _keep_save() -> None:
+    """Wait for the checkpoint that is written in the background: who has interrupted would lose it."""
+    background: Any = sys.modules.get("nb_accelerate.training.checkpoint.background")
+    if background is not None:
+        here().enter(Phase.SAVING)  # so that the notebook waits too
+        background.saves.close()
+
+
+def exits_well(error: BaseException) -> bool:
+    """Return whether an exception is ``sys.exit()`` with an exit code that means success."""
+    # Not isinstance(), which believes what an object says about its own class.
+    if not issubclass(type(error), SystemExit):
+        return False
+    code = vars(SystemExit)["code"].__get__(error)
+    return code is None or (type(code) in (int, bool) and code == 0)
+
+
+def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = False) -> tuple[Failure, Packed | None]:
+    """Return the message that reports an exception, and the packed exception if it can be pickled. Never raises.
+
+    Args:
+        error: what was raised.
+        result_of_call: False if the rank failed before it ran the user's function.
+        returned: the function did return, and it is its value that cannot be pickled.
+    """
+    when = time.monotonic()
+    report = report_exception(error)
+    if says_out_of_memory(report.type_name, report.message):
+        with contextlib.suppress(Exception):  # what was measured before has to do then
+            here().measure()
+    if says_no_cuda(report.type_name, report.message):
+        report = replace(report, notes=(*report.notes, ADVICE), last_lines=(*report.last_lines, f"{ADVICE}\n"))
+    packed = _pack_exception(error)
+    failure = Failure(
+        report=report,
+        parcel=packed.parcel if packed else None,
+        when=when,
+        peer_lost=_says_peer_lost(error, report.message),
+        result_of_call=result_of_call,
+        returned=returned,
+    )
+    return failure, packed
+
+
+def _pack_exception(error: BaseException) -> Packed | None:
+    """Pack an exception so that unpickling it in the kernel will work; return None if there is no way."""
+    text = text_of(error)
+    if not has_plain_text(error):
+        packed = _pack_as((_rebuild_exception, (type(error), _shortened(_args(error)), {})), text)
+        return packed or _pack_as((_rebuild_exception, (type(error), (text,), {})), text)
+    packed = _pack_as((_same, (error,)), text)
+    return packed or _pack_as((_rebuild_exception, (type(error), _args(error), _state(error))), text)
+
+
+def _pack_as(candidate: tuple[Any, ...], text: str) -> Packed | None:
+    """Pack a function and its arguments that make an exception again; return None unless it then has the same text.
+
+    Args:
+        candidate: the function, and the tuple of its arguments.
+        text: of the original exception.
+    """
+    packed: Packed | None = None
+    try:
+        packed = pack(candidate)
+        # Many exceptions pickle and cannot be unpickled: their __init__ wants other arguments than .args.
+        rebuild, args = unpack(packed.parcel, tuple(map(os.dup, packed.fds)))
+        copy = rebuild(*args)
+        # Nor is one of use that pretends to be something else, or whose attributes cannot be asked for or set.
+        copy.__traceback__ = None
+        notes = getattr(copy, "__notes__", None)
+        is_sound = copy.__class__ is type(copy) and (notes is None or type(notes) is list)
+        for name in ("__traceback__", "__cause__", "__context__"):
+            is_sound = is_sound and getattr(type(copy), name) is vars(BaseException)[name]
+        if is_sound and issubclass(type(copy), BaseException) and has_plain_text(copy) and str(copy) == text:
+            return packed
+    except BaseException:  # noqa: S110 - users' code, which may also exit; the next candidate, or none, is the answer
+        pass
+    if packed is not None:
+        packed.close()
+    return None
+
+
+def _same(error: BaseException) -> BaseException:
+    return error
+
+
+def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _args(error: BaseException) -> tuple[Any, ...]:
+    args: tuple[Any, ...] = vars(BaseException)["args"].__get__(error)
+    return args
+
+
+def _shortened(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(readable(one) if type(one) is str else one for one in args)
+
+
+def _state(error: BaseException) -> dict[str, Any]:
+    kept = {}
+    state: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
+    for key, value in list(state.items()):
+        try:
+            with pack(value):
+                kept[key] = value
+        except BaseException:  # noqa: S112 - a lock or a socket on an exception; its text is what matters
+            continue
+    return kept
+
+
+_PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+
+
+def _says_peer_lost(error: BaseException, text: str) -> bool:
+    """Return whether an exception only reports that another rank went away. Torch has no type for that, only texts."""
+    return issubclass(type(error), RuntimeError) and any(words in text.lower() for words in _PEER_LOST)

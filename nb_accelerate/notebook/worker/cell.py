@@ -1,0 +1,246 @@
+"""A rank that stays: it joins the others in a process group, and runs cells.
+
+::
+
+    Join    -> leave old groups -> the store they meet through -> new group -> models moved to it -> rank, device ...
+    RunCell -> names that came along -> the shell -> CellEnd: value or failure, what was bound, steps of each group
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
+from nb_accelerate.base.devices import CPU
+from nb_accelerate.base.progress_page import here
+from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.messages import CellEnd, Join, Result
+from nb_accelerate.notebook.protocol.shipping import RETURNABLE, pack
+from nb_accelerate.notebook.worker.alarm import Alarm
+from nb_accelerate.notebook.worker.bindings import Bindings
+from nb_accelerate.notebook.worker.call import answer, exits_well, fail
+from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
+from nb_accelerate.notebook.worker.displays import DisplayPort
+from nb_accelerate.notebook.worker.groups import abort_groups, close_groups, collectives_of_groups, named, reach_store
+from nb_accelerate.notebook.worker.namespace import is_hidden
+from nb_accelerate.notebook.worker.plain_training import trained_models
+from nb_accelerate.notebook.worker.rebuild_ddp import ddp_models, rebuild_ddp, restart_accumulation
+from nb_accelerate.notebook.worker.received import received
+from nb_accelerate.notebook.worker.sharded_models import refuse_sharded_models
+from nb_accelerate.notebook.worker.shell import make_shell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import TracebackType
+
+    from IPython.core.interactiveshell import ExecutionResult
+
+    from nb_accelerate.base.devices import DeviceKind
+    from nb_accelerate.notebook.protocol.messages import Failure, RunCell
+    from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.worker.interrupt import InterruptGate
+
+SETUP_PROCESS = "nb_accelerate.training.process.setup:setup_process"
+ACCELERATOR = "nb_accelerate.training.accelerator:Accelerator"
+CONVERTED = "nb_accelerate.training.convert.converted:Converted"
+"""The training half's, by dotted name: the notebook half does not import it."""
+
+_GROUP_TIMEOUT = timedelta(days=365)
+"""For a collective: somebody may sit at a debugger of one rank, and nccl kills a rank that has waited for longer. Ranks
+that wait in vain are found, and reported, by the pool."""
+
+
+class PersistentRank:
+    """Runs cells in one shell, and joins process groups; keeps variables and groups between cells.
+
+    Args:
+        channel: to the kernel.
+        gate: lets interrupts in while users' code runs.
+        mark: mark of the output frames.
+    """
+
+    def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
+        self._gate = gate
+        self._shell = make_shell(DisplayPort(channel, mark))
+        self._names: dict[str, Any] = sys.modules["__main__"].__dict__
+        builtins.input = _no_input
+        debug_with(InputRequests(channel))
+        self._store: object = None
+        self._alarm = Alarm()
+
+    def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
+        """Answer a message of the kernel.
+
+        Args:
+            message: what to do.
+            fds: descriptors that came with it; taken over.
+
+        Returns:
+            The answer, and the packed value whose descriptors are sent with it.
+        """
+        if isinstance(message, Join):
+            return answer(lambda: (self._join, (message, fds), {}), self._gate)
+        return self._run(message, fds)
+
+    def _join(self, message: Join, fds: tuple[int, ...]) -> str:
+        waiting = list(fds)
+        if message.has_alarm:
+            self._alarm.listen(Channel.from_fd(waiting.pop(0)))
+        self._alarm.begin_rendezvous(message.rendezvous)
+        models = ddp_models()
+        refuse_sharded_models()
+        abort_groups()
+        close_groups()
+        self._store = None
+        os.environ.update(message.environ)
+        rendezvous = reach_store(message.store, waiting.pop(0) if waiting else -1, self._alarm.is_given_up)
+        self._alarm.on_given_up(rendezvous.give_up)
+        self._store = rendezvous
+        context = named(SETUP_PROCESS)(options=InitProcessGroupKwargs(timeout=_GROUP_TIMEOUT))
+        _make_group_of_one(context)
+        rebuild_ddp(models)
+        restart_accumulation()
+        topology = context.topology
+        self._names.update(
+            rank=topology.rank,
+            local_rank=topology.local_rank,
+            world_size=topology.world_size,
+            device=context.device,
+        )
+        return str(context.device)
+
+    def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
+        page = here()
+        page.begin_request()
+        before = Bindings(self._names)
+        has_names = cell.names is None
+        outcome: Result | Failure
+        try:
+            with self._gate:
+                if cell.names is not None:
+                    received.define(cell.names, fds, self._names)
+                    has_names = True
+                    before = Bindings(self._names)
+                self._gate.check()
+                if cell.wants_accelerator and "accelerator" not in self._names:
+                    self._names["accelerator"] = named(ACCELERATOR)()
+                    before.add("accelerator", self._names["accelerator"])
+                trained_models.begin(1 if cell.converts else cell.num_ranks)
+                result = self._convert(cell) if cell.converts else self._shell.run(cell)
+            error = result.error_before_exec or result.error_in_exec
+        except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
+            error = caught
+        if error is None or exits_well(error):
+            page.end_request()
+            outcome, packed = self._value(result.result if cell.wants_value else None)
+        else:
+            outcome, packed = _cell_failed(error)
+        bound = _visible(before.bound(self._names, self._shell.python_of(cell)))
+        end = CellEnd(
+            answer=outcome,
+            bound=bound,
+            modules=_modules({name: self._names[name] for name in bound}),
+            unbound=_visible(before.unbound(self._names)),
+            steps=collectives_of_groups(),
+            trained=_visible(trained_models.among(self._names)),
+            has_names=has_names,
+            gone=received.take_gone(),
+        )
+        return end, packed
+
+    def _convert(self, cell: RunCell) -> ExecutionResult:
+        with named(CONVERTED)(self._names) as converted:
+            result = self._shell.run(cell)
+            if result.success:
+                converted.report()
+        return result
+
+    def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:
+        try:
+            packed = pack(value, name="the value of the last expression", advice=f"End the cell with {RETURNABLE}.")
+        except BaseException as error:  # users' code takes part: it may also exit
+            # The cause's text is in the message, and no line of the user's is in either traceback.
+            vars(BaseException)["__cause__"].__set__(error, None)
+            BaseException.with_traceback(error, None)
+            return fail(error, returned=True)
+        return Result(parcel=packed.parcel), packed
+
+
+def _no_input(_prompt: object = "", /) -> NoReturn:
+    raise EOFError("input() does not work on a rank. Call it in a cell of the notebook, and use its value on the ranks")
+
+
+def _cell_failed(error: BaseException) -> tuple[Failure, Packed | None]:
+    # Past what a class may have put in the place of these.
+    BaseException.with_traceback(error, _without_shell(vars(BaseException)["__traceback__"].__get__(error)))
+    failure, packed = fail(error)
+    if issubclass(type(error), SystemExit):
+        # Raised in the kernel it would mean the kernel.
+        if packed is not None:
+            packed.close()
+        return replace(failure, parcel=None, result_of_call=False), None
+    return failure, packed
+
+
+_OURS = "/nb_accelerate/notebook/worker/"
+_MACHINERY = ("/IPython/", "/asyncio/", _OURS)
+
+
+def _without_shell(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame of users' code on, or all of it if there is none.
+
+    Frames of this package at its end are cut off too: the user looks for the line of theirs that was interrupted, or
+    that asked for something a rank does not have.
+    """
+    entries = []
+    entry = traceback
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    while entries and _is_machinery(entries[0]):
+        entries.pop(0)
+    if entries and _OURS in entries[-1].tb_frame.f_code.co_filename:
+        while len(entries) > 1 and _is_machinery(entries[-1]):
+            entries.pop()
+        entries[-1].tb_next = None
+    return entries[0] if entries else traceback
+
+
+def _is_machinery(entry: TracebackType) -> bool:
+    return any(part in entry.tb_frame.f_code.co_filename for part in _MACHINERY)
+
+
+def _visible(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in names if not is_hidden(name)))
+
+
+def _modules(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the full names of the modules among some values, by the names of these. Runs no code of users."""
+    modules = {name: value for name, value in values.items() if issubclass(type(value), ModuleType)}
+    full = {name: vars(ModuleType)["__dict__"].__get__(module).get("__name__") for name, module in modules.items()}
+    return {name: module for name, module in full.items() if type(module) is str}
+
+
+def _make_group_of_one(context: Any) -> None:
+    """Make a process group for a rank that is alone, so that a cell with a collective can be tried on it."""
+    if context.topology.world_size > 1 or context.kind.start_runtime is not None:
+        return
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        kind: DeviceKind = context.kind if context.kind.backend is not None else CPU
+        device = torch.device(kind.name, kind.current_device()) if kind.transport.binds_device else None
+        dist.init_process_group(
+            kind.backend,
+            rank=0,
+            world_size=1,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            device_id=device,
+        )

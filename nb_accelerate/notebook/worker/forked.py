@@ -1,0 +1,182 @@
+"""A server that is a fork of the kernel, with the ranks of one launch as forks of its own.
+
+Forking a large process takes milliseconds, and the last rank waits for all of it. After a fork, the first write to each
+page copies it, so that the same work costs several times as much here as in the kernel. So the kernel makes beforehand
+what it can, the ranks inherit their descriptors, and they are forked before anything else is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import io
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.worker.ends import RankEnds
+from nb_accelerate.notebook.worker.process_tree import adopt_orphans, set_name, step_back
+from nb_accelerate.notebook.worker.rank import prepare_process, run_rank
+from nb_accelerate.notebook.worker.server import Server, refuse_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.notebook.worker.scratch import Scratch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkedRank:
+    """A rank that is to be forked.
+
+    Attributes:
+        key: names the rank in `SignalRank`.
+        mark: mark of its output frames.
+        scratch: its folder, of the server's `Scratch`.
+        fds: the write end of its status pipe, then its `RankEnds`.
+    """
+
+    key: int
+    mark: bytes
+    scratch: str
+    fds: tuple[int, ...]
+
+
+def serve_forked(
+    control_fd: int,
+    parent: int,
+    ranks: Sequence[ForkedRank],
+    scratch: Scratch,
+    call: tuple[Any, Any, Any],
+    own_path: Sequence[str],
+) -> NoReturn:
+    """Run the server in a process that was just forked from a kernel. SIGINT is blocked.
+
+    Nothing of the kernel's may be used from here on: its streams, its event loop, its exit handlers.
+
+    Args:
+        control_fd: this end of the control channel.
+        parent: process id of the kernel.
+        ranks: the ranks.
+        scratch: their folders.
+        call: function, positional and keyword arguments.
+        own_path: where ranks import what this package needs.
+    """
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # ranks are signalled, whatever a thread had blocked
+    gc.freeze()  # else the collector would write to, and so copy, the pages of all objects in every rank
+    adopt_orphans()
+    server = os.getpid()
+    pids: list[int] = []
+    for rank in ranks:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            for missing in ranks[len(pids) :]:
+                refuse_rank(missing.fds[0], missing.fds[1:], error)
+                scratch.remove(str(missing.key))
+            break
+        if pid == 0:
+            try:
+                _be_rank(rank, server, ranks, control_fd, scratch, call, own_path)
+            finally:
+                os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
+        pids.append(pid)
+    step_back()  # nothing here is as urgent as what the ranks do, or the kernel when they have ended
+    set_name("nb-server")
+    _close_streams()
+    owner = Server(Channel.from_fd(control_fd), parent, scratch)
+    for rank in ranks:
+        for fd in rank.fds[1:]:
+            os.close(fd)
+    for pid, rank in zip(pids, ranks, strict=False):  # there are fewer processes if a fork failed
+        owner.own(pid, rank.key, rank.fds[0])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    owner.run()
+
+
+def _close_streams() -> None:
+    """Replace the kernel's streams by the null device: a reader would wait for their end until this process ends."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+    sys.stdout = sys.stderr = None
+
+
+def _be_rank(
+    rank: ForkedRank,
+    server: int,
+    ranks: Sequence[ForkedRank],
+    control_fd: int,
+    scratch: Scratch,
+    call: tuple[Any, Any, Any],
+    own_path: Sequence[str],
+) -> NoReturn:
+    scratch.leave()
+    _, *ends = rank.fds
+    for fd in {control_fd, *(fd for one in ranks for fd in one.fds)}.difference(ends):
+        os.close(fd)
+    _forget_kernel()
+    run_rank(
+        RankEnds.from_tuple(tuple(ends)),
+        rank.mark,
+        server,
+        scratch=rank.scratch,
+        inherited=call,
+        broken=prepare_process(is_fork=True),
+        own_path=own_path,
+    )
+
+
+def _forget_kernel() -> None:
+    """Replace the copies of the kernel's streams, loops, pools and displays in this process.
+
+    A stream of the kernel's would send over its sockets, and can hang for ever on a lock that another thread held when
+    the process forked. What is shown with ``display`` would be lost without a word.
+    """
+    sys.stdout = sys.__stdout__ = sys.stderr = sys.__stderr__ = io.StringIO()  # type: ignore[misc, assignment]
+    asyncio._set_running_loop(None)  # noqa: SLF001 - what asyncio offers for a forked child
+    with contextlib.suppress(Exception):
+        asyncio.set_event_loop(None)
+    _forget_pools()
+    _show_as_text()
+
+
+def _forget_pools() -> None:
+    """Do what `multiprocessing.Process` does in a child: the parent's children and finalizers are not ours."""
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None:
+        multiprocessing._children.clear()  # noqa: SLF001 - see above
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util._finalizer_registry.clear()  # noqa: SLF001 - see above
+        util._run_after_forkers()  # noqa: SLF001 - see above
+
+
+def _show_as_text() -> None:
+    """Print what IPython displays in a forked rank: the kernel's publisher belongs to the kernel."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None:
+        return
+    from IPython.core.displaypub import DisplayPublisher
+
+    class TextPublisher(DisplayPublisher):
+        def publish(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
+            print(data.get("text/plain", ""))  # noqa: T201 - it is users' output
+
+        def clear_output(self, wait: bool = False) -> None:
+            pass
+
+    shell.display_pub = TextPublisher(parent=None)  # type: ignore[no-untyped-call]
+    sys.displayhook = sys.__displayhook__
+    # Its thread did not survive the fork; its exit handler would wait for it.
+    shell.history_manager.enabled = False

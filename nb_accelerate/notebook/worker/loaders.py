@@ -1,0 +1,33 @@
+"""Pickle by value what a rank's spawned children run, such as workers of a DataLoader.
+
+The standard library pickles it by name, and a data set whose class was defined in a cell has no module it could be
+imported from.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.reduction
+from collections import ChainMap
+from typing import IO, Any
+
+from nb_accelerate.notebook.protocol.code_reducer import DISPATCH_TABLE
+from nb_accelerate.notebook.protocol.main_module import Globals, MainPickler
+
+
+class _ByValuePickler(MainPickler):
+    """cloudpickle that also knows what multiprocessing and torch have registered: connections, queues, tensors."""
+
+    def __init__(self, file: IO[bytes], protocol: int | None = None) -> None:
+        registered = multiprocessing.reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined] # noqa: SLF001
+        # Before the C code's constructor, which looks it up once.
+        self.dispatch_table = ChainMap(registered, DISPATCH_TABLE)
+        super().__init__(file, globals_there=Globals.BROUGHT, protocol=protocol)
+
+
+def _dump(obj: Any, file: IO[bytes], protocol: int | None = None) -> None:
+    _ByValuePickler(file, protocol).dump(obj)
+
+
+def spawn_by_value() -> None:
+    """Let processes that this one spawns run functions and classes of a notebook."""
+    multiprocessing.reduction.dump = _dump  # type: ignore[assignment]

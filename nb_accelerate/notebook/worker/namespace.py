@@ -1,0 +1,128 @@
+"""Read and change the variables of a rank. The kernel sends each of these functions in a `Call`."""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import importlib
+import re
+import sys
+from typing import Any, NamedTuple
+
+from nb_accelerate.base.devices import DEVICE_KINDS
+from nb_accelerate.base.devices.host import memory_used
+from nb_accelerate.notebook.protocol.shipping import checksum
+
+_HIDDEN = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__|open")
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a name is one that IPython or Python keep in a namespace for themselves.
+
+    ``open`` is one: IPython has its own.
+    """
+    return _HIDDEN.fullmatch(name) is not None
+
+
+def reload(modules: tuple[str, ...]) -> None:
+    """Load modules anew from their files, which may have been edited since they were imported here."""
+    importlib.invalidate_caches()
+    for name in modules:
+        if name in sys.modules:
+            importlib.reload(sys.modules[name])
+
+
+def use_search_path(entries: list[str]) -> None:
+    """Import from these folders from now on: what the notebook has in ``sys.path``."""
+    sys.path[:] = entries
+
+
+class MissingName(NamedTuple):
+    """A name that a rank was asked for and does not have.
+
+    Attributes:
+        name: which.
+        near: one that it has and that is spelled nearly so; None if there is none.
+    """
+
+    name: str
+    near: str | None
+
+
+def pull(names: tuple[str, ...]) -> list[Any] | MissingName:
+    """Return the values of names, or the first name that is not there."""
+    variables = _variables()
+    for name in names:
+        if name not in variables:
+            near = difflib.get_close_matches(name, [one for one in variables if not is_hidden(one)], n=1)
+            return MissingName(name, near[0] if near else None)
+    return [variables[name] for name in names]
+
+
+def checksums(names: tuple[str, ...]) -> list[int | None]:
+    """Return a number for the value of each name, which is the same on ranks with equal values."""
+    variables = _variables()
+    return [checksum(variables[name]) if name in variables else None for name in names]
+
+
+def reset(kept: tuple[str, ...]) -> None:
+    """Delete all variables of the user's but those that are named."""
+    variables = _variables()
+    for name in list(variables):
+        if not is_hidden(name) and name not in kept:
+            del variables[name]
+    variables["_"] = ""  # as in a new shell
+
+
+def memory() -> dict[str, int]:
+    """Return the bytes this process holds: ``rss`` of main memory, ``gpu`` of its device if it uses one."""
+    found = {"rss": memory_used()}
+    if "torch" in sys.modules:
+        used = [kind.memory_reserved() for kind in DEVICE_KINDS if kind.is_initialized()]
+        if used:
+            found["gpu"] = sum(used)
+    return found
+
+
+def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
+    """Return where the part that can be completed begins and ends, and the candidates for it.
+
+    Args:
+        code: of a cell.
+        cursor: position in it, in characters.
+    """
+    start = cursor
+    while start > 0 and (code[start - 1].isalnum() or code[start - 1] in "_."):
+        start -= 1
+    *path, beginning = code[start:cursor].split(".")
+    variables = _variables()
+    if not path:
+        found = [name for name in (*variables, *vars(builtins)) if not is_hidden(name)]
+    else:
+        value: Any = variables.get(path[0])
+        for part in path[1:]:
+            # Looked up as a plain attribute only: a property would run users' code while they type.
+            value = vars(value).get(part) if hasattr(value, "__dict__") else None
+        found = [] if value is None else [one for one in dir(value) if beginning.startswith("_") or one[0] != "_"]
+    return cursor - len(beginning), cursor, sorted({name for name in found if name.startswith(beginning)})
+
+
+def inspect(method: str, name: str, detail: int) -> dict[str, Any] | None:
+    """Return what the shell of this rank knows of a name, or None if there is no such name.
+
+    Args:
+        method: of the shell: ``"object_inspect_mime"`` for what ``name?`` shows, ``"object_inspect"`` for its parts.
+        name: may have dots.
+        detail: 1 for ``name??``, which also shows the source.
+    """
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    if shell is None or name.split(".", maxsplit=1)[0] not in _variables():
+        return None
+    found: dict[str, Any] = getattr(shell, method)(name, detail_level=detail)
+    return found
+
+
+def _variables() -> dict[str, Any]:
+    return sys.modules["__main__"].__dict__

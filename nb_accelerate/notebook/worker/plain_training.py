@@ -1,0 +1,117 @@
+"""Look at the models that optimizers train: warn where each rank trains one by itself, and name those of cells.
+
+::
+
+    begin: a call or a cell --> first step of each optimizer: told? --> trained: names of models, for the notebook
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.notebook.worker.groups import collectives_of_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+logger = logging.getLogger("nb_accelerate")
+
+_CONTEXT = "nb_accelerate.training.process.context"
+_AVERAGING = ("torch_xla", "deepspeed", "horovod")
+"""Libraries that average gradients without a process group of torch.distributed that could be seen."""
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Types of torch's, by name, that average gradients of their models."""
+
+
+class TrainedModels:
+    """The models that this rank trains, of which the first one that nothing averages is told.
+
+    Nothing is done where there is one rank, on all ranks but the first, and until torch's optimizers are imported.
+    """
+
+    def __init__(self) -> None:
+        self._is_watching = False
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._trained: dict[int, Any] = {}
+        self._num_ranks = "1"
+        self._is_told = False
+        self._collectives: Mapping[str, int] = {}
+
+    def begin(self, num_ranks: int | None = None) -> None:
+        """Begin a call or a cell.
+
+        Args:
+            num_ranks: how many ranks run it; all by default.
+        """
+        self._trained.clear()
+        all_ranks = os.environ.get("WORLD_SIZE", "1")
+        optimizers: Any = sys.modules.get("torch.optim.optimizer")
+        if optimizers is None or all_ranks == "1" or os.environ.get("RANK") != "0":
+            return
+        self._num_ranks = all_ranks if num_ranks is None else str(num_ranks)
+        self._is_told = False
+        self._collectives = collectives_of_groups()
+        if not self._is_watching:
+            self._is_watching = True
+            optimizers.register_optimizer_step_pre_hook(self._look)
+
+    def among(self, names: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return which of these names are those of models that were trained since `begin`."""
+        if not self._trained:
+            return ()
+        module: Any = sys.modules["torch.nn"].Module
+        models = {name: value for name, value in list(names.items()) if issubclass(type(value), module)}
+        return tuple(name for name, one in models.items() if any(id(p) in self._trained for p in _parameters(one)))
+
+    def _look(self, optimizer: Any, *_: object) -> None:
+        first = next((one for group in optimizer.param_groups for one in group["params"]), None)  # for all of its model
+        if first is None or id(first) in self._trained:
+            return
+        self._trained[id(first)] = first
+        if self._num_ranks == "1":  # nothing is to be told of it; it is new in a cell of several ranks
+            return
+        known = self._known.get(id(first))
+        self._known[id(first)] = weakref.ref(first)
+        is_new = known is None or known() is not first
+        if self._is_told or not is_new or _is_averaged(self._collectives):
+            return
+        self._is_told = True
+        logger.warning(
+            "There is no Accelerator on the ranks, so each of the %s processes trains a model of its own with all of "
+            "its rows. To train one model together: accelerator = Accelerator(); model, optimizer, loader = "
+            "accelerator.prepare(model, optimizer, loader); and accelerator.backward(loss) in place of "
+            "loss.backward()",
+            self._num_ranks,
+        )
+
+
+trained_models = TrainedModels()
+"""Those of this process: hooks of optimizers cannot be taken away while one is called."""
+
+
+def _parameters(model: Any) -> Iterable[Any]:
+    try:
+        return list(model.parameters())
+    except Exception:  # a model is users' code
+        return ()
+
+
+def _is_averaged(collectives: Mapping[str, int]) -> bool:
+    """Return whether an `Accelerator`, a library or the user's code may average gradients.
+
+    Args:
+        collectives: how many there were before. Who averages by hand has called one before the first step.
+    """
+    context: Any = sys.modules.get(_CONTEXT)
+    known = context.current() if context is not None else None
+    if known is not None and known.newest.value is not None:
+        return True
+    if collectives_of_groups() != collectives or any(name in sys.modules for name in _AVERAGING):
+        return True
+    return any(type(one).__name__ in _WRAPPERS for one in gc.get_objects())

@@ -1,0 +1,340 @@
+"""The main loop of a rank: set up the process, answer calls, and leave.
+
+::
+
+    descriptors in hand -> streams -> interrupt gate -> dies with its parent -> Setup -> Ready
+        -> Call -> Result or Failure -> Call ... -> Quit -> groups closed, exit handlers, flush, exit
+
+A rank that stays for cells has the same loop; what it does with them is in `notebook.worker.cell`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import importlib
+import linecache
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import types
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nb_accelerate.base.helper_threads import tell_failures
+from nb_accelerate.base.progress_page import install
+from nb_accelerate.errors import StartError
+from nb_accelerate.notebook.diagnostics.report import readable
+from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready, ThreadFailed
+from nb_accelerate.notebook.protocol.random_states import RandomStates  # noqa: TC001 - imported before ranks unpickle one
+from nb_accelerate.notebook.protocol.shipping import unpack
+from nb_accelerate.notebook.worker.bars import bars_as_rows
+from nb_accelerate.notebook.worker.call import answer, fail
+from nb_accelerate.notebook.worker.groups import close_groups, has_group, reach_store
+from nb_accelerate.notebook.worker.interpreter import imports_from
+from nb_accelerate.notebook.worker.interrupt import InterruptGate
+from nb_accelerate.notebook.worker.limits import enough_room
+from nb_accelerate.notebook.worker.loaders import spawn_by_value
+from nb_accelerate.notebook.worker.process_tree import die_with_parent, set_name
+from nb_accelerate.notebook.worker.stack_writer import write_stacks_on_request
+from nb_accelerate.notebook.worker.streams import replace_streams, send_record
+from nb_accelerate.notebook.worker.trainers import trainers_as_loops
+from nb_accelerate.notebook.worker.whole_files import save_whole_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from nb_accelerate.notebook.protocol.messages import Parcel, Setup
+    from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.worker.cell import PersistentRank
+    from nb_accelerate.notebook.worker.ends import RankEnds
+
+
+def run_rank(
+    ends: RankEnds,
+    mark: bytes,
+    parent: int,
+    *,
+    scratch: str,
+    inherited: tuple[Any, Any, Any] | None = None,
+    broken: BaseException | None = None,
+    own_path: Sequence[str] | None = None,
+) -> NoReturn:
+    """Run a rank in a prepared process (see `prepare_process`) until the kernel sends `Quit` or ends.
+
+    Args:
+        ends: descriptors, taken over.
+        mark: mark of the output frames.
+        parent: process id of whoever forked this process.
+        scratch: a folder for what multiprocessing puts into files. Whoever forked this process removes it, also when
+            the rank was killed and could not.
+        inherited: function, positional and keyword arguments that are in memory since the kernel was forked.
+        broken: why this process cannot work (a preloaded module failed to import, say); told to the kernel.
+        own_path: `sys.path` for imports of this package. Default: the current `sys.path`, before `_set_up` replaces it
+            by that of the kernel.
+    """
+    replace_streams(ends.stdout, ends.stderr, mark)
+    install(ends.page, functools.partial(send_record, mark))
+    gate = InterruptGate(ends.interrupt)
+    channel = Channel.from_fd(ends.control)
+    tell_failures(functools.partial(_tell_failure, channel, os.getpid()))
+    die_with_parent(parent)
+    multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
+    faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
+    write_stacks_on_request(ends.stack_requests, ends.stacks)
+    atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
+    sys.path[:] = own_path = list(own_path or sys.path)
+    store: object = None
+    is_usable = False
+    rank = os.getpid()
+    persistent: PersistentRank | None = None
+    try:
+        setup, fds = channel.recv()
+        try:
+            set_name(f"nb-rank{setup.rank}")
+            if broken is not None:
+                raise broken
+            with enough_room():
+                sources, random = unpack(setup.notebook, fds)
+                store = _set_up(setup, sources, random, ends.store)
+        except Exception as error:
+            _send(channel, *fail(error, result_of_call=False))
+        else:
+            is_usable = True
+            channel.send(Ready(pid=os.getpid()))
+        while True:
+            message, fds = channel.recv()
+            if isinstance(message, Quit):
+                break
+            if isinstance(message, InputReply):  # to a debugger that an interrupt has ended meanwhile
+                continue
+            if isinstance(message, Call):
+                if not is_usable:  # the kernel sent it before it read the Failure
+                    continue
+                load = functools.partial(_load, message.parcel, fds, inherited)
+                shows = setup.shows_displays and persistent is None
+                with _displays(channel, mark, own_path) if shows else contextlib.nullcontext():
+                    answered, packed = answer(load, gate)
+                    _end_if_forked(rank, answered)
+                _send(channel, answered, packed)
+                continue
+            if persistent is None:
+                # Only now: IPython is nothing that a launched function needs.
+                with imports_from(own_path):
+                    from nb_accelerate.notebook.worker.cell import SETUP_PROCESS, PersistentRank
+
+                    importlib.import_module(SETUP_PROCESS.partition(":")[0])
+                persistent = PersistentRank(channel, gate, mark)
+            end, packed = persistent.answer(message, fds)
+            _end_if_forked(rank, end)
+            _send(channel, end, packed)
+    except (EOFError, BrokenPipeError):
+        os._exit(1)  # the kernel is gone; nobody is left to tell
+    _leave()
+    del store  # until here: the other ranks may have needed it to leave
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterator[None]:
+    """Send what a function displays to the notebook, and show its figures when it has returned; stop at breakpoints.
+
+    Args:
+        channel: to the kernel.
+        mark: mark of the output frames.
+        own_path: where IPython is imported from, if it has not been.
+    """
+    with imports_from(own_path):
+        from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
+        from nb_accelerate.notebook.worker.displays import DisplayPort
+        from nb_accelerate.notebook.worker.launched_displays import send_displays, show_figures
+    send_displays(DisplayPort(channel, mark))
+    debug_with(InputRequests(channel))
+    yield
+    show_figures()
+
+
+def _load(parcel: Parcel | None, fds: tuple[int, ...], inherited: tuple[Any, Any, Any] | None) -> tuple[Any, Any, Any]:
+    call = inherited if parcel is None else unpack(parcel, fds)
+    assert call is not None
+    return call
+
+
+def _send(channel: Channel, message: object, packed: Packed | None) -> None:
+    _flush()
+    channel.send(message, packed.fds if packed else ())
+    if packed:
+        packed.close()
+
+
+def _tell_failure(channel: Channel, rank: int, name: str, error: BaseException) -> None:
+    """Tell the kernel that a helper thread of this rank has failed, for which the kernel ends the rank.
+
+    Args:
+        channel: to the kernel.
+        rank: process id of the rank. A process that users' code has forked from it has the same channel, and is not it.
+        name: of the thread.
+        error: what it has raised.
+    """
+    if os.getpid() != rank:
+        raise error
+    try:
+        text = " ".join("".join(traceback.format_exception_only(error)).split())
+        lines = readable("".join(traceback.format_exception(error)))
+        channel.send(ThreadFailed(name=name, error=readable(text), traceback=lines))
+    except BaseException:  # nothing can be told any more, and the kernel notices when the rank ends
+        os._exit(os.EX_SOFTWARE)
+
+
+def patch_libraries() -> None:
+    """Change what libraries do on ranks: spawned workers, progress bars, trainers, saved files.
+
+    A server of warm ranks calls it once; what is forked from that has the changes.
+    """
+    spawn_by_value()
+    bars_as_rows()
+    trainers_as_loops()
+    save_whole_files()
+    # A pickled optimizer has lost the mark by which its scheduler knows `step`; torch takes it for the user's own.
+    warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
+
+
+_FORK_PAUSE = 0.01
+"""Seconds before a rank forks, on Python 3.10. There, a process that is forked while a thread of C++ enters Python
+waits for ever for a lock of the interpreter. Threads of gloo enter it when a collective has ended, to free its tensors,
+and workers of a loader are often forked just then."""
+
+
+def prepare_process(*, is_fork: bool) -> Exception | None:
+    """Patch libraries; unless this is a fork of the kernel, make a new ``__main__`` and reseed NumPy too.
+
+    It does not depend on the rank, so a process that waits to become one does it beforehand.
+
+    Args:
+        is_fork: this process is a fork of the kernel.
+
+    Returns:
+        What has failed, for `run_rank` to tell the kernel, or None.
+    """
+    try:
+        patch_libraries()
+        if sys.version_info < (3, 11):
+            os.register_at_fork(before=functools.partial(time.sleep, _FORK_PAUSE))
+        if not is_fork:
+            main = types.ModuleType("__main__")
+            main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: see `pack_call`
+            _reseed_numpy()
+    except Exception as error:
+        return error
+    return None
+
+
+def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, store_fd: int) -> object:
+    """Set environment, folder, path, sources, random numbers and threads of this process as `setup` says.
+
+    Args:
+        setup: from the kernel.
+        sources: text of notebook cells, by file name.
+        random: states of the notebook's random numbers; None if those of this process stay.
+        store_fd: descriptor of the store; taken over.
+
+    Returns:
+        What must live as long as the rank, or None.
+
+    Raises:
+        StartError: the working directory cannot be entered.
+    """
+    for name in [name for name in os.environ if name not in setup.environ]:
+        del os.environ[name]
+    for name, value in setup.environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    _go_to(setup.cwd)
+    sys.argv[:] = setup.argv
+    for filename, text in sources.items():
+        lines = text.splitlines(keepends=True)
+        linecache.cache[filename] = (len(text), None, lines, filename)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # OMP_NUM_THREADS is read once, when torch is loaded; in a forked rank that was long ago.
+        torch.set_num_threads(setup.num_threads)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available():
+        distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG too is read once
+    store = None if setup.store is None else reach_store(setup.store, store_fd)
+    if random is not None:
+        random.use()
+    sys.path[:] = setup.sys_path  # now that what this package needs has been imported; what follows is users' code
+    return store
+
+
+def _go_to(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        why = f"{folder}: {error.strerror}" if folder else "it has been deleted"
+        raise StartError(
+            f"ranks cannot work in the working directory of this process ({why}). Change to another one first, with "
+            f"os.chdir('/path/of/a/folder') or %cd"
+        ) from None
+
+
+def _end_if_forked(rank: int, answer: object) -> None:
+    """End this process if users' code has forked it from the rank.
+
+    It has come to the end of its code. It is not the rank, so it neither answers nor takes the next call or cell.
+
+    Args:
+        rank: process id of the rank.
+        answer: what came of the code; decides the exit code.
+    """
+    if os.getpid() == rank:
+        return
+    outcome = answer.answer if isinstance(answer, CellEnd) else answer
+    code = 0
+    if isinstance(outcome, Failure):
+        report, code = outcome.report, 1
+        if report.type_name != "SystemExit":
+            print(f"in a process forked from a rank: {report.type_name}: {report.message}", file=sys.stderr)  # noqa: T201
+        elif report.message.isascii() and report.message.removeprefix("-").isdigit():
+            code = int(report.message) & 0xFF
+        else:
+            print(report.message, file=sys.stderr)  # noqa: T201 - as Python does
+    _flush()
+    os._exit(code)
+
+
+def _reseed_numpy() -> None:
+    """Seed NumPy's random numbers anew: their state was made when the server imported it, once for all ranks."""
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()
+
+
+def _leave() -> None:
+    """Do what Python does at the end of a script: destroy groups, end children, run exit handlers, flush."""
+    if has_group():
+        # A process that leaves without destroying every gloo group sometimes aborts while it is torn down.
+        with contextlib.suppress(Exception):
+            close_groups()
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        with contextlib.suppress(Exception):
+            util._exit_function()  # noqa: SLF001 - its atexit hook was registered before this process was forked
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # noqa: SLF001 - os._exit does not
+    _flush()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            with contextlib.suppress(Exception):  # users' code may have put anything there
+                stream.flush()

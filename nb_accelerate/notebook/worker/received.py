@@ -1,0 +1,165 @@
+"""What a rank was sent from the notebook: found again by its number, and changed in place."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from typing_extensions import override
+
+from nb_accelerate.errors import ShippingError
+from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.protocol.renewal import renew
+from nb_accelerate.notebook.protocol.shipping import unpack_numbered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nb_accelerate.notebook.protocol.messages import Parcel
+
+Key = int | str
+"""The number of an object; or the name of a variable that holds a list or dictionary, which cannot have a number."""
+
+
+class Names(NamedTuple):
+    """What travels with a cell.
+
+    Attributes:
+        values: by name.
+        states: what objects that the rank has are to hold from now on.
+    """
+
+    values: dict[str, Any]
+    states: dict[Key, Any]
+
+
+class Received(Numbers):
+    """Objects that came from the notebook, by the numbers that they have there. Keeps none of them alive."""
+
+    def __init__(self) -> None:
+        super().__init__(first=1 << 50)  # for objects of this rank
+        self._objects: dict[int, weakref.ref[Any]] = {}
+        self._tokens: dict[Key, list[Any]] = {}
+        self._homes: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._gone: list[int] = []
+
+    def define(self, parcel: Parcel, fds: tuple[int, ...], names: dict[str, Any]) -> None:
+        """Define, or change in place, what has come with a cell.
+
+        Args:
+            parcel: holds a `Names`.
+            fds: descriptors that came with it; taken over.
+            names: variables of this rank.
+
+        Raises:
+            ShippingError: something refers to an object that this rank has no more.
+        """
+        sent, objects = unpack_numbered(parcel, fds, lambda key: self._find(key, names))
+        changed = {key: self._find(key, names) for key in sent.states}
+        # Whatever holds a list that is changed here holds something else then, and has not been changed by this rank.
+        has_lists = any(isinstance(key, str) for key in changed)
+        same = self._tokens.keys() - self.changed([*self._tokens], names) if has_lists else ()
+        for key, value in changed.items():
+            renew(value, sent.states[key])
+        for name, value in sent.values.items():
+            if not _is_within(value, names.get(name)):
+                names[name] = value
+        for number, value in objects.items():
+            self._take(number, value)
+        for value in objects.values():
+            self._find_home_of_parameters(value)
+        for key in {*objects, *changed, *sent.values, *same}:
+            value = names.get(key) if isinstance(key, str) else self._object(key)
+            if value is not None:
+                self._tokens[key] = self._read(value)
+
+    def changed(self, keys: Iterable[Key], names: dict[str, Any]) -> set[Key]:
+        """Return which of these objects hold something else than when they came, or were last changed, from there."""
+        found = set()
+        for key in keys:
+            value = names.get(key) if isinstance(key, str) else self._object(key)
+            is_other = key in self._tokens and value is not None and self._read(value) != self._tokens[key]
+            if is_other or (isinstance(key, int) and self._successor(key, value)):
+                found.add(key)
+        return found
+
+    def take_gone(self) -> tuple[int, ...]:
+        """Return the numbers of objects that are gone. Each is returned once."""
+        # Not that of a parameter in whose place its module has another one: what refers to it must not get a copy.
+        kept = [number for number in self._gone if number in self._homes and self._homes[number][0]() is not None]
+        gone = tuple(set(self._gone).difference(kept))
+        self._gone = kept
+        for number in gone:
+            self._homes.pop(number, None)
+        return gone
+
+    @override
+    def on_end(self, number: int) -> None:
+        if self._objects.pop(number, None) is not None:
+            self._tokens.pop(number, None)
+            self._gone.append(number)
+
+    def _take(self, number: int, value: Any) -> None:
+        try:
+            self._objects[number] = weakref.ref(value)
+            self.adopt(number, value)
+        except TypeError:  # it became something else on the way
+            self._gone.append(number)
+
+    def _find_home_of_parameters(self, module: Any) -> None:
+        torch: Any = sys.modules.get("torch")
+        if hasattr(torch, "nn") and issubclass(type(module), torch.nn.Module):
+            for name, parameter in vars(module)["_parameters"].items():
+                number = self.get(parameter)
+                if number in self._objects:
+                    self._homes[number] = weakref.ref(module), name
+
+    def _object(self, number: int) -> Any:
+        reference = self._objects.get(number)
+        return None if reference is None else reference()
+
+    def _read(self, value: Any) -> list[Any]:
+        return Snapshot(value, self, deep=False, moves=True).tokens
+
+    def _successor(self, number: int, value: Any) -> str:
+        """Return which parameter a module has in the place of one that was sent; "" if it has the same."""
+        module, name = self._homes.get(number, (lambda: None, ""))
+        home: Any = module()
+        is_same = home is None or vars(home)["_parameters"].get(name) is value
+        return "" if is_same else f"{name!r} of a {type(home).__name__}"
+
+    def _find(self, key: Key, names: dict[str, Any]) -> Any:
+        if isinstance(key, str):
+            return names[key]
+        value = self._object(key)
+        successor = self._successor(key, value)
+        if successor:
+            raise ShippingError(
+                f"the notebook sends, or refers to, the parameter {successor}, which the ranks have replaced, as FSDP "
+                f"does when a model is prepared. Make what refers to it (an optimizer, say), and load weights, on the "
+                f"ranks, in a %%distributed cell"
+            )
+        if value is None:
+            raise ShippingError("the ranks no longer have what the cell refers to. Run the cell again")
+        return value
+
+
+def _is_within(value: Any, holder: Any) -> bool:
+    """Return whether a variable holds a model in its wrapper, as `prepare` returns it."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "nn") or not issubclass(type(value), torch.nn.Module):
+        return False
+    while holder is not value and issubclass(type(holder), torch.nn.Module):
+        modules = vars(holder)["_modules"]
+        holder = modules.get("module") or modules.get("_orig_mod")
+    return holder is value
+
+
+received = Received()
+"""What this process was sent."""
+
+
+def changed_there(keys: tuple[Key, ...]) -> set[Key]:
+    """Return which objects of the notebook this rank has changed. The kernel sends it in a `Call`."""
+    return received.changed(keys, sys.modules["__main__"].__dict__)

@@ -1,0 +1,104 @@
+"""A thread of a rank that writes where the main thread is, when it is asked to: its stack, or the user's line."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+from traceback import walk_stack
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.base.progress_page import here
+from nb_accelerate.notebook.diagnostics.stacks import ONE_THREAD, users_line
+from nb_accelerate.notebook.protocol.messages import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+_MAX_FRAMES = 400
+"""Frames that are written, innermost first. Of a deeper stack, the outermost frame follows."""
+
+ASK_STACK, ASK_LINE = b"?", b"l"
+"""Requests. The answer to the second one stands on the progress page."""
+
+_LIBRARIES = ("/tqdm/_monitor.py", "/multiprocessing/queues.py", "/torch/utils/data/_utils/pin_memory.py")
+"""Files in which threads begin that never run code of users: of progress bars and loaders, which most training has."""
+
+_CHUNK = 1 << 12
+"""Bytes of requests that are read at once, and answered once."""
+
+
+def write_stacks_on_request(requests: int, stacks: int) -> None:
+    """Start the thread. It ends when nobody can ask any more.
+
+    If it fails, Python prints why, and `faulthandler` answers from then on.
+
+    It needs the interpreter's lock, so it answers while the main thread runs Python code, or waits in C code that has
+    released the lock, and does not answer while C code holds it. `faulthandler` answers then. It is no substitute: it
+    reads frames that may change meanwhile, and CPython 3.11 crashed in it.
+
+    Args:
+        requests: read end of a pipe; a byte in it asks, see `ASK_STACK`.
+        stacks: write end of the pipe for stacks, which look like those of `faulthandler.dump_traceback`.
+    """
+    # Not `threading.Thread`, whose start() waits until the thread runs, on the way of every launch.
+    _thread.start_new_thread(_serve, (requests, stacks))
+
+
+def _serve(requests: int, stacks: int) -> None:
+    # Signals are for the main thread: one that came to this thread would not wake up what that waits in.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    main = threading.main_thread().ident
+    try:
+        while asked := os.read(requests, _CHUNK):
+            phase = here().phase
+            frame = sys._current_frames().get(main or 0)  # noqa: SLF001 - the documented way to it
+            if ASK_LINE in asked:
+                _note_line(frame, phase)
+            answer = _listed(frame, has_one_thread=not _has_threads_of_users()) if ASK_STACK in asked else b""
+            del frame  # it would keep the variables of a function alive
+            while answer:
+                answer = answer[os.write(stacks, answer) :]
+    except OSError:  # the kernel is gone
+        return
+
+
+def _note_line(frame: FrameType | None, phase: int) -> None:
+    """Write the user's line to the progress page, unless the main thread went on to another phase meanwhile."""
+    found = users_line(_frames(frame))
+    if found is not None and here().phase == phase:
+        line, called = found
+        here().note_line(phase=phase, filename=line.filename, lineno=line.lineno, called=called)
+
+
+def _frames(frame: FrameType | None) -> Iterator[Frame]:
+    for one, lineno in walk_stack(frame):
+        yield Frame(filename=one.f_code.co_filename, lineno=lineno, name=one.f_code.co_name)
+
+
+def _has_threads_of_users() -> bool:
+    """Return whether threads live that may run code of users, beside the main thread. Called in this module's own."""
+    ours = {one.ident for one in threading.enumerate() if isinstance(one, HelperThread)}
+    ours |= {threading.main_thread().ident, threading.get_ident()}
+    frames = sys._current_frames()  # noqa: SLF001 - the documented way to them
+    return any(ident not in ours and not _is_of_library(frame) for ident, frame in frames.items())
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    files = [one.f_code.co_filename for one, _ in walk_stack(frame)]
+    began = next((file for file in reversed(files) if not file.endswith("/threading.py")), "")
+    return began.endswith(_LIBRARIES)
+
+
+def _listed(frame: FrameType | None, *, has_one_thread: bool) -> bytes:
+    lines = [
+        f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}\n' for one, line in walk_stack(frame)
+    ]
+    if len(lines) > _MAX_FRAMES:
+        lines[_MAX_FRAMES:] = ["  ...\n", lines[-1]]
+    head = ONE_THREAD if has_one_thread else ""
+    return "".join([head, "Stack (most recent call first):\n", *lines]).encode("ascii", "backslashreplace")

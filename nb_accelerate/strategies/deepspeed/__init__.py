@@ -1,5 +1,0 @@
-"""Train with DeepSpeed. The library is imported when a strategy is made, and not before."""
-
-from nb_accelerate.strategies.deepspeed.strategy import DeepSpeedStrategy
-
-__all__ = ["DeepSpeedStrategy"]

@@ -1,0 +1,244 @@
+"""`Accelerator`: the one object a training script talks to."""
+
+from __future__ import annotations
+
+from inspect import signature
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
+from nb_accelerate.base.config.precision import PrecisionType
+from nb_accelerate.base.config.profiling import ProfileKwargs
+from nb_accelerate.base.config.project import ProjectConfiguration
+from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
+from nb_accelerate.training.accelerator.communication import CommunicationSlice
+from nb_accelerate.training.accelerator.core import build_core
+from nb_accelerate.training.accelerator.identity import IdentitySlice
+from nb_accelerate.training.accelerator.loaders import LoadersSlice
+from nb_accelerate.training.accelerator.options import OptionsSlice
+from nb_accelerate.training.accelerator.ownership import MAKE_IT_INSIDE
+from nb_accelerate.training.accelerator.preparing import PreparingSlice
+from nb_accelerate.training.accelerator.recording import RecordingSlice
+from nb_accelerate.training.accelerator.resuming import ResumingSlice
+from nb_accelerate.training.accelerator.training import TrainingSlice
+from nb_accelerate.training.accelerator.unprepared import watch_for_unprepared_training
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+    from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
+    from nb_accelerate.base.config.dynamo import DynamoBackend, TorchDynamoPlugin
+    from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.base.config.kwargs import KwargsHandler
+    from nb_accelerate.base.config.options import Options
+    from nb_accelerate.base.config.parallelism import ParallelismConfig
+    from nb_accelerate.base.config.project import LoggerType
+    from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelPlugin
+    from nb_accelerate.training.process.rng import RNGType
+    from nb_accelerate.training.tracking import GeneralTracker
+
+_NOT_YET = {
+    "megatron_lm_plugin": "Megatron-LM",
+}
+_ARGUMENTS = (
+    "device_placement",
+    "split_batches",
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "cpu",
+    "dataloader_config",
+    "rng_types",
+    "log_with",
+    "project_dir",
+    "project_config",
+    "gradient_accumulation_plugin",
+    "step_scheduler_with_optimizer",
+    "kwargs_handlers",
+    "dynamo_backend",
+    "dynamo_plugin",
+    "fsdp_plugin",
+    "parallelism_config",
+    "torch_tp_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "scheduler_steps_per_process",
+)
+
+# Options that are not arguments themselves: the object they are fields of, and where that is given.
+_PLACES: dict[type[Options], str] = {
+    DataLoaderConfiguration: "dataloader_config={}",
+    ProjectConfiguration: "project_config={}",
+    GradientAccumulationPlugin: "gradient_accumulation_plugin={}",
+    DistributedDataParallelKwargs: "kwargs_handlers=[{}]",
+    InitProcessGroupKwargs: "kwargs_handlers=[{}]",
+    GradScalerKwargs: "kwargs_handlers=[{}]",
+    ProfileKwargs: "kwargs_handlers=[{}]",
+}
+
+
+class Accelerator(
+    IdentitySlice,
+    OptionsSlice,
+    TrainingSlice,
+    CommunicationSlice,
+    LoadersSlice,
+    PreparingSlice,
+    ResumingSlice,
+    RecordingSlice,
+):
+    """Run a plain PyTorch training loop on one CPU, on one GPU, or on one rank of many.
+
+    Example::
+
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            loss = loss_function(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Values come from the arguments, then from the environment, then from defaults. Option objects may be changed until
+    they are used; a change that comes too late is a warning.
+
+    Args:
+        device_placement: move models and batches to the device.
+        split_batches: the batch size of a loader is that of all processes together.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` (linear layers in 8 bits, by torchao); else
+            ``ACCELERATE_MIXED_PRECISION``.
+        gradient_accumulation_steps: number of batches for one optimizer step, 1 by default. The environment variable
+            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` takes precedence. Use `accumulate` in the loop.
+        cpu: train on the CPU; else ``ACCELERATE_USE_CPU``.
+        dataloader_config: how loaders divide data among processes.
+        rng_types: which random states are set to those of process 0 at each epoch; by default the generators of
+            samplers, so that all processes shuffle alike.
+        log_with: experiment trackers: a name such as ``"tensorboard"`` or ``"jsonl"``, an object of your own class,
+            a list of those, or ``"all"`` for every one that is installed. `init_trackers` opens them.
+        project_dir: folder of checkpoints and of trackers that write files.
+        project_config: options of folders and checkpoints, instead of ``project_dir``.
+        gradient_accumulation_plugin: options of accumulation, instead of ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: False advances prepared schedulers at every call, whether or not the
+            optimizer stepped.
+        kwargs_handlers: arguments for torch: `DistributedDataParallelKwargs`, `GradScalerKwargs`,
+            `InitProcessGroupKwargs`, `AutocastKwargs`, `AORecipeKwargs`, `ProfileKwargs`.
+        dynamo_backend: compile models with this backend of `torch.compile`, ``"inductor"`` say; else
+            ``ACCELERATE_DYNAMO_BACKEND``.
+        dynamo_plugin: how models are compiled, in detail.
+        fsdp_plugin: shard models over ranks; else ``ACCELERATE_USE_FSDP``. A single process is not sharded.
+        parallelism_config: how ranks are laid out: how many copies of a model there are, over how many ranks each is
+            sharded, and how many compute each layer together; else ``PARALLELISM_CONFIG_*`` variables. A single process
+            has no layout.
+        torch_tp_plugin: all ranks compute each layer together, as ``ParallelismConfig(tp_size=...)`` says too.
+        deepspeed_plugin: train models with DeepSpeed, on a single process too; else ``ACCELERATE_USE_DEEPSPEED``. Needs
+            ``pip install deepspeed``.
+        deepspeed_plugins: several of them by name, for models that are trained in different ways. The first is
+            selected; ``accelerator.state.select_deepspeed_plugin(name)`` selects another one for what is prepared next.
+        scheduler_steps_per_process: prepared schedulers advance once per process at each optimizer step, unless
+            batches are split or they are stepped once an epoch. False: once.
+        **others: arguments of Hugging Face accelerate that are not supported yet are refused by name.
+
+    Raises:
+        ConfigError: a value is wrong, or an argument is not supported yet.
+        TypeError: an argument does not exist.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
+        rng_types: Sequence[str | RNGType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Iterable[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: dict[str, DeepSpeedPlugin] | None = None,
+        scheduler_steps_per_process: bool = True,
+        **others: Any,
+    ) -> None:
+        _refuse(others)
+        self.core = build_core(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            rng_types=rng_types,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_steps_per_process=scheduler_steps_per_process,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            plugins={
+                "fsdp_plugin": fsdp_plugin,
+                "parallelism_config": parallelism_config,
+                "torch_tp_plugin": torch_tp_plugin,
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+            },
+        )
+        self.core.steering.saves_by(self._save_on_command)
+        watch_for_unprepared_training(self.core.collectives, self.core.shared)
+
+    def __reduce__(self) -> NoReturn:
+        raise ShippingError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")
+
+    def __repr__(self) -> str:
+        place = f"process {self.process_index} of {self.num_processes} on {self.device}"
+        return f"Accelerator({place}, mixed_precision={self.mixed_precision!r})"
+
+
+def _name_methods() -> None:
+    """Have Python call the methods ``Accelerator.prepare()`` in its messages, not by the base class they are in."""
+    for base in Accelerator.__mro__[1:-1]:
+        for found in vars(base).values():
+            method = found
+            while isinstance(method, FunctionType):
+                method.__qualname__ = f"{Accelerator.__name__}.{method.__name__}"
+                method = getattr(method, "__wrapped__", None)  # of a context manager
+
+
+_name_methods()
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _NOT_YET:
+            instead = _instead(name, value) or suggest(name, (*_ARGUMENTS, *_NOT_YET))
+            raise UnknownArgumentError(f"Accelerator has no argument {name!r}.{instead}")
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} was given, but {_NOT_YET[name]} is not supported in this version. Leave it out."
+            )
+
+
+def _instead(name: str, value: object) -> str:
+    """Return what to write for an argument that older versions of accelerate had, or that belongs elsewhere."""
+    if name in PrecisionType.list():  # fp16=True
+        return f" Write mixed_precision={name!r}." if value else " Leave it out: that is the default."
+    for kind, place in _PLACES.items():
+        if name in signature(kind).parameters:
+            also = ", or project_dir for checkpoints and logs together" if name == "logging_dir" else ""
+            return f" Write {place.format(f'{kind.__name__}({name}={value!r})')}{also}."
+    return ""

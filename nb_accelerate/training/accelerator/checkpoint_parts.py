@@ -1,0 +1,165 @@
+"""What belongs to a checkpoint: prepared objects, those that users register, and hooks of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.hooks import RemovableHandle
+
+from nb_accelerate.base.progress_page.commands import NO_FOLDER
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.checkpoint import state
+from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
+from nb_accelerate.training.checkpoint.sharing import ThisRank
+from nb_accelerate.training.strategies.parts import OptimizerPart
+from nb_accelerate.training.strategies.unwrapping import innermost
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from nb_accelerate.training.checkpoint.registry import Hook
+    from nb_accelerate.training.checkpoint.sharded import ShardedFolder
+
+
+class CheckpointPartsSlice(Slice):
+    """The parts of a checkpoint, and the folder that numbered ones are in."""
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add objects to what `save_state` saves.
+
+        Example::
+
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            average = torch.optim.swa_utils.AveragedModel(model)
+            accelerator.register_for_checkpointing(average)
+            accelerator.save_state("checkpoint")
+
+        Args:
+            *objects: with methods ``state_dict()`` and ``load_state_dict(state)``.
+
+        Raises:
+            ConfigError: one has none.
+        """
+        self.core.registry.add(*objects)
+
+    def register_save_state_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Call a function before `save_state` writes weights.
+
+        Args:
+            hook: takes the prepared models, their weights (what it removes from this list is not written), and the
+                folder to which it may write.
+
+        Returns:
+            What ends this: ``handle.remove()``.
+        """
+        return _added(self.core.registry.before_save, hook)
+
+    def register_load_state_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Call a function before `load_state` reads weights.
+
+        Args:
+            hook: takes the prepared models (what it removes from this list is not loaded), and the folder.
+
+        Returns:
+            What ends this: ``handle.remove()``.
+        """
+        return _added(self.core.registry.before_load, hook)
+
+    def _this_rank(self) -> ThisRank:
+        topology = self.core.process.topology
+        return ThisRank(
+            rank=topology.rank,
+            world_size=topology.world_size,
+            node_rank=topology.node_rank,
+            local_rank=topology.local_rank,
+            local_world_size=topology.local_world_size,
+            kind=self.core.process.kind,
+            num_sharing=self.core.data_collectives.num_sharing,
+        )
+
+    def _parts(self) -> list[state.Part]:
+        prepared, strategy = self.core.prepared, self.core.strategy
+        models = [innermost(model) for model in prepared.models]
+        return state.parts_of(
+            optimizers=[
+                OptimizerPart(one.optimizer, strategy, models)
+                for one in prepared.optimizers
+                if strategy.owner_of(one.optimizer) is None
+            ],
+            schedulers=[one for one in prepared.schedulers if one.repeats],  # the others are an engine's
+            loaders=prepared.loaders,
+            scaler=self.core.precision.scaler,
+            custom=self.core.registry.objects,
+        )
+
+    def _collect(self, parts: list[state.Part]) -> tuple[list[Any], list[ShardedFolder]]:
+        """Collect the states that may be sharded; return those of models, and what is saved as shards.
+
+        Comes before anything is written: a rank that cannot write would leave the others waiting in an exchange.
+        """
+        strategy = self.core.strategy
+        models = [model for model in self.core.prepared.models if not strategy.saves_itself(model)]
+        inner = [strategy.unwrap(model, keep_torch_compile=False) for model in models]
+        if strategy.saves_shards:
+            return self._plan_shards(inner, parts)
+        keep = self.core.process.topology.is_local_main  # of these, some publish: see `share`
+        weights = [strategy.model_state(model, keep=keep) for model in inner]
+        for part in parts:
+            if isinstance(part.thing, OptimizerPart):
+                part.thing.collect(keep=keep)
+        return weights, []
+
+    def _plan_shards(self, models: list[nn.Module], parts: list[state.Part]) -> tuple[list[Any], list[ShardedFolder]]:
+        if self.core.recording.project.save_on_each_node:
+            raise ConfigError(
+                "save_on_each_node=True makes a checkpoint on each machine, and with FSDP each holds a part only. "
+                "Save to a disk that machines share, or whole weights: "
+                "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
+            )
+        # Here, because it takes torch a second to import what writes shards.
+        from nb_accelerate.training.checkpoint.sharded import ShardedFolder, named
+
+        folders = [
+            ShardedFolder(f"{FSDP_MODEL_NAME}_{number}", "model", model.state_dict())
+            for number, model in enumerate(models)
+        ]
+        weights = [folder.state for folder in folders]
+        for part in parts:
+            if isinstance(part.thing, OptimizerPart) and part.folder is not None:
+                by_name = named(part.thing.state_dict(), part.thing.names)
+                folders.append(ShardedFolder(part.folder, "optimizer", by_name))
+        for folder in folders:
+            folder.plan(self.core.collectives)
+        return weights, folders
+
+    def _engines(self) -> dict[str, nn.Module]:
+        """Return the models that their engines save, by the names of their folders in a checkpoint."""
+        strategy = self.core.strategy
+        models = [model for model in self.core.prepared.models if strategy.saves_itself(model)]
+        return {f"{MODEL_NAME}_{number}" if number else MODEL_NAME: model for number, model in enumerate(models)}
+
+    def _weights(
+        self, weights: list[dict[str, Any]], folder: Path, engine_kwargs: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Let engines write their models, and return the weights that hooks leave to be written."""
+        for tag, engine in self._engines().items():
+            self.core.strategy.save_engine(engine, folder, tag, **engine_kwargs)
+        for hook in self.core.registry.before_save.values():
+            hook(list(self.core.prepared.models), weights, str(folder))
+        return weights
+
+    def _numbered_folders(self) -> Path:
+        project_dir = self.core.recording.project.project_dir
+        if project_dir is None:
+            raise ConfigError(NO_FOLDER)
+        return Path(project_dir).expanduser() / "checkpoints"
+
+
+def _added(hooks: Any, hook: Hook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -1,0 +1,212 @@
+"""`CommunicationSlice`: gather, reduce and pad tensors over processes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.comm import operations
+from nb_accelerate.training.pytree import find_batch_size, map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.training.data.plan import GroupRows
+    from nb_accelerate.training.data.tracker import TrackedLoop
+
+
+class CommunicationSlice(Slice):
+    """Exchange tensors and objects between processes.
+
+    Processes of one tensor-parallel group, which read the same rows, count as one.
+    """
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensors of all processes, one after the other along dimension 0.
+
+        Example::
+
+            correct = torch.tensor([3], device=accelerator.device)  # of each process
+            accelerator.print(accelerator.gather(correct).sum())
+
+        Args:
+            tensor: a tensor, or a structure of tensors, of the same shapes on all processes. Gradients do not pass
+                between processes.
+        """
+        return operations.gather(self.core.data_collectives, tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the sum, mean or largest of tensors over all processes.
+
+        Example::
+
+            loss = torch.tensor(0.25, device=accelerator.device)  # of each process
+            mean = accelerator.reduce(loss, reduction="mean")
+
+        Args:
+            tensor: a tensor, or a structure of tensors, of the same shapes on all processes. It is not changed.
+            reduction: ``"sum"``, ``"mean"``, ``"max"`` (of each element) or ``"none"``.
+            scale: what the result is multiplied with.
+        """
+        return operations.reduce(self.core.data_collectives, tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Return tensors padded to their greatest size on any process, ready for `gather`.
+
+        Example::
+
+            tokens = torch.ones(2, 5 + accelerator.process_index, dtype=torch.long, device=accelerator.device)
+            padded = accelerator.pad_across_processes(tokens, dim=1, pad_index=0)
+            everything = accelerator.gather(padded)
+
+        Args:
+            tensor: a tensor, or a structure of tensors, alike on all processes except in the size of ``dim``.
+            dim: which dimension.
+            pad_index: what to pad with.
+            pad_first: pad at the beginning.
+        """
+        return operations.pad_across_processes(self.core.data_collectives, tensor, dim, pad_index, pad_first)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return what all processes computed for a batch, in the order of the data and without copies of rows.
+
+        Call it inside the loop over a prepared loader, with something that has one entry for each row of the batch, or
+        equally many for each. At the end of the data, entries of rows that were repeated to give all processes equal
+        batches are left out. In one process, what has an entry for each row of a full batch
+        (``loss.repeat(batch_size)``) is cut to the rows of the last one. What has no entries for rows, such as a mean
+        loss, is returned as all processes gave it, with a warning if rows were repeated. Where batches have no fixed
+        size, use `pad_across_processes` before, or objects; rows of padding are kept. Of loaders that advance together
+        (``zip``), the one whose batches have as many rows counts. Outside a loop everything is gathered: there is no
+        last batch then.
+
+        Example::
+
+            model, loader = accelerator.prepare(model, loader)
+            correct = total = 0
+            for inputs, targets in loader:
+                predictions = model(inputs).argmax(dim=1)
+                predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+                correct += (predictions == targets).sum().item()
+                total += len(targets)  # in the end the number of rows of the dataset
+
+        Args:
+            input_data: a tensor or a structure of tensors with the rows along dimension 0; or a list of objects,
+                one for each row.
+            use_gather_object: pickle ``input_data``, a list, even if it holds tensors (of unequal shapes, say).
+
+        Raises:
+            ValueError: the loader has ``even_batches=False``, and processes have different numbers of rows at the end
+                of the data. It is raised at the first batch if that is known then.
+        """
+        collectives = self.core.data_collectives
+        ranks = collectives.world_size
+        loops = self.core.tracker.together
+        if ranks == 1:
+            return _rows_of_smaller_batch(input_data, loops)
+        as_objects = use_gather_object or not _only_tensors(input_data)
+        if not loops and collectives.rank == 0:
+            warnings.warn(
+                "gather_for_metrics was called outside a loop over a prepared loader. It returns what all processes "
+                "gave, and cannot tell which rows are copies. Call it inside the loop, over loader = "
+                "accelerator.prepare(loader): there it leaves them out.",
+                stacklevel=2,
+            )
+        if any(loop.is_uneven for loop in loops):
+            raise ValueError(
+                "gather_for_metrics cannot be used with a loader that has even_batches=False: at the end of its data "
+                "some processes have fewer rows, or no batch at all. Write even_batches=True in "
+                "DataLoaderConfiguration; the rows it repeats are left out here."
+            )
+        rows = _rows_of_group(input_data, loops, ranks)
+        if rows is None or rows.real is None:
+            with torch.no_grad():
+                return operations.gather_object(collectives, input_data) if as_objects else self.gather(input_data)
+        if as_objects:
+            parts = operations.gather_lists(collectives, input_data)
+            kept = [rows.real_entries([len(part) for part in parts])]
+            gathered = [entry for part in parts for entry in part][: kept[0]]
+        else:
+            tensors = tensors_in(input_data)
+            kept = [rows.real_entries([len(one)] * ranks) if one.dim() else None for one in tensors]
+            each = iter(kept)
+            with torch.no_grad():
+                gathered = map_tensors(lambda tensor: tensor[: next(each)], self.gather(input_data))
+        if None in kept and collectives.rank == 0:  # later than the exchange: a warning may be an error
+            warnings.warn(
+                "gather_for_metrics was given something that has not one entry for each row, such as a mean loss, and "
+                f"returns it as all processes gave it. Rows that are repeated in this last batch (only {rows.real} of "
+                "all are real) count in it. For exact figures, give it one entry for each row.",
+                stacklevel=2,
+            )
+        return gathered
+
+
+def _rows_of_group(data: Any, loops: Sequence[TrackedLoop], ranks: int) -> GroupRows | None:
+    """Return the numbers of rows of the group that data were computed for.
+
+    Args:
+        data: of one batch.
+        loops: over loaders that advance together, outer ones first.
+        ranks: number of ranks.
+    """
+    if len({loop.rows for loop in loops}) == 1:
+        return loops[0].rows
+    fitting = [loop for loop in loops if _entries(data) == _rows_on_rank(loop, ranks)]
+    if len({loop.rows for loop in fitting}) > 1:
+        warnings.warn(
+            "gather_for_metrics was called in a loop over several prepared loaders whose batches have equally many "
+            "rows, of which not all are at their end. Rows are left out as if what it was given belonged to the first "
+            "of them. Iterate each loader in a loop of its own, or give them different batch sizes.",
+            stacklevel=3,
+        )
+    return next((loop.rows for loop in [*fitting, *loops]), None)
+
+
+def _rows_on_rank(loop: TrackedLoop, ranks: int) -> int | None:
+    if loop.rows is not None and loop.rows.on_rank is not None:
+        return loop.rows.on_rank
+    full = _rows_of_full_group(loop)
+    return None if full is None else full // ranks
+
+
+def _rows_of_full_group(loop: TrackedLoop) -> int | None:
+    try:
+        return getattr(loop.loader, "total_batch_size", None)
+    except TypeError:  # batches have no fixed size
+        return None
+
+
+def _entries(data: Any) -> int | None:
+    if not _only_tensors(data):
+        return len(data) if isinstance(data, (list, tuple)) else None
+    return find_batch_size(data)
+
+
+def _rows_of_smaller_batch(data: Any, loops: Sequence[TrackedLoop]) -> Any:
+    """Cut what a single process computed for a full batch to the rows of a smaller last one."""
+    rows_at_end: dict[int | None, set[int | None]] = {}
+    for loop in loops:
+        rows_at_end.setdefault(_rows_of_full_group(loop), set()).add(_rows_at_end(loop))
+    # Where several loops have full batches of one size, what was given may belong to any of them.
+    smaller = {full: found.pop() for full, found in rows_at_end.items() if len(found) == 1}
+    if not any(smaller.values()):
+        return data
+    if _only_tensors(data):
+        return map_tensors(lambda tensor: tensor[: smaller.get(len(tensor))] if tensor.dim() else tensor, data)
+    return data[: smaller.get(len(data))] if isinstance(data, (list, tuple)) else data
+
+
+def _rows_at_end(loop: TrackedLoop) -> int | None:
+    if not loop.end_of_dataloader or loop.rows is None:
+        return None
+    return loop.rows.real or loop.rows.on_rank
+
+
+def _only_tensors(data: Any) -> bool:
+    try:
+        return bool(tensors_in(data, strict=True))
+    except TypeError:
+        return False

@@ -1,0 +1,112 @@
+"""Report what this process holds in memory to the progress page: for the panel, and for when it does not suffice."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+from weakref import WeakMethod
+
+from nb_accelerate.base.progress_page import RankMemory
+from nb_accelerate.training.accelerator.reporting import only_reports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import nn
+
+    from nb_accelerate.base.devices import DeviceKind
+    from nb_accelerate.base.progress_page import ProgressPage
+    from nb_accelerate.training.optim import AcceleratedOptimizer
+    from nb_accelerate.training.strategies.strategy import Strategy
+
+_WHAT = "the figure of memory"
+
+_FIRST_WAIT = 0.1
+_LONGEST_WAIT = 5.0
+"""Seconds between two measurements. A thousand tensors take some milliseconds."""
+
+
+class MemoryReport:
+    """Writes what is held for prepared models and optimizers to the progress page, now and then.
+
+    Args:
+        page: the progress page of this process. Whoever has it can have it measured, too, when memory did not suffice.
+        kind: the row of the device in the device table.
+        strategy: knows how models are spread over ranks.
+        models: prepared ones; the list itself, which grows.
+        optimizers: likewise.
+        ranks: of this machine, which share the memory of the host.
+    """
+
+    def __init__(
+        self,
+        page: ProgressPage,
+        kind: DeviceKind,
+        strategy: Strategy,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[AcceleratedOptimizer],
+        *,
+        ranks: int,
+    ) -> None:
+        self._page = page
+        self._kind = kind
+        self._strategy = strategy
+        self._models = models
+        self._optimizers = optimizers
+        self._ranks = ranks
+        self._due = 0.0
+        self._wait = _FIRST_WAIT
+        self._base = 0
+        page.measure = _weakly(self)
+
+    @only_reports(_WHAT)
+    def prepared(self) -> None:
+        """Measure after models or optimizers were prepared, or freed: what is held besides them is the base."""
+        held = self._measured()
+        self._base = max(0, held.used - held.states) if self._models else 0
+        self._due, self._wait = 0.0, _FIRST_WAIT
+        self.measure()
+
+    @only_reports(_WHAT)
+    def report(self) -> None:
+        """Measure after a backward; seldom, and often only at first, when gradients and states come to be."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + self._wait
+            self._wait = min(2 * self._wait, _LONGEST_WAIT)
+            self.measure()
+
+    @only_reports(_WHAT)
+    def measure(self) -> None:
+        """Measure now."""
+        self._page.rank_memory(self._measured())
+
+    def _measured(self) -> RankMemory:
+        optimizers: list[torch.optim.Optimizer] = [one.optimizer for one in self._optimizers]
+        found = self._strategy.model_memory(self._models, optimizers)
+        used = self._kind.memory_used()
+        left = self._kind.memory_left(self._ranks)
+        return RankMemory(
+            parameters=found.parameters,
+            gradients=found.gradients,
+            optimizer=found.optimizer,
+            pending=found.pending,
+            base=self._base,
+            used=used,
+            limit=used + left if used else 0,
+            peak=max(self._kind.memory_peak(), used),
+            sharding=self._strategy.sharding(self._models, optimizers),
+        )
+
+
+def _weakly(report: MemoryReport) -> Callable[[], None]:
+    """Return a function that measures as long as the report is there: the page must not keep models alive."""
+    method = WeakMethod(report.measure)
+
+    def measure() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    return measure

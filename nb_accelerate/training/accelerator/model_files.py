@@ -1,0 +1,97 @@
+"""Save the weights of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.checkpoint.model import write_model
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+
+class ModelFilesSlice(Slice):
+    """Files with the weights of models, as Hugging Face accelerate and transformers write them."""
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process is one that writes weights: the main one, or that of each machine."""
+        topology = self.core.process.topology
+        return topology.is_local_main if self.core.recording.project.save_on_each_node else topology.is_main
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return the weights of a model by name.
+
+        All processes call it together where models are sharded. There, only those that write weights (see
+        `should_save_model`) get them, in host memory, and others an empty dict.
+
+        Example::
+
+            model = accelerator.prepare(model)
+            weights = accelerator.get_state_dict(model)  # on all processes
+            if accelerator.is_main_process:
+                torch.save(weights, "weights.pt")
+
+        Args:
+            model: prepared or not.
+            unwrap: under the names of the user's model; else under those that the prepared one has.
+        """
+        strategy = self.core.strategy
+        if unwrap:
+            model = strategy.unwrap(model, keep_torch_compile=False)
+        return strategy.model_state(model, keep=self.should_save_model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a model, for `load_checkpoint_in_model` or the model's own ``load_state_dict``.
+
+        The main process writes; others return at once. Weights that are there already are replaced when all new ones
+        are on the disk.
+
+        Example::
+
+            model = accelerator.prepare(model)
+            accelerator.save_model(model, "weights")  # weights/model.safetensors
+
+        Args:
+            model: prepared or not.
+            save_directory: made if it is not there; what else is in it stays.
+            max_shard_size: bytes of a file, or text such as ``"5GB"``; a larger model is split, and an index written.
+            safe_serialization: safetensors; else what `torch.save` writes.
+
+        Raises:
+            CheckpointError: a weight is on the device ``meta``, or is nothing that safetensors can hold.
+            ConfigError: there is a file of that name, or ``max_shard_size`` is not a size.
+        """
+        lacking = [name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)]
+        if lacking:
+            raise CheckpointError(f"{lacking[0]} is on the device meta: it has no numbers that could be saved.")
+        weights = self.get_state_dict(model)
+        if self.should_save_model:
+            with self._shown_as_saving():
+                write_model(
+                    weights,
+                    save_directory,
+                    max_shard_size=max_shard_size,
+                    safe_serialization=safe_serialization,
+                )
+
+    @contextlib.contextmanager
+    def _shown_as_saving(self) -> Iterator[None]:
+        self.core.page.enter(Phase.SAVING)
+        try:
+            yield
+        finally:
+            self.core.page.enter(Phase.RUNNING)

@@ -1,0 +1,372 @@
+"""`PreparingSlice`: ``prepare`` wraps models, optimizers, loaders and schedulers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.options import note_use
+from nb_accelerate.base.progress_page import Phase, here
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.accelerator.compiling import compiled
+from nb_accelerate.training.accelerator.forward_phase import time_forward
+from nb_accelerate.training.accelerator.ownership import check_owned, verify_device_map
+from nb_accelerate.training.accelerator.prepared import PreparedSlice
+from nb_accelerate.training.accelerator.unprepared import warn_of_unprepared_loader
+from nb_accelerate.training.data import check_loaders, prepare_data_loader
+from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
+from nb_accelerate.training.state import GradientState
+from nb_accelerate.training.strategies import ModelRequest
+from nb_accelerate.training.strategies.unwrapping import innermost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from nb_accelerate.training.accelerator.equal_losses import EqualLosses
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.data import DataLoaderShard
+    from nb_accelerate.training.data.dispatcher import SliceFunction
+
+logger = logging.getLogger("nb_accelerate")
+
+_SCHEDULERS = (LRScheduler, AcceleratedScheduler)  # the second: one that another Accelerator prepared
+_KINDS = (nn.Module, torch.optim.Optimizer, DataLoader, *_SCHEDULERS, type(None))
+
+
+class PreparingSlice(PreparedSlice):
+    """Wrap the user's objects."""
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers for the run. They are returned in the order of arguments.
+
+        Models are moved to the device and wrapped, optimizers and schedulers respect accumulation windows, loaders
+        yield this process's part of the data. None, and objects that this `Accelerator` prepared before, are returned
+        as they are, but such a model gets the weights of rank 0 on all ranks; objects that another `Accelerator`
+        prepared belong to this one afterwards.
+
+        Example::
+
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+        Args:
+            *args: models, optimizers, loaders and learning rate schedulers.
+            device_placement: for each object, whether to move it to the device; by default as the `Accelerator`
+                says.
+
+        Returns:
+            The one object, or a tuple of all.
+
+        Raises:
+            ConfigError: an object is none of these, or ``device_placement`` has another length than ``args``.
+            CollectiveMismatchError: ranks prepare loaders of different lengths together with a model.
+        """
+        if device_placement is None:
+            places: Sequence[bool] = [self.core.device_placement] * len(args)
+        elif len(device_placement) == len(args):
+            places = device_placement
+        else:
+            raise ConfigError(
+                f"device_placement has {len(device_placement)} entries for {len(args)} objects. "
+                "Write one for each object."
+            )
+        for item in args:
+            _check_kind(item)
+        models = [number for number, item in enumerate(args) if isinstance(item, nn.Module)]
+        optimizers = [number for number, item in enumerate(args) if isinstance(item, torch.optim.Optimizer)]
+        if again := [args[number] for number in models if _contains(self.core.prepared.models, args[number])]:
+            self.core.strategy.copy_rank_0(again)
+            self.core.replicas.prepared_again()
+        results: dict[int, Any] = dict.fromkeys(range(len(args)))
+        trained = self._prepare_training(
+            [self._request(args[number], places[number], args) for number in models],
+            [(args[number], self.core.device_placement) for number in optimizers],
+        )
+        results |= zip([*models, *optimizers], [*trained[0], *trained[1]], strict=True)
+        results |= {
+            number: self.prepare_data_loader(item, device_placement=places[number])
+            for number, item in enumerate(args)
+            if isinstance(item, DataLoader)
+        }
+        # Last, because they look for their prepared optimizers.
+        results |= {
+            number: self.prepare_scheduler(item) for number, item in enumerate(args) if isinstance(item, _SCHEDULERS)
+        }
+        # A model is prepared on all ranks together, so its loaders can be compared. A rank that prepares
+        # a loader alone must not wait for others.
+        if models or Environment().debug_mode:
+            loaders = [number for number, item in enumerate(args) if isinstance(item, DataLoader)]
+            check_loaders(self.core.collectives, [args[one] for one in loaders], [results[one] for one in loaders])
+        return results[0] if len(results) == 1 else tuple(results.values())
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model. `prepare` takes it together with its optimizer, which some strategies need.
+
+        Args:
+            model: on any device.
+            device_placement: move it to the device; by default as the `Accelerator` says.
+            evaluation_mode: it will not be trained, so its gradients are not exchanged.
+
+        Raises:
+            ConfigError: the layers of the model are on several devices, and there are several ranks.
+        """
+        place = self.core.device_placement if device_placement is None else device_placement
+        request = replace(self._request(model, place, ()), training=not evaluation_mode)
+        return self._prepare_training([request], [])[0][0]
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer.
+
+        Args:
+            optimizer: over the parameters of a model, which may be prepared before or after.
+            device_placement: move the state it may already have to the devices of its parameters; by default as the
+                `Accelerator` says.
+        """
+        place = self.core.device_placement if device_placement is None else device_placement
+        return self._prepare_training([], [(optimizer, place)])[1][0]
+
+    def _prepare_training(
+        self, models: Sequence[ModelRequest], optimizers: Sequence[tuple[torch.optim.Optimizer, bool]]
+    ) -> tuple[list[nn.Module], list[AcceleratedOptimizer]]:
+        """Prepare models and optimizers together. What this `Accelerator` has prepared before is returned as it is.
+
+        Args:
+            models: those of one call, in the order of the arguments.
+            optimizers: likewise, each with whether to move its state to the devices of its parameters.
+
+        Returns:
+            What takes the place of each.
+        """
+        core = self.core
+        requests = {
+            id(one.model): self._checked(one) for one in models if not _contains(core.prepared.models, one.model)
+        }
+        given = {id(one[0]): one for one in optimizers if not _contains(core.prepared.optimizers, one[0])}
+        for request in requests.values():
+            core.precision.prepare_model(innermost(request.model))
+        page = here()
+        page.enter(Phase.PREPARING)  # which takes seconds where it imports more of torch, or waits for other ranks
+        wrapped, engines = core.strategy.prepare(
+            list(requests.values()),
+            [_inside(optimizer) for optimizer, _ in given.values()],
+            earlier=[known.optimizer for known in core.shared.optimizers],
+        )
+        page.enter(Phase.RUNNING)
+        made: dict[int, Any] = {}
+        for key, model in zip(requests, wrapped, strict=True):
+            made[key] = self._finish_model(model)
+        for (key, (optimizer, place)), engine in zip(given.items(), engines, strict=True):
+            made[key] = self._finish_optimizer(optimizer, engine, place)
+        core.memory.prepared()
+        return (
+            [made.get(id(one.model), one.model) for one in models],
+            [made.get(id(optimizer), optimizer) for optimizer, _ in optimizers],
+        )
+
+    def _request(self, model: nn.Module, place: bool, together: Sequence[Any]) -> ModelRequest:
+        """Return the request for a model.
+
+        Args:
+            model: as given.
+            place: move it to the device.
+            together: all arguments of the call of ``prepare``.
+        """
+        core = self.core
+        world_size = core.data_collectives.world_size if core.loader.split_batches else 1
+        sizes = [item.batch_size for item in together if isinstance(item, DataLoader)]
+        return ModelRequest(
+            model=model,
+            place=place,
+            schedulers=tuple(item for item in together if isinstance(item, LRScheduler)),
+            batch_sizes=tuple(size // world_size for size in sizes if size),
+            accumulation_steps=core.accumulation.num_steps,
+            scheduler_steps=core.scheduler_steps,
+        )
+
+    def _checked(self, request: ModelRequest) -> ModelRequest:
+        """Return a request without ``place`` for a model whose layers are on several devices; refuse it on ranks."""
+        if not verify_device_map(request.model):
+            return request
+        world_size = self.core.collectives.world_size
+        if world_size > 1:
+            raise ConfigError(
+                f"This {type(request.model).__name__} has its layers on several devices (device_map), and there are "
+                f"{world_size} ranks, each of which needs a copy of its own. Load it without device_map to train it on "
+                "all ranks, or start one process."
+            )
+        return replace(request, place=False)
+
+    def _finish_model(self, model: nn.Module) -> nn.Module:
+        """Compile a model that the strategy has prepared, and remember it."""
+        core = self.core
+        prepared = compiled(model, core.dynamo, core.process.kind)
+        note_use(core.dynamo, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
+        time_forward(prepared)
+        core.prepared.models.append(prepared)
+        core.shared.models.add(prepared)
+        core.steering.begin()
+        core.tracker.look = core.replicas.look
+        core.equal_losses.begin()
+        return prepared
+
+    def _finish_optimizer(
+        self, optimizer: torch.optim.Optimizer, engine: torch.optim.Optimizer, place: bool
+    ) -> AcceleratedOptimizer:
+        """Wrap an optimizer that the strategy has prepared, and remember it.
+
+        Args:
+            optimizer: what the user gave: a plain optimizer, or one that another `Accelerator` prepared.
+            engine: what the strategy made of the plain one.
+            place: move its state to the devices of its parameters.
+        """
+        core = self.core
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.is_lent_scaler:
+            prepared = optimizer
+        else:
+            training = OptimizerTraining(
+                accumulation=core.accumulation,
+                step=core.precision.bind(engine),
+                scaler=core.precision.scaler,
+                # Not the core: whoever keeps one optimizer would keep all that was prepared with it.
+                before_first_step=partial(
+                    _check_first_step,
+                    models=None if core.strategy.checks_optimizers else core.shared.models,
+                    collectives=core.data_collectives,
+                    loaders=core.prepared.loaders,
+                    equal_losses=core.equal_losses,
+                ),
+                complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
+                drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
+                owns_gradients=core.strategy.owns_gradients,
+                after_step=core.steering.after_step,
+            )
+            if isinstance(optimizer, AcceleratedOptimizer):
+                prepared = optimizer
+                prepared.optimizer = engine
+                prepared.join(training)
+            else:
+                prepared = AcceleratedOptimizer(engine, place, training=training)
+        core.prepared.optimizers.append(prepared)
+        core.shared.add_optimizer(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: SliceFunction | None = None,
+    ) -> DataLoaderShard:
+        """Return a loader that yields this process's part of the data.
+
+        Args:
+            data_loader: the same on all processes.
+            device_placement: move batches to the device; by default as the `Accelerator` says.
+            slice_fn_for_dispatch: splits a batch, with ``dispatch_batches=True``: called as
+                ``slice_fn(batch, slice(first, end), process_index=..., num_processes=...)``.
+
+        Raises:
+            ConfigError: the loader cannot be divided among processes.
+            MissingDependencyError: a stateful loader is asked for, and torchdata is not installed.
+        """
+        core = self.core
+        place = core.device_placement if device_placement is None else device_placement
+        prepared = prepare_data_loader(
+            data_loader,
+            collectives=core.data_collectives,
+            config=core.loader,
+            device=core.device if place else None,
+            gradient_state=GradientState.of(core.choices),
+            rng_types=core.rng_types,
+            slice_fn=slice_fn_for_dispatch,
+        )
+        if prepared is not data_loader:
+            note_use(core.loader, "the loader that was prepared", advice="Set it before accelerator.prepare(loader).")
+        prepared.track(core.tracker)
+        if not _contains(core.prepared.loaders, prepared):
+            core.prepared.loaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
+        """Return a scheduler that steps when its optimizer does.
+
+        Args:
+            scheduler: a scheduler of torch; its optimizer may be prepared or not.
+        """
+        core = self.core
+        if isinstance(scheduler, AcceleratedScheduler):
+            if not _contains(core.prepared.schedulers, scheduler):
+                scheduler.join(core.accumulation)
+                core.prepared.schedulers.append(scheduler)
+            return scheduler
+        by_engine = core.strategy.engine_scheduler(scheduler)
+        if by_engine is not None:
+            # Advanced by its engine, and saved with it.
+            prepared = AcceleratedScheduler(
+                by_engine, core.prepared.optimizers, accumulation=core.accumulation, repeats=0
+            )
+            core.prepared.schedulers.append(prepared)
+            return prepared
+        own = scheduler.optimizer
+        matching = [one for one in core.shared.optimizers if one is own or one.optimizer is own]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            matching or core.prepared.optimizers,
+            core.step_scheduler_with_optimizer,
+            core.loader.split_batches,
+            accumulation=core.accumulation,
+            repeats=core.scheduler_steps,
+        )
+        core.prepared.schedulers.append(prepared)
+        if prepared.repeats > 1 and prepared.step_with_optimizer and core.process.topology.is_main:
+            logger.warning(
+                "%s advances %d times for each optimizer step, once for each of %d processes, as schedules written for "
+                "one process need; once, if it is stepped once an epoch. "
+                "Accelerator(scheduler_steps_per_process=False) makes it advance once at each step.",
+                type(scheduler).__name__,
+                prepared.repeats,
+                prepared.repeats,
+            )
+        return prepared
+
+
+def _check_kind(item: Any) -> None:
+    if not isinstance(item, _KINDS):
+        raise ConfigError(
+            f"prepare was given a {type(item).__name__}, which is not a model (torch.nn.Module), an optimizer "
+            "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
+            "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
+        )
+
+
+def _check_first_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    models: Iterable[nn.Module] | None,
+    collectives: Collectives,
+    loaders: Sequence[DataLoaderShard],
+    equal_losses: EqualLosses,
+) -> None:
+    if models is not None:
+        check_owned(optimizer, models)
+    if warn_of_unprepared_loader(collectives, loaders):
+        equal_losses.is_on = False  # which would say it again
+
+
+def _contains(known: Sequence[Any], item: Any) -> bool:
+    return any(one is item for one in known)
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the user's optimizer inside one that another `Accelerator` prepared."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

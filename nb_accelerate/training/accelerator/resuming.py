@@ -1,0 +1,253 @@
+"""A loop over epochs that goes on from the newest checkpoint, and saves when it is time.
+
+::
+
+    newest whole checkpoint, if there is one --> epoch and batch to go on with --> for epoch ... for batch ...
+                                                            a batch is over: due? asked to by a signal? --> save
+
+When a checkpoint is due is decided in `training.accelerator.checkpoint_schedule`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.config.checks import check_flag, check_whole
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.project import SaveInterval
+from nb_accelerate.base.progress_page import here
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.accelerator.checkpoint_schedule import CheckpointSchedule
+from nb_accelerate.training.accelerator.checkpoints import CheckpointSlice
+from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
+from nb_accelerate.training.checkpoint.fitting import position_here
+from nb_accelerate.training.checkpoint.numbered import newest_of_others, next_number, numbered, tell_of_links
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from nb_accelerate.training.data import DataLoaderShard
+
+logger = logging.getLogger("nb_accelerate")
+
+
+class ResumingSlice(CheckpointSlice):
+    """Loops over epochs, and checkpoints that are saved and found again by themselves."""
+
+    def epochs(self, number: int, *, start: int = 0) -> Iterator[int]:
+        """Yield the numbers of epochs, as ``range(start, number)`` does, and have the panel say how long all will take.
+
+        It stops after an epoch if the notebook says so: ``launch.stop_after_epoch()``.
+
+        Example::
+
+            for epoch in accelerator.epochs(3):
+                for inputs, targets in loader:
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        For the panel, a plain ``for epoch in range(3)`` says the same where its numbers can be read in the code.
+        `resumable` does all of it too.
+
+        Args:
+            number: of epochs, those before ``start`` included.
+            start: the first one, counted from 0, of a run that goes on.
+
+        Raises:
+            ConfigError: ``number`` or ``start`` is not a whole number, or negative.
+        """
+        check_whole("number", number, at_least=0)
+        check_whole("start", start, at_least=0)
+        return self._counted(start, number)
+
+    def _counted(self, start: int, number: int) -> Iterator[int]:
+        for epoch in self.core.steering.epochs(range(start, number)):
+            here().tell_epoch(epoch + 1, number)
+            yield epoch
+
+    def _save_on_command(self, folder: str) -> Path:
+        """Save a checkpoint in a folder; "" for the next numbered one of the project. All processes call it."""
+        if folder:
+            self.wait_for_checkpoint()
+            with self._shown_as_saving():
+                self._save(Path(folder), self.core.collectives)
+            return Path(folder)
+        saved = self._save_numbered()
+        assert isinstance(saved, Path)  # a handle comes from saves in the background
+        return saved
+
+    def resumable(
+        self, dataloader: DataLoaderShard, epochs: int, *, resume: bool | None = None
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Yield the number of each epoch and its batches, from where the newest whole checkpoint of the project is.
+
+        Example::
+
+            from nb_accelerate import ProjectConfiguration
+
+            project = ProjectConfiguration("runs/first", save_every="1 epoch", total_limit=2)
+            accelerator = Accelerator(project_config=project)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for epoch, batches in accelerator.resumable(loader, epochs=3):
+                for inputs, targets in batches:
+                    ...
+                evaluate(model)
+
+        Started again after whatever has ended it, this goes on with the batch after the checkpoint, with the same
+        random numbers, and yields no epoch if the last one is over. An epoch that is left by ``break`` is over when the
+        next one is asked for. Checkpoints are saved after a batch that closes an
+        accumulation window, and after the last lines of an epoch; see ``save_every``, ``save_on_signal``, ``keep`` and
+        ``total_limit`` of `ProjectConfiguration`. All processes call it together, after ``prepare``.
+
+        Args:
+            dataloader: prepared. Other loaders begin anew.
+            epochs: how many in all.
+            resume: whether to look for a checkpoint. By default as `notebook_launcher` was told, or if it starts the
+                ranks again after a failure; elsewhere yes.
+
+        Raises:
+            CheckpointError: there are checkpoints and none is whole; or the newest does not fit; or one could not be
+                saved.
+            ConfigError: the project has no folder.
+        """
+        core, project = self.core, self.core.recording.project
+        check_whole("epochs", epochs, at_least=1)
+        if project.project_dir is None:
+            raise ConfigError("resumable needs a folder for checkpoints: Accelerator(project_dir=...).")
+        if dataloader not in core.prepared.loaders:
+            raise ConfigError("resumable was given a loader that this Accelerator did not prepare.")
+        interval = None if project.save_every is None else SaveInterval.parse(project.save_every)
+        resumes = Environment().resume if resume is None else check_flag("resume", resume)
+        self._leave_earlier_run(begins_anew=resume is None and Environment().begins_anew)
+        core.registry.loaded_from = None
+        first = self._go_on(dataloader) if resumes else self._begin_anew()
+        if core.process.topology.is_main:
+            is_asked_for = Environment().resume_is_asked_for if resume is None else resume
+            self._tell_where_it_begins(dataloader, first, epochs, is_asked_for=is_asked_for)
+        return self._epochs(dataloader, first, epochs, interval)
+
+    def _tell_where_it_begins(
+        self, dataloader: DataLoaderShard, first: int, epochs: int, *, is_asked_for: bool
+    ) -> None:
+        core, parent = self.core, self._numbered_folders()
+        if first >= epochs:
+            logger.warning(
+                "The newest checkpoint in %s is at the end of epoch %d, and epochs=%d: nothing is left to train.",
+                parent,
+                first,
+                epochs,
+            )
+        elif core.registry.loaded_from is not None:
+            batch = dataloader.epoch_and_batch[1]
+            logger.warning(
+                "Training goes on from %s, with epoch %d of %d%s.",
+                core.registry.loaded_from,
+                first + 1,
+                epochs,
+                f" after its batch {batch}" if batch else "",
+            )
+        elif is_asked_for and not numbered(parent):
+            logger.warning("There is no checkpoint in %s to go on from: training begins with the first epoch.", parent)
+
+    def _leave_earlier_run(self, *, begins_anew: bool) -> None:
+        """Note which checkpoints are of an earlier run. Ranks that are started again go on from none of them.
+
+        Args:
+            begins_anew: whether this run was launched to begin anew.
+        """
+        core, parent, progress = self.core, self._numbered_folders(), self.core.registry.progress
+        # Each machine may have launched its ranks, and a machine may have joined later, when others had saved.
+        of_ranks = core.collectives.all_gather_object(progress.launches)
+        progress.launches = sorted({one for launches in of_ranks for one in launches})
+        earlier = gather_from_all_ranks(
+            core.collectives, lambda: newest_of_others(parent, progress.launches) if begins_anew else -1
+        )
+        core.registry.first_of_run = 1 + max(earlier)
+
+    def _go_on(self, dataloader: DataLoaderShard) -> int:
+        """Load the newest checkpoint, and have the loader begin where it was; return the epoch that is next."""
+        core = self.core
+        there = run_on_all_ranks(core.collectives, lambda: numbered(self._numbered_folders()))
+        own = [number for number, _ in there if number >= core.registry.first_of_run]
+        if not any(core.collectives.all_gather_object(bool(own))):
+            if core.process.topology.is_local_main:
+                tell_of_links(self._numbered_folders(), above=-1)
+            return self._begin_anew()
+        self.load_state()
+        manifest = core.registry.loaded
+        if manifest is None:
+            raise ConfigError("The newest checkpoint was not saved by nb_accelerate: where it was made is not known.")
+        number = core.prepared.loaders.index(dataloader)
+        world_size = core.data_collectives.world_size
+        position = run_on_all_ranks(core.collectives, lambda: position_here(manifest, number, dataloader, world_size))
+        epoch = manifest.epochs[number]
+        if position and not dataloader.use_stateful_dataloader:
+            dataloader.load_state_dict({"epoch": epoch, "position": position})
+        core.registry.progress.global_step = manifest.global_step or 0
+        return epoch
+
+    def _begin_anew(self) -> int:
+        core = self.core
+        parent = self._numbered_folders()
+        there = run_on_all_ranks(core.collectives, lambda: numbered(parent))
+        newest = max((number for number, _ in there), default=-1)
+        project = core.recording.project
+        project.iteration = run_on_all_ranks(core.collectives, lambda: next_number(parent, newest))
+        first = core.registry.first_of_run = core.registry.first_of_run or project.iteration
+        earlier = [number for number, _ in there if number < first]
+        if earlier and core.process.topology.is_local_main:
+            logger.warning(
+                "%s has checkpoints of an earlier run, the newest is checkpoint_%d. This run begins anew and keeps "
+                "them%s. To go on from there instead: resume=True.",
+                parent,
+                earlier[-1],
+                "" if project.total_limit is None else "; total_limit counts its own only",
+            )
+        core.registry.progress.global_step = 0
+        return 0
+
+    def _epochs(
+        self, dataloader: DataLoaderShard, first: int, epochs: int, interval: SaveInterval | None
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        project = self.core.recording.project
+        schedule = CheckpointSchedule(self.core, interval, project)
+        unsaved = project.iteration
+        with schedule:
+            steering = self.core.steering
+            for epoch in self._counted(first, epochs):
+                batches = self._batches(dataloader, schedule)
+                yield epoch, batches
+                if inspect.getgeneratorstate(batches) == inspect.GEN_SUSPENDED:  # left by a break
+                    batches.close()
+                    dataloader.leave_epoch()
+                schedule.end_epoch(epoch, is_last=steering.stops or epoch == epochs - 1)
+                self._save_if_due(schedule)
+                if interval is None and not project.signals and epoch == first < epochs - 1:
+                    self._warn_if_nothing_is_saved(unsaved)
+        self.wait_for_checkpoint()
+
+    def _warn_if_nothing_is_saved(self, unsaved: int) -> None:
+        if self.core.recording.project.iteration == unsaved and self.core.process.topology.is_main:
+            logger.warning(
+                "The first epoch is over and no checkpoint was saved that resumable could go on from. Write "
+                'Accelerator(project_config=nb_accelerate.ProjectConfiguration(folder, save_every="1 epoch")).'
+            )
+
+    def _batches(self, dataloader: DataLoaderShard, schedule: CheckpointSchedule) -> Generator[Any, None, None]:
+        for batch in dataloader:
+            is_last = dataloader.end_of_dataloader
+            # Before its lines, like the position of the loader: who saves in them goes on with the batch after it.
+            schedule.count_step()
+            yield batch
+            if not is_last:  # after the last one, lines of the user's are still to come that belong to the epoch
+                schedule.end_step()
+                self._save_if_due(schedule)
+
+    def _save_if_due(self, schedule: CheckpointSchedule) -> None:
+        if schedule.is_due and self.core.accumulation.sync_gradients:
+            self._save_numbered(async_save=self.core.recording.project.async_save and not schedule.is_asked_to_end)
+            schedule.saved()

@@ -1,0 +1,314 @@
+"""`TrainingSlice`: the steps of a training loop: accumulate, backward, clip, autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nb_accelerate.base.config.checks import check_flag, check_whole
+from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.exchange_time import time_exchange
+from nb_accelerate.training.accelerator.ownership import foreign_accelerator, forgotten_model
+from nb_accelerate.training.optim import AcceleratedOptimizer, clip_grad_norm, clip_grad_value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from torch import Tensor, nn
+
+    from nb_accelerate.base.config.kwargs import AutocastKwargs
+    from nb_accelerate.training.accelerator.core import Core
+
+_BACKWARD, _RUNNING = Phase.BACKWARD, Phase.RUNNING  # Python 3.11 looks members of an enum up slowly
+
+
+class AccumulateBlock:
+    """The block of one batch in an accumulation window. Made by `TrainingSlice.accumulate`."""
+
+    __slots__ = ("_core", "_inner", "_models")
+
+    def __init__(self, core: Core, models: tuple[nn.Module, ...]) -> None:
+        self._core = core
+        self._models = models
+        self._inner: contextlib.AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        accumulation = self._core.accumulation
+        if not accumulation.advance():
+            self._inner = self._core.strategy.accumulate(self._models)
+            if self._inner is not None:
+                self._inner.__enter__()
+        accumulation.window.num_open += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._core.accumulation.window.num_open -= 1
+        if self._inner is not None:
+            self._inner.__exit__(kind, error, trace)
+            self._inner = None
+
+
+class TrainingSlice(Slice):
+    """Methods that a training loop calls for each batch."""
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
+        return self.core.precision.name
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current batch closes an accumulation window, so that optimizers step."""
+        return self.core.accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.core.accumulation.sync_gradients = check_flag("sync_gradients", value)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """How many batches make one optimizer step."""
+        return self.core.accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.core.accumulation.num_steps = check_whole("gradient_accumulation_steps", steps, at_least=1)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was not taken, because fp16 gradients were infinite."""
+        return any(optimizer.step_was_skipped for optimizer in self._own_or_all_optimizers())
+
+    def accumulate(self, *models: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return a block for one batch of an accumulation window.
+
+        Inside, optimizers step and gradients are averaged over ranks only if the batch closes the window: after
+        ``gradient_accumulation_steps`` batches, and at the last batch of a loader.
+
+        Example::
+
+            accelerator.gradient_accumulation_steps = 4
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Args:
+            *models: those whose backward runs in the block; what ``prepare`` returned, or what holds it.
+        """
+        return AccumulateBlock(self.core, models)
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return a block in which the gradients of a model are not averaged over ranks.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            first, *others = loader
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_function(model(first[0]), first[1]))  # gradients stay on their rank
+            for inputs, targets in others:
+                accelerator.backward(loss_function(model(inputs), targets))
+            optimizer.step()
+
+        Args:
+            model: what ``prepare`` returned, or what holds it.
+        """
+        return self.core.strategy.no_sync((model,)) or contextlib.nullcontext()
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return a block whose backward averages gradients over ranks, although the forward ran in `no_sync`.
+
+        For several forwards that share one backward: run all in `no_sync`, and the last backward in this block.
+
+        Args:
+            model: what ``prepare`` returned.
+        """
+        return self.core.strategy.sync_in_backward(model)
+
+    def set_trigger(self) -> None:
+        """Make the next `check_trigger` return True on all processes: to stop early, say.
+
+        Example::
+
+            loader = accelerator.prepare(loader)
+            for inputs, targets in loader:
+                if torch.isnan(inputs).any():  # on one process only, perhaps
+                    accelerator.set_trigger()
+                if accelerator.check_trigger():  # True on all processes
+                    break
+        """
+        self.core.trigger.is_set = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any process called `set_trigger` since the last time. All processes call it together."""
+        return self.core.trigger.check(self.core.collectives)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute gradients, in place of ``loss.backward()``.
+
+        The loss is divided by ``gradient_accumulation_steps``, and with fp16 multiplied by the loss scale.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for inputs, targets in loader:
+                loss = loss_function(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Args:
+            loss: of shape ``()``.
+            **kwargs: those of `torch.Tensor.backward`.
+
+        Raises:
+            NotPreparedError: there are several processes, and nothing was prepared; or the `Accelerator` was made in
+                another process than this one.
+            TypeError: the loss is no tensor.
+            ConfigError: gradients of gradients are asked for, which shards do not have.
+        """
+        core, page = self.core, self.core.page
+        if not core.process.is_here:
+            raise foreign_accelerator("accelerator.backward")
+        is_distributed = core.collectives.world_size > 1
+        if is_distributed and not core.shared.models and not core.shared.optimizers:
+            raise forgotten_model("accelerator.backward", core.collectives.world_size)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"accelerator.backward takes the loss as a tensor, not as {type(loss).__name__}. Pass it as the loss "
+                "function returns it; .item() comes afterwards"
+            )
+        steps = core.accumulation.num_steps
+        page.enter(_BACKWARD)
+        page.trains()
+        if is_distributed and core.process.kind.is_host and core.accumulation.sync_gradients:
+            time_exchange(loss, page)
+        if kwargs.get("create_graph"):
+            core.strategy.check_supports("create_graph")
+        try:
+            core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
+        except RuntimeError as error:
+            core.strategy.explain_backward(error)
+            raise
+        page.enter(_RUNNING)
+        core.losses.report(loss)
+        if core.equal_losses.is_on:
+            core.equal_losses.add(loss)
+
+    def unscale_gradients(self, optimizer: AcceleratedOptimizer | Iterable[AcceleratedOptimizer] | None = None) -> None:
+        """Divide fp16 gradients by the loss scale. `clip_grad_norm_` and `clip_grad_value_` do it by themselves.
+
+        May be called several times in a window: what later backwards add is divided as well.
+
+        Args:
+            optimizer: whose gradients; those of all prepared optimizers by default.
+
+        Raises:
+            NotPreparedError: one of them did not go through ``prepare``.
+        """
+        if optimizer is None:
+            chosen: list[Any] = self._own_or_all_optimizers()
+        else:
+            chosen = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for one in chosen:
+            if not isinstance(one, AcceleratedOptimizer):
+                raise NotPreparedError(
+                    f"unscale_gradients was given a {type(one).__name__} that did not go through prepare, so its "
+                    "gradients were never scaled. Write optimizer = accelerator.prepare(optimizer) first."
+                )
+            one.complete_gradients()
+
+    def _own_or_all_optimizers(self) -> list[AcceleratedOptimizer]:
+        """Return the optimizers that this `Accelerator` prepared, or if there are none those of others."""
+        return list(self.core.prepared.optimizers) or self.core.shared.optimizers
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down so that their norm is at most ``max_norm``, when the window closes.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for inputs, targets in loader:
+                accelerator.backward(loss_function(model(inputs), targets))
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Args:
+            parameters: usually ``model.parameters()``.
+            max_norm: the greatest norm allowed.
+            norm_type: 2 for the Euclidean norm, ``inf`` for the greatest absolute value.
+
+        Returns:
+            The norm before clipping, of unscaled gradients: a tensor of shape ``()``.
+        """
+        core = self.core
+        return clip_grad_norm(
+            parameters,
+            max_norm,
+            norm_type,
+            optimizers=core.shared.optimizers,
+            accumulation=core.accumulation,
+            precision=core.precision,
+            strategy=core.strategy,
+        )
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Limit every element of the gradients to between ``-clip_value`` and ``clip_value``, when the window closes.
+
+        Args:
+            parameters: usually ``model.parameters()``.
+            clip_value: the greatest absolute value allowed.
+        """
+        core = self.core
+        clip_grad_value(
+            parameters,
+            clip_value,
+            optimizers=core.shared.optimizers,
+            accumulation=core.accumulation,
+            precision=core.precision,
+            strategy=core.strategy,
+        )
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which sequences would be split over ranks: one that does nothing.
+
+        `ParallelismConfig` refuses ``cp_size`` above 1, so there is nothing to split. It is here for scripts that are
+        written for both.
+
+        Args:
+            buffers: tensors with a dimension for positions in the sequence.
+            buffer_seq_dims: which dimension that is, of each.
+            no_restore_buffers: which of them may stay split.
+        """
+        del buffers, buffer_seq_dims, no_restore_buffers
+        return contextlib.nullcontext()
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Return a block that computes in the mixed precision, for a loss outside of the model, say.
+
+        Example::
+
+            model, loader = accelerator.prepare(model, loader)
+            for inputs, targets in loader:
+                with accelerator.autocast():
+                    loss = loss_function(model(inputs), targets)
+
+        Args:
+            autocast_handler: arguments for this block; by default those given to the `Accelerator`.
+        """
+        return self.core.precision.autocast(autocast_handler)

@@ -1,0 +1,149 @@
+"""Warnings for training on several processes with what was not prepared: each trains by itself, or on all rows."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from nb_accelerate.base.progress_page import Phase, here
+from nb_accelerate.errors.frame_locals import locals_of
+from nb_accelerate.training.data.loader import DataLoaderShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
+
+    from torch.optim.optimizer import Optimizer
+
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.state.shared import SharedTraining
+
+logger = logging.getLogger("nb_accelerate")
+
+# By name: the modules that they are in take long to import.
+_SHARDED = "DTensor"
+_AVERAGING = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+_LIBRARIES = ("nb_accelerate", "torch")
+
+
+def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
+    """Warn at the first step of an optimizer if it or everything was not prepared, or what was is not used.
+
+    Called by each `Accelerator`.
+
+    Nothing is said where the gradients may be averaged by somebody else: `DistributedDataParallel`, FSDP or DeepSpeed.
+
+    Args:
+        collectives: of the ranks that train together.
+        shared: what was prepared in this process.
+    """
+    if collectives.world_size == 1 or collectives.rank or shared.watches_first_step:
+        return
+    shared.watches_first_step = True
+    is_first = True
+
+    def look(optimizer: Optimizer, _arguments: object, _named: object) -> None:
+        # It stays registered: torch iterates over its hooks while it calls this one.
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            if optimizer in shared.given_optimizers and here().phase != Phase.STEP:
+                logger.warning(
+                    "The optimizer that prepare() returned is not used: the one it was given takes this step. If its "
+                    "model is not used either, each of the %d processes trains one of its own. Keep what it returns: "
+                    "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+                    collectives.world_size,
+                )
+            elif not shared.window.closes and optimizer not in shared.given_optimizers and _trains(optimizer, shared):
+                logger.warning(
+                    "The optimizer was not prepared, so it does not wait for the last of the batches whose gradients "
+                    "are accumulated, and the models of the %d processes drift apart. Prepare it too: model, "
+                    "optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+                    collectives.world_size,
+                )
+            elif not (shared.models or shared.optimizers or _is_averaged(optimizer)):
+                logger.warning(
+                    "Nothing was prepared, so each of the %d processes trains a model of its own, unless your code "
+                    "averages gradients. To train one: model, optimizer, loader = accelerator.prepare(model, "
+                    "optimizer, loader), and accelerator.backward(loss)",
+                    collectives.world_size,
+                )
+
+    register_optimizer_step_pre_hook(look)
+
+
+def _trains(optimizer: Optimizer, shared: SharedTraining) -> bool:
+    """Return whether an optimizer has a parameter of a prepared model."""
+    prepared = {id(parameter) for model in shared.models for parameter in model.parameters()}
+    return any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_averaged(optimizer: Optimizer) -> bool:
+    """Return whether a library may average the gradients of an optimizer."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if "deepspeed" in sys.modules or any(type(one).__name__ == _SHARDED for one in parameters):
+        return True
+    return any(type(one).__name__ in _AVERAGING for one in gc.get_objects())
+
+
+def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataLoaderShard]) -> bool:
+    """Name the loader of the user's loop if it was not prepared. Called before the first step of an optimizer.
+
+    Nothing is said of loaders that may share out rows by themselves: with a sampler of the user's, or a stream.
+
+    Args:
+        collectives: of the ranks that share out rows.
+        prepared: the loaders that were prepared; with one of them, nothing is said of others.
+
+    Returns:
+        Whether one was named.
+    """
+    readers = collectives.world_size
+    if readers == 1 or collectives.rank or prepared:
+        return False
+    name = _find_loader(inspect.currentframe())
+    if name is not None:
+        logger.warning(
+            "%s was not prepared, so each of the %d processes trains with all of its rows. To share them out: "
+            "%s = accelerator.prepare(%s)",
+            *(name, readers, name, name),
+        )
+    return name is not None
+
+
+def _find_loader(frame: FrameType | None) -> str | None:
+    """Return the name of a plain loader that is being read by one of the callers."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            loaders = {name: one for name, one in list(locals_of(frame).items()) if isinstance(one, DataLoader)}
+            if any(isinstance(one, DataLoaderShard) for one in loaders.values()):
+                return None  # by another `Accelerator`
+            for name, loader in loaders.items():
+                if _gives_all_rows(loader) and any(_readers(loader)):
+                    return name
+        frame = frame.f_back
+    return None
+
+
+def _gives_all_rows(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset) and type(loader.sampler) in (
+        RandomSampler,
+        SequentialSampler,
+    )
+
+
+def _readers(loader: DataLoader[Any]) -> Iterator[bool]:
+    """Yield True for each iterator of a loader. They are known by the batch sampler, which torch gives to them."""
+    sampler = loader.batch_sampler or loader.sampler
+    for one in gc.get_referrers(sampler):
+        attributes = one if type(one) is dict else vars(one) if isinstance(one, _BaseDataLoaderIter) else {}
+        if attributes.get("_index_sampler") is sampler and "_base_seed" in attributes:
+            yield True

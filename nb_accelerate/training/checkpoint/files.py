@@ -1,0 +1,342 @@
+"""One file of a checkpoint: tensors as safetensors, other things as torch saves them."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import json
+import os
+import re
+import struct
+import sys
+import threading
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nb_accelerate.base.config.checks import check_whole
+from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.training.bigmodel.ties import device_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from nb_accelerate.training.checkpoint.checksums import Recorder
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+# What torch.load raises over bytes that are not what torch.save writes, besides UnpicklingError.
+_UNREADABLE = (
+    EOFError, OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
+    OverflowError, MemoryError, struct.error,
+)  # fmt: skip
+
+_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
+
+
+def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder | None = None) -> None:
+    """Write an object.
+
+    Args:
+        obj: what to save; with ``safe_serialization`` a dict of tensors; or bytes, which are written as they are.
+        file: its path, or else something that is open for writing.
+        safe_serialization: write safetensors, with tensors that share memory written once.
+        recorder: keeps checksums of the whole file, and sees to it that it reaches the disk. Torch's own checksums,
+            which take as long as all the rest, are then left out of it.
+
+    Raises:
+        CheckpointError: it could not be written, or is nothing that safetensors can hold.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        if recorder is not None:
+            with recorder.open(Path(file)) as opened, _checksums_of_torch(_is_in_background()):
+                _write_to(obj, opened, safe_serialization=safe_serialization)
+        elif isinstance(file, (str, os.PathLike)):
+            # torch would tell nothing of what the disk says.
+            with Path(file).open("wb") as opened:
+                _write_to(obj, opened, safe_serialization=safe_serialization)
+        else:
+            _write_to(obj, file, safe_serialization=safe_serialization)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch raises an error of its own over that of the disk.
+        cause: BaseException | None = error
+        while isinstance(cause, RuntimeError):
+            cause = cause.__context__
+        if cause is None or isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} could not be written: {cause}") from error
+
+
+def _write_to(obj: Any, file: Any, *, safe_serialization: bool) -> None:
+    if isinstance(obj, bytes):
+        file.write(obj)
+    elif safe_serialization:
+        _write_safetensors(clean_state_dict_for_safetensors(obj), file)
+    else:
+        torch.save(obj, file)
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], file: Any) -> None:
+    """Write tensors one by one, straight from where they are: the library makes a copy of all of them first."""
+    unknown = {tensor.dtype for tensor in tensors.values()} - _SAFETENSORS_DTYPES.keys()
+    if unknown or sys.byteorder != "little":
+        from safetensors.torch import save
+
+        file.write(save(dict(tensors), metadata={"format": "pt"}))
+        return
+    # The widest numbers first, as the library has it, so that each tensor begins at a multiple of its own width.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        shape = list(tensors[name].shape)
+        dtype = _SAFETENSORS_DTYPES[tensors[name].dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in order:
+        file.write(bytes_of(tensors[name]))
+
+
+def saved_bytes(obj: Any) -> bytes:
+    """Return what `torch.save` writes."""
+    with io.BytesIO() as file:
+        torch.save(obj, file)
+        return file.getvalue()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, without a copy if it is on the CPU."""
+    if not tensor.numel():
+        return memoryview(b"")
+    numbers: Any = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+def _is_in_background() -> bool:
+    """Whether another thread may save something of its own meanwhile: torch has one setting for all threads."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+@contextlib.contextmanager
+def _checksums_of_torch(wanted: bool) -> Iterator[None]:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(before and wanted)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load an object that `write` or `torch.save` wrote, and refuse files that would run code.
+
+    Args:
+        f: the file.
+        map_location: where tensors go.
+        **kwargs: those of `torch.load`; ``weights_only=False`` is for files you wrote yourself.
+    """
+    kwargs.setdefault("weights_only", True)
+    with torch.serialization.safe_globals(_NUMPY):
+        return torch.load(f, map_location=map_location, **kwargs)
+
+
+def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **kwargs: Any) -> Any:
+    """Do as `load` does, and say which file it was that could not be loaded, and why.
+
+    Args:
+        file: its path.
+        map_location: where tensors go.
+        if_trusted: what to write to allow a file to run any code.
+        **kwargs: those of `torch.load`.
+
+    Raises:
+        CheckpointError: the file would run code, or was damaged.
+    """
+    try:
+        return load(file, map_location=map_location, **kwargs)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing.") from error
+    except UnpicklingError as error:
+        makes = _needs_pickle(file)
+        if makes:
+            raise CheckpointError(
+                f"{file} holds more than tensors and plain data, and loading it would run its code: it makes "
+                f"{', '.join(makes)}. If you know where the file comes from, allow just that: "
+                f"torch.serialization.add_safe_globals([{', '.join(makes)}]). If you wrote it yourself, {if_trusted}"
+            ) from error
+        raise _damaged(file, error) from error
+    except _UNREADABLE as error:
+        raise _damaged(file, error) from error
+
+
+def _weights_of(file: str | os.PathLike[str], **kwargs: Any) -> Mapping[str, Any]:
+    trusted = "load it with torch.load(..., weights_only=False), and save its weights alone."
+    tensors: Any = read(file, "cpu", if_trusted=trusted, **kwargs)
+    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+        raise CheckpointError(f"{file} does not hold weights by name, but a {type(tensors).__name__}.")
+    return tensors
+
+
+def _needs_pickle(file: str | os.PathLike[str]) -> list[str]:
+    """Return the names of what a file would make besides tensors and plain data; none if it was damaged."""
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                has_checksums = any(one.CRC for one in archive.infolist())
+                if has_checksums and archive.testzip() is not None:
+                    return []
+        with torch.serialization.safe_globals(_NUMPY):
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except (UnpicklingError, zipfile.BadZipFile, *_UNREADABLE):
+        return []
+
+
+def _damaged(file: Any, error: Exception) -> CheckpointError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, UnpicklingError):
+        reason = "its content is not what torch.save writes"  # torch's text advises to allow it to run code
+    return CheckpointError(f"{file} cannot be read, it may have been cut off or damaged: {reason:.300}")
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, int | str | torch.device] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of one file, by name.
+
+    Args:
+        checkpoint_file: safetensors, or what `torch.save` wrote.
+        device_map: devices by the names of modules; ``""`` stands for all others, which else stay on the CPU.
+
+    Raises:
+        CheckpointError: the file was cut off, would run code, or holds tensors of another framework.
+    """
+    places = device_map or {}
+    if not str(checkpoint_file).endswith(".safetensors"):
+        return {
+            # What is no tensor belongs to a module with a state of its own kind (get_extra_state).
+            name: tensor.to(device_of(name, places, "cpu")) if isinstance(tensor, torch.Tensor) else tensor
+            for name, tensor in _weights_of(checkpoint_file).items()
+        }
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(checkpoint_file, framework="pt") as file:
+            kind = (file.metadata() or {}).get("format", "pt")
+            if kind != "pt":
+                raise CheckpointError(f"{checkpoint_file} was saved by {kind}, and not by PyTorch.")
+            # To its device one by one: a large file is never in memory twice.
+            return {name: file.get_tensor(name).to(device_of(name, places, "cpu")) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(checkpoint_file, error) from error
+
+
+def shapes_in(checkpoint_file: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of the tensors of one file, by name, without reading their numbers; None for what is none.
+
+    Raises:
+        CheckpointError: the file was cut off, would run code, or does not hold weights.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not str(checkpoint_file).endswith(".safetensors"):
+        # Files of the old format cannot be mapped.
+        is_new = zipfile.is_zipfile(checkpoint_file)
+        return {
+            name: tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+            for name, tensor in _weights_of(checkpoint_file, mmap=is_new).items()
+        }
+    try:
+        with safe_open(checkpoint_file, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(checkpoint_file, error) from error
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Return what two tensors have in common when they share memory: device, address and size of their storage.
+
+    A sparse tensor, which has several, one that is sharded over ranks, and one on a device without addresses share with
+    themselves only.
+    """
+    if tensor.layout is not torch.strided or hasattr(tensor, "device_mesh") or not tensor.data_ptr():
+        return tensor.device, id(tensor), 0
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict that safetensors can write: contiguous, and with one name for tensors that are tied.
+
+    Of several names for the same memory the first is kept; loading ties the others again.
+
+    Raises:
+        CheckpointError: something is not a tensor, or one that is sparse.
+    """
+    kept: dict[str, Tensor] = {}
+    seen: set[tuple[object, ...]] = set()
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise CheckpointError(
+                f"{name} is of type {kind}, which safetensors cannot hold. Write safe_serialization=False."
+            )
+        storage = id_tensor_storage(tensor)
+        signs = tensor.is_conj(), tensor.is_neg()  # of views with other numbers at the same place
+        tied = (*storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), signs)
+        if tensor.numel() and tied in seen:
+            continue
+        # Views of something that is written as well would share its memory, which the format refuses.
+        whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == storage[2]
+        own = whole and storage not in seen and not any(signs)
+        seen |= {tied, storage}
+        kept[name] = tensor.detach() if own else _contiguous_copy(tensor)
+    return kept
+
+
+def _contiguous_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size in bytes: ``"5GB"`` is 5,000,000,000 and ``"5GiB"`` 5 * 2**30; ``"5Gb"`` counts bits.
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    if isinstance(size, int):
+        return check_whole("size", size, at_least=0)
+    match = _SIZE.fullmatch(size.strip())
+    if match is None:
+        raise ConfigError(f"size={size!r} is not a size. Write bytes, or text such as '5GB' or '200MiB'.")
+    size_in_units = float(match[1]) * _PREFIXES[match[2].upper()]
+    return int(size_in_units / 8 if match[3] == "b" else size_in_units)
+
+
+def _numpy_globals() -> list[Any]:
+    """What NumPy's arrays and numbers are made of, which run no code: its random numbers, and metrics of users."""
+    makers = {"_reconstruct": np.zeros(1).__reduce__()[0], "scalar": np.float64(1).__reduce__()[0]}
+    # Under their names of NumPy 1 and 2: a file may come from either.
+    names = [(make, f"numpy.{core}.multiarray.{name}") for name, make in makers.items() for core in ("core", "_core")]
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}  # not objects
+    return [*names, *kinds, codecs.encode, np.ndarray, np.dtype]
+
+
+_NUMPY = _numpy_globals()

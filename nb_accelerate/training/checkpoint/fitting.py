@@ -1,0 +1,251 @@
+"""Compare what was read from a checkpoint with the objects that it is for, before any of them is changed."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import SequentialSampler
+
+from nb_accelerate.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from nb_accelerate.training.checkpoint.manifest import Manifest
+
+
+def class_of(thing: Any) -> str:
+    """Return the name of the class of a user's optimizer or scheduler, also of one that ``prepare`` has wrapped."""
+    for name in ("optimizer", "scheduler"):
+        inside = vars(thing).get(name) if hasattr(thing, "__dict__") else None
+        if inside is not None and hasattr(inside, "state_dict") and type(thing).__module__.startswith("nb_accelerate."):
+            thing = inside
+    return type(thing).__qualname__
+
+
+def check_class(file: str, was: str | None, thing: Any) -> None:
+    """Compare the class of what was saved with that of what it is loaded into.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    now = class_of(thing)
+    if was is not None and was != now:
+        raise CheckpointError(
+            f"{file} is the state of a {was}, and would be loaded into a {now}. Make a {was} as when it was saved, "
+            f"or leave the state behind: start the {now} anew, and load the model alone."
+        )
+
+
+def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
+    """Compare the state of an optimizer with the parameters that it has now.
+
+    Args:
+        file: where the state comes from, for messages.
+        state: as read.
+        optimizer: of the user's; or as prepared.
+
+    Raises:
+        CheckpointError: it is that of other parameters, or of another optimizer.
+    """
+    groups_now = optimizer.param_groups
+    try:
+        states, groups = state["state"], state["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+    except (KeyError, TypeError) as error:
+        if {"state", "param_groups"} <= optimizer.state_dict().keys():
+            raise CheckpointError(
+                f"{file} is not the state of an optimizer ({type(error).__name__}: {error})."
+            ) from error
+        return  # it has a format of its own, which only it can check
+    now = [len(group["params"]) for group in groups_now]
+    if sizes != now:
+        raise CheckpointError(
+            f"{file} is the state of an optimizer of {_groups(sizes)}, and this one has {_groups(now)}. Make model and "
+            "optimizer as they were when it was saved."
+        )
+    inside = getattr(optimizer, "optimizer", optimizer)
+    if not type(inside).__module__.startswith("torch.optim."):
+        return
+    for group in groups:
+        missing = inside.defaults.keys() - _with_defaults(inside, group).keys()
+        if missing:
+            raise CheckpointError(
+                f"{file} is not the state of a {type(inside).__name__}: it lacks {', '.join(sorted(missing))}. Make "
+                "the optimizer that it was saved from."
+            )
+    numbers = [number for group in groups for number in group["params"]]
+    parameters = [parameter for group in groups_now for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in (states.get(number) or {}).items():
+            if _is_of_other_shape(value, parameter):
+                raise CheckpointError(
+                    f"{file} does not fit: its {name} of parameter {number} is of shape {tuple(value.shape)}, and the "
+                    f"parameter of shape {tuple(parameter.shape)} here. Make the model as it was when it was saved."
+                )
+
+
+def check_scheduler(file: str, state: Any, scheduler: Any) -> None:
+    """Compare the names in the state of a scheduler with those that it has now.
+
+    Raises:
+        CheckpointError: it is that of another scheduler.
+    """
+    now = scheduler.state_dict()
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} is not the state of a scheduler: it holds a {type(state).__name__}.")
+    # A version of torch may add names, or drop some: another class does both.
+    if now.keys() - state.keys() and state.keys() - now.keys():
+        raise CheckpointError(
+            f"{file} is not the state of a {class_of(scheduler)}: it lacks "
+            f"{', '.join(sorted(map(str, now.keys() - state.keys())))}, and has "
+            f"{', '.join(sorted(map(str, state.keys() - now.keys())))}. Make the scheduler that it was saved from."
+        )
+
+
+def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module) -> None:
+    """Compare the shapes of weights with those that a model has.
+
+    Args:
+        file: where they come from, for messages.
+        shapes: by the names of the model; None for what is no tensor.
+        model: as prepared.
+
+    Raises:
+        CheckpointError: one differs.
+    """
+    now = model.state_dict()
+    for name, shape in shapes.items():
+        there = now.get(name)
+        if shape is None or not isinstance(there, torch.Tensor) or torch.nn.parameter.is_lazy(there):
+            continue
+        if tuple(shape) == tuple(there.shape):
+            continue
+        if there.dim() == 0 and tuple(shape) == (1,):
+            continue  # old files have such numbers in a list
+        owner = model.get_submodule(name.rpartition(".")[0])
+        loads_itself = type(owner)._load_from_state_dict is not torch.nn.Module._load_from_state_dict  # noqa: SLF001
+        if loads_itself and not type(owner).__module__.startswith("torch.nn."):
+            continue  # it may take other shapes: observers of quantisation do
+        raise CheckpointError(
+            f"{file} does not fit this {type(model).__name__}: {name} is of shape {tuple(shape)} in the "
+            f"checkpoint and {tuple(there.shape)} here. Make the model as it was when it was saved."
+        )
+
+
+def rows_per_step(loader: Any) -> int | None:
+    """Return the rows of all ranks together in a batch of a loader; None if it has no fixed size."""
+    try:
+        return int(loader.total_batch_size)
+    except TypeError:
+        return None
+
+
+def num_rows(loader: Any) -> int | None:
+    """Return the rows of the dataset of a loader; None if it does not say."""
+    try:
+        return int(loader.total_dataset_length)
+    except Exception:  # a dataset's own
+        return None
+
+
+def position_here(manifest: Manifest, number: int, loader: Any, world_size: int) -> int:
+    """Return how many batches of its epoch a loader is to leave out, on this number of ranks.
+
+    Args:
+        manifest: of the checkpoint.
+        number: of the loader, among all.
+        loader: as prepared now.
+        world_size: how many ranks, or groups that share rows, there are now.
+
+    Raises:
+        CheckpointError: no number of batches is what was read: rows would be left out or come twice.
+    """
+    position = 0 if manifest.positions is None else manifest.positions[number]
+    before = manifest.rows_per_step[number] if number < len(manifest.rows_per_step) else None
+    now = rows_per_step(loader)
+    if position:
+        _check_rows(manifest, number, loader)
+    same_size = before is not None and before == now
+    if not position or same_size or (before is now is None and manifest.readers == world_size):
+        return position
+    if before is not None and now is not None and position * before % now == 0:
+        return position * before // now
+    had = f"{position} batches" + ("" if before is None else f" of {before} rows, {position * before} in all,")
+    reads = "in batches of no fixed size" if now is None else f"{now} rows at a time"
+    raise CheckpointError(
+        f"It was saved by {manifest.readers} processes after {had} of an epoch, and this run of {world_size} "
+        f"reads {reads}: rows would be left out or come twice. Start {manifest.readers} processes with the same "
+        "batch_size, or load a checkpoint that was saved between epochs."
+    )
+
+
+def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
+    """Look whether a loader in the middle of an epoch still reads as many rows: it shuffles others in another order.
+
+    Rows may have been appended to those that are read in order.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    before = manifest.num_rows[number] if number < len(manifest.num_rows) else None
+    now = num_rows(loader)
+    if before is None or now is None or before == now:
+        return
+    if now > before and isinstance(loader.get_sampler(), SequentialSampler):
+        return
+    raise CheckpointError(
+        f"It was saved in the middle of an epoch of {before} rows, and the dataset has {now} now: rows would be left "
+        "out or come twice. Go on with the same dataset, or load a checkpoint that was saved between epochs."
+    )
+
+
+def check_random_numbers(file: str, states: Any) -> None:
+    """Restore states of random numbers on new generators, to find out whether that works.
+
+    Raises:
+        CheckpointError: they cannot.
+    """
+    try:
+        if "random_state" in states:
+            version, numbers, gauss = states["random_state"]
+            random.Random().setstate((version, tuple(numbers), gauss))  # noqa: S311
+        if "numpy_random_seed" in states:
+            np.random.RandomState().set_state(states["numpy_random_seed"])
+        if "torch_manual_seed" in states:
+            torch.Generator().set_state(states["torch_manual_seed"])
+        step = states.get("step")
+        if step is not None and type(step) is not int:
+            raise TypeError(f"its step is {step!r:.60}")
+        if type(states.get("orders", [])) is not list:
+            raise TypeError(f"its orders are {states['orders']!r:.60}")
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{file} holds no states of random numbers ({type(error).__name__}: {error}).") from error
+
+
+def _with_defaults(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group of a saved state as the optimizer would have it: older versions of torch saved fewer options."""
+    other = object.__new__(type(optimizer))
+    completed = {**group, "params": []}
+    other.__dict__.update(defaults=optimizer.defaults, state={}, param_groups=[completed])
+    try:
+        other.__setstate__({"state": {}, "param_groups": [completed]})
+    except KeyError:  # an option that it reads is missing, which `check_optimizer` reports
+        return completed
+    return other.param_groups[0]
+
+
+def _is_of_other_shape(value: Any, parameter: Tensor) -> bool:
+    """Return whether a part of an optimizer's state cannot belong to a parameter. Factored states have sizes of 1."""
+    if type(value) is not torch.Tensor or value.dim() == 0 or value.dim() != parameter.dim():
+        return False
+    return any(size not in {1, of} for size, of in zip(value.shape, parameter.shape, strict=True))
+
+
+def _groups(sizes: list[int]) -> str:
+    return f"{sum(sizes)} parameters in {len(sizes)} group{'s' if len(sizes) != 1 else ''} {sizes!r:.60}"

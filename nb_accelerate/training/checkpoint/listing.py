@@ -1,0 +1,133 @@
+"""The checkpoints in a folder, as a table. Nothing here needs torch: a notebook asks that trains elsewhere."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.training.checkpoint.checksums import Verification, obvious_damage
+from nb_accelerate.training.checkpoint.manifest import Manifest
+from nb_accelerate.training.checkpoint.names import MANIFEST_NAME
+from nb_accelerate.training.checkpoint.publishing import published
+
+if TYPE_CHECKING:
+    import os
+
+_COLUMNS = ("checkpoint", "step", "epoch", "saved", "size", "loss", "whole")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """What is known about a checkpoint.
+
+    Attributes:
+        folder: where it is.
+        step: batches that each rank has trained with since the beginning, with the one in whose lines it
+            was saved; None if nobody has counted, as outside of `Accelerator.resumable`.
+        epoch: that of the first loader, from 0, and how many batches of it were read; None if there was no loader.
+        saved_at: when; None if that is not known.
+        num_bytes: of its files.
+        metrics: values that were logged last, by name.
+        damage: a sentence for each file that is missing or damaged; none if it is whole.
+    """
+
+    folder: Path
+    step: int | None
+    epoch: tuple[int, int] | None
+    saved_at: datetime | None
+    num_bytes: int
+    metrics: dict[str, float]
+    damage: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing or damaged."""
+        return not self.damage
+
+    def cells(self) -> tuple[str, ...]:
+        """Return what a table shows of it, in the order of its columns; a dash for a step that is not known."""
+        epoch = "" if self.epoch is None else f"{self.epoch[0]}" + (f" + {self.epoch[1]}" if self.epoch[1] else "")
+        loss = self.metrics.get("loss", next((one for name, one in self.metrics.items() if "loss" in name), None))
+        return (
+            self.folder.name,
+            "-" if self.step is None else f"{self.step:,}",
+            epoch,
+            "" if self.saved_at is None else f"{self.saved_at.astimezone():%Y-%m-%d %H:%M:%S}",
+            f"{self.num_bytes / 1e6:,.1f} MB",
+            "" if loss is None else f"{loss:.4g}",
+            "yes" if self.is_whole else f"no: {self.damage[0]}",
+        )
+
+
+class Checkpoints(list[CheckpointInfo]):
+    """A list of checkpoints that a cell shows as a table, the newest last."""
+
+    def __repr__(self) -> str:
+        rows = [_COLUMNS, *(one.cells() for one in self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in one.cells()) for one in self)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def checkpoints(directory: str | os.PathLike[str], *, read: bool = False) -> Checkpoints:
+    """Return the checkpoints of a project, or in a folder, the oldest first. A cell shows them as a table.
+
+    Args:
+        directory: the ``project_dir``, a folder with checkpoints in it, or a checkpoint.
+        read: compare the checksums too; else a file counts as whole if it has the size that it had.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    path = Path(directory).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"There is no folder {path} with checkpoints in it.")
+    found = []
+    for parent in (path.parent, path, path / "checkpoints"):
+        entries = [path] if parent == path.parent else sorted(parent.iterdir()) if parent.is_dir() else []
+        for folder in entries:
+            is_ours = folder.is_dir() and not folder.name.startswith(".")
+            if is_ours and (published(folder, "state") / MANIFEST_NAME).exists():
+                found.append(_look(folder, read=read))
+    return Checkpoints(
+        sorted(found, key=lambda one: (0.0 if one.saved_at is None else one.saved_at.timestamp(), one.step or 0))
+    )
+
+
+def _look(folder: Path, *, read: bool) -> CheckpointInfo:
+    where = published(folder, "state")
+    try:
+        manifest = Manifest.read(where)
+        assert manifest is not None, "there was one just now"
+        damage = obvious_damage(where, manifest.files)
+        if read and not damage:
+            damage = Verification(where, manifest.files).result()
+    except CheckpointError as error:
+        return CheckpointInfo(
+            folder=folder, step=None, epoch=None, saved_at=None, num_bytes=0, metrics={}, damage=(str(error),)
+        )
+    positions = manifest.positions or [0] * len(manifest.epochs)
+    try:
+        saved_at = datetime.fromisoformat(manifest.saved_at)
+    except ValueError:
+        saved_at = None
+    return CheckpointInfo(
+        folder=folder,
+        step=manifest.global_step,
+        epoch=next(zip(manifest.epochs, positions, strict=False), None),
+        saved_at=saved_at,
+        num_bytes=sum(file.size for file in manifest.files.values()),
+        metrics=manifest.metrics,
+        damage=tuple(damage),
+    )

@@ -1,0 +1,356 @@
+"""Load an open checkpoint: read and check all of it, and only then change something."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import IterableDataset
+
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.checkpoint.agreement import run_on_all_ranks
+from nb_accelerate.training.checkpoint.files import load_state_dict, read
+from nb_accelerate.training.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
+from nb_accelerate.training.checkpoint.host_copies import deep_copy
+from nb_accelerate.training.checkpoint.model import fit
+from nb_accelerate.training.checkpoint.names import (
+    FSDP_MODEL_NAME,
+    OF_SHARDS,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    shards_of,
+)
+from nb_accelerate.training.checkpoint.opening import IF_TRUSTED
+from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
+from nb_accelerate.training.data.orders import Order
+from nb_accelerate.training.process import rng
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from nb_accelerate.training.checkpoint.opening import Checkpoint
+    from nb_accelerate.training.checkpoint.sharing import ThisRank
+    from nb_accelerate.training.checkpoint.state import Part
+    from nb_accelerate.training.comm import Collectives
+
+logger = logging.getLogger("nb_accelerate")
+
+_TO_TRAIN_WITH = re.compile(
+    r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_fsdp)?(_\d+)?\.bin)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedStates:
+    """What was read, the weights of models apart. Made by `read_states`.
+
+    Attributes:
+        of_parts: with the file of each.
+        numbers: random numbers of this rank; None if it has none.
+        step: batches in the accumulation window when it was saved; None if that is not known.
+        orders: of each loader, what draws the order of its rows; None where nothing does.
+    """
+
+    of_parts: list[tuple[Part, Path, Any]]
+    numbers: dict[str, Any] | None
+    step: int | None
+    orders: list[Order | None]
+
+
+def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: ThisRank, **kwargs: Any) -> LoadedStates:
+    """Read everything but the weights of models, and look whether it fits.
+
+    Args:
+        checkpoint: where it is.
+        parts: see `parts_of`.
+        this_rank: which one it is, of how many.
+        **kwargs: those of `torch.load`.
+
+    Raises:
+        CheckpointError: something is missing, would run code, or does not fit.
+    """
+    manifest = checkpoint.manifest
+    took_part = manifest is None or this_rank.rank in manifest.ranks
+    rank = this_rank.rank if took_part or manifest is None else min(manifest.ranks, default=0)
+    states = []
+    # To the CPU: an optimizer moves on what belongs to the device. It does not move back what does not: with the
+    # steps counted on a device every step would wait for it, and a sampler's random state cannot be restored from one.
+    for part in parts:
+        name = part.name_on(rank)
+        if part.on_every_rank and name not in checkpoint.there:
+            name = part.file  # of accelerate's, which has one for all
+            if name not in checkpoint.there:
+                continue
+        path = checkpoint.folder / name
+        if part.on_every_rank and manifest is not None and not this_rank.is_laid_out_like(manifest):
+            number = loader_number(part)
+            position = position_here(manifest, number, part.thing, this_rank.readers)
+            if isinstance(part.thing.dataset, IterableDataset) and position:
+                raise CheckpointError(
+                    f"{path} is the position of {manifest.readers} processes in a stream, in the middle of an "
+                    f"epoch, and this run has {this_rank.readers}. Start {manifest.readers} processes, or load "
+                    "a checkpoint that was saved between epochs."
+                )
+            states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))
+            continue
+        state = _read_optimizer(checkpoint, part) or read(path, "cpu", if_trusted=IF_TRUSTED, **kwargs)
+        if part.check is not None:
+            check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
+            part.check(str(path), state, part.thing)
+        states.append((part, path, state))
+    numbers, orders = None, []
+    file = RANDOM_NUMBERS.format(rank)
+    if file in checkpoint.there:
+        found = read(checkpoint.folder / file, "cpu", if_trusted=IF_TRUSTED)
+        check_random_numbers(str(checkpoint.folder / file), found)
+        orders = [order and Order.decoded(order) for order in found.get("orders", ())]
+        numbers = found if rank == this_rank.rank else None
+    step = None if numbers is None else numbers.get("step")
+    # What the manifest says is the same on all ranks, those without random numbers of their own too.
+    step = step if manifest is None else manifest.step
+    return LoadedStates(of_parts=states, numbers=numbers, step=step, orders=orders)
+
+
+def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
+    """Return the state of an optimizer that is saved by the names of parameters; None for any other."""
+    is_sharded = part.file not in checkpoint.there
+    if part.folder is None or not (is_sharded or checkpoint.manifest is None):
+        return None
+    # Here, because it takes torch a second to import what reads shards.
+    from nb_accelerate.training.checkpoint.sharded import NamedOptimizer, numbered, read_optimizer
+
+    if not isinstance(part.thing, NamedOptimizer):
+        return None
+    optimizer, names = part.thing, part.thing.names
+    if is_sharded:
+        parameters = [group["params"] for group in optimizer.param_groups]
+        return read_optimizer(checkpoint.folder / part.folder, parameters, names)
+    file = checkpoint.folder / part.file  # accelerate's, which may have collected it from shards
+    state = read(file, "cpu", if_trusted=IF_TRUSTED)
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    is_named = groups and all(isinstance(name, str) for group in groups for name in group.get("params", (0,)))
+    return numbered(state, names, str(file)) if is_named else None
+
+
+def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: int, strict: bool) -> None:
+    """Look whether all is there that is needed, and all is needed that is there.
+
+    Args:
+        checkpoint: where it is.
+        parts: see `parts_of`.
+        num_models: how many there are now.
+        strict: whether what nobody takes is an error, where training goes on.
+
+    Raises:
+        CheckpointError: something is missing, or left over.
+    """
+    folder, there = checkpoint.asked_for, checkpoint.there
+    has_weights = there & set(_weight_names(0)) or checkpoint.has_shards(f"{FSDP_MODEL_NAME}_0")
+    if not num_models and not parts and has_weights:
+        raise CheckpointError(
+            f"There is nothing that {folder} could be loaded into. Call load_state after prepare(model, ...)."
+        )
+    missing = [
+        part.file
+        for part in parts
+        if part.file not in there
+        and not part.on_every_rank
+        and not (part.folder is not None and checkpoint.has_shards(part.folder))
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(sorted(missing))}. A state is loaded after the same models, optimizers, "
+            "schedulers and objects were prepared or registered as when it was saved, in the same order."
+        )
+    saved = [name for name in there if re.fullmatch(r"custom_checkpoint_\d+\.pkl", name)]
+    registered = [part for part in parts if part.file.startswith("custom_checkpoint_")]
+    if len(saved) != len(registered):
+        raise CheckpointError(
+            f"{folder} has the states of {len(saved)} registered objects, and {len(registered)} are registered now. "
+            "Call register_for_checkpointing with the same objects before load_state."
+        )
+    taken = {part.file for part in parts}
+    for number in range(num_models):
+        taken |= {*_weight_names(number), shards_of(name_of(SAFE_WEIGHTS_NAME, number))}
+    taken |= {part.folder for part in parts if part.folder is not None}
+    folders = {name.partition("/")[0] for name in there if checkpoint.has_shards(name.partition("/")[0])}
+    left = sorted(
+        name
+        for name in there | folders
+        if (_TO_TRAIN_WITH.fullmatch(name) or (name in folders and OF_SHARDS.fullmatch(name))) and name not in taken
+    )
+    trains = any(part.file.startswith("optimizer") for part in parts)
+    if left and trains and strict:
+        raise CheckpointError(
+            f"{folder} has {', '.join(left)}, which nothing here takes: training would go on without. Prepare what was "
+            "prepared when it was saved, or leave it behind with load_state(..., strict=False)."
+        )
+    if left:
+        logger.warning("Of %s, %s was not used: nothing that was prepared takes it.", folder, ", ".join(left))
+
+
+def check_no_engine(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint in which DeepSpeed has saved a model, where models are trained without it.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    folder = checkpoint.asked_for
+    if any(name.endswith("_model_states.pt") for name in checkpoint.all_files()):
+        raise CheckpointError(
+            f"{folder} was saved with DeepSpeed, and models are trained without it here. Write "
+            "Accelerator(deepspeed_plugin=...) as when it was saved; or, for the weights alone, "
+            f"`python {folder / 'zero_to_fp32.py'} {folder} WEIGHTS` (ZeRO stages 1 to 3), and "
+            "load_checkpoint_in_model(model, 'WEIGHTS') before prepare."
+        )
+
+
+def read_weights(
+    checkpoint: Checkpoint, models: Sequence[nn.Module], *, map_location: str | torch.device, strict: bool
+) -> list[dict[str, Any]]:
+    """Read the weights of models, under the names that these have for them, and look whether they fit.
+
+    Args:
+        checkpoint: where it is.
+        models: as prepared; they may be wrapped or compiled otherwise than when they were saved.
+        map_location: where weights are read to, before they are copied.
+        strict: see `fit`.
+
+    Raises:
+        CheckpointError: they are missing, damaged, or do not fit.
+    """
+    found = []
+    for number, model in enumerate(models):
+        names = _weight_names(number)
+        name = next((one for one in names if one in checkpoint.there), None)
+        shards = shards_of(names[0])
+        if name is None and checkpoint.has_shards(shards):
+            from nb_accelerate.training.checkpoint.sharded import read_model  # as above
+
+            found.append(read_model(checkpoint.folder / shards, model, strict=strict))
+            continue
+        if name is None:
+            raise CheckpointError(
+                f"{checkpoint.folder} lacks {names[0]}. A state is loaded after the same models were prepared as when "
+                "it was saved, in the same order."
+            )
+        file = checkpoint.folder / name
+        saved = load_state_dict(file, {"": map_location})
+        tensors = fit(saved, model, str(file), strict=strict)
+        check_shapes(str(file), {name: one.shape for name, one in tensors.items() if hasattr(one, "shape")}, model)
+        found.append(tensors)
+    return found
+
+
+def _weight_names(number: int) -> list[str]:
+    """Return the names that a file with the weights of a model may have; the last one only of accelerate's."""
+    return [name_of(name, number) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, f"{FSDP_MODEL_NAME}.bin")]
+
+
+def apply(
+    checkpoint: Checkpoint,
+    states: LoadedStates,
+    models: Sequence[nn.Module],
+    weights: Sequence[Mapping[str, Any]],
+    *,
+    loaders: Sequence[Any],
+    collectives: Collectives,
+    this_rank: ThisRank,
+    load_weights: Callable[..., None],
+    **kwargs: Any,
+) -> None:
+    """Put what was read into its places. All ranks call it together.
+
+    What only its owner can check goes first: objects of the user's, loaders, schedulers. If one refuses, on any rank,
+    those that were loaded before get back what they had.
+
+    Args:
+        checkpoint: where it is.
+        states: as read.
+        models: as prepared.
+        weights: what `read_weights` returned for them.
+        loaders: as prepared.
+        collectives: of all ranks.
+        this_rank: which one it is, of how many.
+        load_weights: `training.strategies.Strategy.load_model_state`.
+        **kwargs: those of `torch.nn.Module.load_state_dict`.
+
+    Raises:
+        CheckpointError: something was refused.
+    """
+    before: list[tuple[Any, Any]] = []
+
+    def load_others() -> None:
+        for part, file, state in states.of_parts:
+            if not _is_of_an_optimizer(part):
+                before.append((part.thing, _copied(part.thing.state_dict())))
+                _load(part, file, state)
+
+    def load_checked() -> None:
+        for part, file, state in states.of_parts:
+            if _is_of_an_optimizer(part):
+                _load(part, file, state)
+        for model, tensors in zip(models, weights, strict=True):
+            load_weights(model, tensors, strict=False, **kwargs)
+        _restore_numbers(checkpoint, states, loaders, this_rank)
+
+    try:
+        run_on_all_ranks(collectives, load_others)
+    except Exception:
+        for thing, state in reversed(before):
+            with contextlib.suppress(Exception):  # one that takes back nothing must not hide the cause
+                thing.load_state_dict(state)
+        raise
+    run_on_all_ranks(collectives, load_checked)
+
+
+def _is_of_an_optimizer(part: Part) -> bool:
+    return part.file.startswith("optimizer")
+
+
+def _load(part: Part, file: Path, state: Any) -> None:
+    try:
+        part.thing.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} was refused by {type(part.thing).__name__}.load_state_dict: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _copied(state: Any) -> Any:
+    """Return a copy that does not change with its owner. Tensors go to host memory: a device may be nearly full."""
+    return tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else deep_copy(one), state)
+
+
+def _restore_numbers(checkpoint: Checkpoint, states: LoadedStates, loaders: Sequence[Any], this_rank: ThisRank) -> None:
+    """Restore random numbers, and the epochs, seeds and orders of loaders."""
+    manifest = checkpoint.manifest
+    if manifest is not None:
+        for loader, epoch in zip(loaders, manifest.epochs, strict=False):
+            loader.set_epoch(epoch)
+        for loader, seed in zip(loaders, manifest.seeds, strict=False):
+            if seed is not None and hasattr(loader.get_sampler(), "initial_seed"):
+                loader.get_sampler().initial_seed = seed
+    for loader, order in zip(loaders, states.orders, strict=False):
+        if order is not None:
+            loader.draw_again(order)
+    if states.numbers is not None:
+        rng.restore(states.numbers, this_rank.kind)
+        return
+    were = this_rank.world_size if manifest is None else manifest.num_processes
+    logger.warning(
+        "%s is not there: rank %d goes on with other random numbers than it had. %s",
+        checkpoint.folder / RANDOM_NUMBERS.format(this_rank.rank),
+        this_rank.rank,
+        f"It was saved by {were} processes, and this run has {this_rank.world_size}."
+        if were != this_rank.world_size
+        else "Was save_state called on the main process only?",
+    )

@@ -1,0 +1,175 @@
+"""What a checkpoint consists of: its files with their sizes and checksums, and what else is known about it.
+
+It is the file ``checkpoint.json``. Nothing here needs torch, so that a notebook can list checkpoints without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.version import __version__
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.checkpoint.checksums import FileRecord, open_file
+from nb_accelerate.training.checkpoint.names import MANIFEST_NAME, is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_FORMAT = 4  # 3: other checksums of files, which are not compared; 2: as 4; 1: no checksum of the manifest
+_LARGEST = 1 << 28  # bytes of JSON that are read at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What is known about a checkpoint.
+
+    Attributes:
+        step: batches in the current accumulation window.
+        num_processes: ranks of the run.
+        num_readers: processes, or groups that share rows, that read rows of their own; None: each process did.
+        ranks: those that saved: all, or the main one if only that called ``save_state``, or those of one machine.
+        epochs: that of each loader, from 0.
+        seeds: with which it shuffles; None where it has no seed.
+        positions: batches of that epoch that each rank had of each loader; None in files of older versions.
+        rows_per_step: rows of all ranks together in a batch of each loader; None where it has no fixed size.
+        num_rows: rows of the dataset of each loader; None where it does not say, and none in files of older versions.
+        global_step: batches that each rank has trained with since the beginning; None if nobody has counted.
+        metrics: numbers that were logged last, by name.
+        kinds: the class of what was saved, by file.
+        files: all but this one.
+        versions: of what wrote it.
+        launches: ids of the launch of the run, one or one for each machine; none in files of older versions.
+        saved_at: when, in UTC. For people: clocks may be set.
+    """
+
+    step: int
+    num_processes: int
+    ranks: list[int]
+    epochs: list[int]
+    seeds: list[int | None]
+    positions: list[int] | None = None
+    rows_per_step: list[int | None] = field(default_factory=list)
+    num_rows: list[int | None] = field(default_factory=list)
+    global_step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    versions: dict[str, str] = field(
+        default_factory=lambda: {
+            "nb_accelerate": __version__,
+            "torch": str(getattr(sys.modules.get("torch"), "__version__", "")),
+            "python": ".".join(map(str, sys.version_info[:3])),
+        }
+    )
+    num_readers: int | None = None
+    launches: list[str] = field(default_factory=list)
+    saved_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
+
+    @property
+    def readers(self) -> int:
+        """Processes, or groups of them that share rows, that read rows of their own."""
+        return self.num_processes if self.num_readers is None else self.num_readers
+
+    def write(self, folder: Path) -> None:
+        """Write this into a folder, through to the disk."""
+        content = {"format": _FORMAT, **asdict(self)}
+        content["crc32"] = _checksum_of(content)
+        with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """Return what is known about a checkpoint, or None for one that says nothing, as those of accelerate.
+
+        Raises:
+            CheckpointError: it was damaged, or is of a later version.
+        """
+        path = folder / MANIFEST_NAME
+        if not os.path.lexists(path):
+            return None
+        try:
+            with open_file(path) as file:
+                content: Any = json.loads(file.read(_LARGEST))
+            found = content.pop("format")
+            if found in (2, 3, _FORMAT) and content.pop("crc32") != _checksum_of({"format": found, **content}):
+                raise ValueError("its checksum is not that of its content")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_ANOTHER}") from error
+        if found not in (1, 2, 3, _FORMAT):  # a list, say, is in no set
+            raise CheckpointError(
+                f"{path} is of format {found!r}, which nb_accelerate {__version__} does not know. It is damaged, or a "
+                "newer nb_accelerate has written it, which can read it."
+            )
+        try:
+            return _checked(content, has_crc32=found != 3)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_ANOTHER}") from error
+
+
+_ANOTHER = "Load another checkpoint, or an intact copy of this one."
+
+
+def _checksum_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _checked(content: dict[str, Any], *, has_crc32: bool) -> Manifest:
+    """Return what was read, if everything is of the kind that is written."""
+    files = {
+        _a(str, name): FileRecord(
+            _number(one["size"]), tuple(map(_number, _a(list, one["crc32"]))) if has_crc32 else None
+        )
+        for name, one in _a(dict, content.get("files", {})).items()
+    }
+    odd = [name for name in files if not is_plain(name)]
+    if odd:
+        raise ValueError(f"{odd[0]!r} is not the name of a file in this folder")
+    num_processes = _number(content["num_processes"])
+    num_readers = content.get("num_readers")
+    positions, global_step = content.get("positions"), content.get("global_step")
+    kinds = {_a(str, name): _a(str, kind) for name, kind in _a(dict, content.get("kinds", {})).items()}
+    return Manifest(
+        step=_number(content["step"]),
+        num_processes=num_processes,
+        ranks=[_number(rank) for rank in _a(list, content.get("ranks", list(range(min(num_processes, 1 << 20)))))],
+        epochs=[_number(epoch) for epoch in _a(list, content["epochs"])],
+        seeds=[None if seed is None else _whole(seed) for seed in _a(list, content["seeds"])],
+        positions=None if positions is None else [_number(one) for one in _a(list, positions)],
+        rows_per_step=[None if rows is None else _number(rows) for rows in _a(list, content.get("rows_per_step", []))],
+        num_rows=[None if rows is None else _number(rows) for rows in _a(list, content.get("num_rows", []))],
+        global_step=None if global_step is None else _number(global_step),
+        metrics={_a(str, name): _a(float, one) for name, one in _a(dict, content.get("metrics", {})).items()},
+        kinds=kinds,
+        files=files,
+        versions={_a(str, name): _a(str, one) for name, one in _a(dict, content.get("versions", {})).items()},
+        num_readers=None if num_readers is None else _number(num_readers),
+        launches=[_a(str, one) for one in _a(list, content.get("launches", []))],
+        saved_at=_a(str, content.get("saved_at", "")),
+    )
+
+
+def _a(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.60} is no {kind.__name__}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    number: int = _a(int, value)
+    return number
+
+
+def _number(value: Any) -> int:
+    if _whole(value) < 0:
+        raise ValueError(f"{value} is less than 0")
+    return int(value)

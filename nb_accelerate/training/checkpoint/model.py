@@ -1,0 +1,338 @@
+"""The weights of a model: in one file or several, under the names that the model has for them."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.training.bigmodel.ties import device_of, find_tied_parameters, retie_parameters
+from nb_accelerate.training.checkpoint.files import (
+    clean_state_dict_for_safetensors,
+    id_tensor_storage,
+    load_state_dict,
+    shapes_in,
+    write,
+)
+from nb_accelerate.training.checkpoint.fitting import check_shapes
+from nb_accelerate.training.checkpoint.manifest import Manifest
+from nb_accelerate.training.checkpoint.names import (
+    OF_A_MODEL,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+    is_plain,
+)
+from nb_accelerate.training.checkpoint.publishing import Staging, published, sync_all
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+
+    from torch import Tensor, nn
+
+logger = logging.getLogger("nb_accelerate")
+
+
+def write_model(
+    state_dict: Mapping[str, Tensor],
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str,
+    safe_serialization: bool,
+) -> None:
+    """Write the weights of a model into a folder, in place of those that are there.
+
+    Args:
+        state_dict: of the model.
+        folder: made if it is not there; what else is in it stays.
+        max_shard_size: bytes of a file, or text such as ``"5GB"``. A single weight may be larger.
+        safe_serialization: safetensors, or else what `torch.save` writes.
+
+    Raises:
+        CheckpointError: it could not be written. What was there is there still.
+        ConfigError: there is a file of that name, or ``max_shard_size`` is not a size.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    tensors = clean_state_dict_for_safetensors(state_dict) if safe_serialization else dict(state_dict)
+    name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+    parts = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=parts, max_shard_size=max_shard_size)
+    staging = Staging.begin(folder, "model")
+    try:
+        staging.release_replaced()
+        for file, names in (split.filename_to_tensors or {name: []}).items():
+            write({one: tensors[one] for one in names}, staging.path / file, safe_serialization=safe_serialization)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (staging.path / f"{name}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        sync_all(staging.path)
+        _warn_of_a_state(folder, staging)
+        staging.publish()
+    finally:
+        staging.discard()
+
+
+def _warn_of_a_state(folder: str | os.PathLike[str], staging: Staging) -> None:
+    """Say that a checkpoint of `Accelerator.save_state` is in a folder whose weights are to be replaced by others."""
+    state = published(staging.target, "state")
+    try:
+        manifest = Manifest.read(state)
+    except CheckpointError:
+        return
+    replaced = [name for name in (manifest.files if manifest is not None else ()) if OF_A_MODEL.fullmatch(name)]
+    if not all(_are_equal(state / name, staging.path / name) for name in replaced):
+        logger.warning(
+            "%s holds a checkpoint of save_state, and other weights are saved there now: load_state will refuse that "
+            "checkpoint. Give save_model a folder of its own.",
+            folder,
+        )
+
+
+def _are_equal(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, int | str | torch.device] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load weights into a model, file by file, each to its device.
+
+    Args:
+        model: the user's, unwrapped; may be on ``meta`` if there is a ``device_map``.
+        checkpoint: a file, an index of several, or a folder with either.
+        device_map: devices by the names of modules, ``""`` for all. Every weight needs one, and moves there; without
+            a map they stay where they are.
+        offload_folder: for weights on disk, which are not supported yet.
+        dtype: numbers the weights are to have; by default those of the model. Used with a ``device_map``.
+        offload_state_dict: not supported yet.
+        offload_buffers: not supported yet.
+        keep_in_fp32_modules: parts of names of weights that stay float32 where ``dtype`` is float16.
+        offload_8bit_bnb: not supported yet.
+        strict: whether names have to be the same; else those that are missing are left as they are, and a line
+            says what was not used.
+        full_state_dict: whether the file holds whole tensors, as all files that `Accelerator.save_model` writes do.
+        broadcast_from_rank0: read on rank 0, and send what was read to the others. All ranks call it together.
+
+    Raises:
+        CheckpointError: there are no weights, a file of several is missing or cut off, or names differ and ``strict``.
+        ConfigError: ``device_map`` has no device for a weight, or something is not supported yet.
+    """
+    _refuse(
+        offload_folder=offload_folder,
+        offload_state_dict=offload_state_dict,
+        offload_buffers=offload_buffers,
+        offload_8bit_bnb=offload_8bit_bnb,
+        device_map="disk" if device_map and "disk" in device_map.values() else None,
+    )
+    if broadcast_from_rank0 or not full_state_dict:
+        _load_distributed(model, checkpoint, strict=strict, full=full_state_dict, broadcast=broadcast_from_rank0)
+        return
+    files = weight_files(checkpoint)
+    if device_map is not None:
+        for name in model.state_dict():
+            device_of(name, device_map)  # raises, before anything changes
+    tied = find_tied_parameters(model)
+    # All files are looked at before anything changes. What they hold is read one by one, for models that fill memory.
+    found: set[str] = set()
+    for file in files:
+        shapes = shapes_in(file)
+        check_shapes(str(file), shapes, model)
+        found |= shapes.keys()
+    if strict:
+        _compare(found, model, str(checkpoint), strict=True)
+    for file in files:
+        tensors = load_state_dict(file, device_map)
+        if device_map is None:
+            model.load_state_dict(tensors, strict=False)
+        else:
+            known = model.state_dict(keep_vars=True)
+            for name, tensor in tensors.items():
+                if name in known:
+                    wanted = _dtype_of(name, tensor, known[name], dtype, keep_in_fp32_modules or ())
+                    _put(model, name, tensor.to(device_of(name, device_map), wanted))
+    retie_parameters(model, tied)
+    _compare(found, model, str(checkpoint), strict=strict)  # once more: on `meta` it is not known which are tied
+
+
+def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
+    """Return the files that hold the weights of one model.
+
+    Raises:
+        CheckpointError: there are none, or one of them is missing.
+    """
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        path = published(path, "model")
+        # Whole files first, as accelerate looks for them.
+        for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+            if (path / name).exists():
+                path = path / name
+                break
+        else:
+            indices = list(path.glob("*.index.json"))
+            if len(indices) != 1:
+                what = "several files" if indices else "no file"
+                raise CheckpointError(
+                    f"In {path} there is neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, and {what} "
+                    "*.index.json. Give the file itself."
+                )
+            path = indices[0]
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint at {path}.")
+    if path.suffix != ".json":
+        return [path]
+    try:
+        index = json.loads(path.read_text())
+        names = sorted(set(index.get("weight_map", index).values()))
+        odd = [name for name in names if not is_plain(name)]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not the index of a checkpoint, it may have been cut off: {error}") from error
+    if odd:
+        raise CheckpointError(f"{path} names {odd[0]!r}, which is no file in its folder.")
+    files = [path.parent / name for name in names]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{path} names files that are not there: {', '.join(missing)}.")
+    return files
+
+
+def fit(tensors: Mapping[str, Tensor], model: nn.Module, source: str, *, strict: bool) -> dict[str, Tensor]:
+    """Return tensors under the names that a model has for them now.
+
+    A model that is wrapped (``module.``) or compiled (``_orig_mod.``) has other names than it had when it was saved
+    on another number of ranks.
+
+    Args:
+        tensors: as saved.
+        model: as prepared.
+        source: where they come from, for messages.
+        strict: whether none may be missing or left over. Of names that are tied, one is enough.
+
+    Raises:
+        CheckpointError: some are. Nothing was changed.
+    """
+    now = model.state_dict()
+    if tensors.keys() - now.keys():
+        names = {_plain(name): name for name in now}
+        ways = [{way(_plain(name)): tensor for name, tensor in tensors.items()} for way in _WRAPPED_OTHERWISE]
+        best = max(ways, key=lambda way: len(way.keys() & names.keys()))
+        tensors = {names.get(name, name): tensor for name, tensor in best.items()}
+    if strict:
+        _compare(tensors.keys(), model, source, strict=True)
+    return dict(tensors)
+
+
+def _compare(found: AbstractSet[str], model: nn.Module, source: str, *, strict: bool) -> None:
+    now = model.state_dict(keep_vars=True)  # of sharded weights, tied ones are known by their identity
+    here = {id_tensor_storage(now[name]) for name in found if name in now and isinstance(now[name], torch.Tensor)}
+    missing = {
+        name
+        for name in now.keys() - found
+        if not isinstance(now[name], torch.Tensor) or id_tensor_storage(now[name]) not in here
+    }
+    extra = set(found - now.keys())
+    wrapped = getattr(model, "module", None)
+    if isinstance(wrapped, torch.nn.Module) and all(name.startswith("module.") for name in now):
+        # Users know their model and its names, and not those of DistributedDataParallel.
+        model = wrapped
+        missing, extra = ({name.removeprefix("module.") for name in names} for names in (missing, extra))
+    kind = type(model).__name__
+    if strict and (missing or extra):
+        raise CheckpointError(
+            f"{source} does not fit this {kind}."
+            + (f" It lacks {_some(missing)}." if missing else "")
+            + (f" It has {_some(extra)}, which the model has not." if extra else "")
+            + " Make the model as it was when it was saved, or write strict=False."
+        )
+    if extra:
+        logger.warning(
+            "Some weights of %s were not used when this %s was loaded, which does not have them: %s.",
+            source,
+            kind,
+            _some(extra),
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
+# A model may have a part that is called ``module``, so the prefix alone does not tell.
+_WRAPPED_OTHERWISE: tuple[Callable[[str], str], ...] = (
+    str,
+    "module.{}".format,
+    lambda name: name.removeprefix("module."),
+)
+
+
+def _refuse(**unsupported: Any) -> None:
+    for name, value in unsupported.items():
+        if value:
+            raise ConfigError(f"{name}={value!r}: weights that stay on disk or in 8-bit numbers are not supported yet.")
+
+
+def _dtype_of(
+    name: str, tensor: Tensor, now: Tensor, dtype: str | torch.dtype | None, float32: Sequence[str]
+) -> torch.dtype:
+    if dtype is None or not tensor.is_floating_point():
+        return now.dtype
+    wanted = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(wanted, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r} is not a number format of torch. Write 'float16' or torch.float16, say.")
+    if wanted is torch.float16 and any(part in name for part in float32):
+        return torch.float32
+    return wanted
+
+
+def _put(model: nn.Module, name: str, value: Tensor) -> None:
+    """Give a weight a value: in its own memory where that fits, so that optimizers keep what they hold."""
+    place, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    now = getattr(place, last)
+    if now.shape != value.shape:
+        raise CheckpointError(f"{name} is of shape {tuple(value.shape)} in the checkpoint and {tuple(now.shape)} here.")
+    if now.device == value.device and now.dtype == value.dtype:
+        with torch.no_grad():
+            now.copy_(value)
+    elif isinstance(now, torch.nn.Parameter):
+        setattr(place, last, torch.nn.Parameter(value, requires_grad=now.requires_grad))
+    else:
+        setattr(place, last, value)
+
+
+def _load_distributed(
+    model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool, full: bool, broadcast: bool
+) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    reads = not broadcast or torch.distributed.get_rank() == 0
+    tensors: dict[str, Any] = {}
+    for file in weight_files(checkpoint) if reads else ():
+        tensors |= load_state_dict(file)
+    options = StateDictOptions(full_state_dict=full, strict=strict, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, tensors, options=options)

@@ -1,0 +1,183 @@
+"""Checkpoints that number themselves: ``checkpoint_0``, ``checkpoint_1``, ..."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks
+from nb_accelerate.training.checkpoint.checksums import obvious_damage
+from nb_accelerate.training.checkpoint.manifest import Manifest
+from nb_accelerate.training.checkpoint.opening import read_checkpoint
+from nb_accelerate.training.checkpoint.publishing import published, remove
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from nb_accelerate.training.checkpoint.opening import Checkpoint
+    from nb_accelerate.training.checkpoint.sharing import ThisRank
+    from nb_accelerate.training.comm import Collectives
+
+logger = logging.getLogger("nb_accelerate")
+
+T = TypeVar("T")
+
+_NUMBERED = re.compile(r"checkpoint_(\d{1,18})")
+
+
+def numbered(parent: Path) -> list[tuple[int, Path]]:
+    """Return the numbers and paths of the folders ``checkpoint_<number>`` that hold something, by number."""
+    found = []
+    for entry in parent.iterdir() if parent.is_dir() else ():
+        match = _NUMBERED.fullmatch(entry.name)
+        if match and not entry.is_symlink() and entry.is_dir() and any(entry.iterdir()):
+            found.append((int(match[1]), entry))
+    return sorted(found)
+
+
+def next_number(parent: Path, above: int) -> int:
+    """Return the first number above another one whose name is free, or that of an empty folder."""
+    number = above + 1
+    while is_taken(parent / f"checkpoint_{number}"):
+        number += 1
+    return number
+
+
+def is_taken(folder: Path) -> bool:
+    """Return whether something is where a checkpoint is to be saved: a link, a file, or a folder that is not empty."""
+    if folder.is_symlink() or not folder.is_dir():
+        return os.path.lexists(folder)
+    return any(folder.iterdir())
+
+
+def tell_of_links(parent: Path, *, above: int) -> None:
+    """Say which links have the number of a newer checkpoint: they are not followed, since anyone may have put them."""
+    links = [
+        entry.name
+        for entry in (parent.iterdir() if parent.is_dir() else ())
+        if (match := _NUMBERED.fullmatch(entry.name)) and entry.is_symlink() and int(match[1]) > above
+    ]
+    if links:
+        logger.warning(
+            "In %s %s: links are not followed. Give load_state the one to go on from, or put the folder itself there.",
+            parent,
+            f"{', '.join(sorted(links))} {'is a link' if len(links) == 1 else 'are links'}",
+        )
+
+
+def newest_of_others(parent: Path, launches: Iterable[str]) -> int:
+    """Return the number of the newest checkpoint that another launch has saved; -1 if there is none.
+
+    Args:
+        parent: the folder that the numbered ones are in.
+        launches: ids of this one. What does not say who saved it is of another one.
+    """
+    for number, folder in reversed(numbered(parent)):
+        try:
+            manifest = Manifest.read(published(folder, "state"))
+        except CheckpointError:  # damaged; those below it tell
+            continue
+        if manifest is None or not set(launches).intersection(manifest.launches):
+            return number
+    return -1
+
+
+def read_newest(
+    parent: Path,
+    read: Callable[[Checkpoint], T],
+    *,
+    collectives: Collectives,
+    this_rank: ThisRank,
+    first: int = 0,
+) -> tuple[T, int]:
+    """Read the newest checkpoint of which nothing is missing or damaged, on all ranks. All ranks call it together.
+
+    A line says which were passed over, and why.
+
+    Args:
+        parent: the folder that the numbered ones are in.
+        read: see `read_checkpoint`.
+        collectives: of all ranks.
+        this_rank: which one it is, of how many.
+        first: the number of the first that may be read.
+
+    Returns:
+        What was read, and the number of the next checkpoint, which none that was passed over has either.
+
+    Raises:
+        CheckpointError: there are some, and none is whole; or the newest whole one does not fit.
+        ConfigError: there is none.
+    """
+    everywhere = gather_from_all_ranks(
+        collectives, lambda: [number for number, _ in numbered(parent) if number >= first]
+    )
+    numbers = sorted(set(everywhere[0]).intersection(*everywhere), reverse=True)
+    if not numbers:
+        raise ConfigError(f"There is no checkpoint in {parent} yet.")
+    passed_over: list[str] = []
+    for number in numbers:
+        folder = next(path for one, path in numbered(parent) if one == number)
+        result, damage = read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
+        if not damage:
+            if passed_over and this_rank.local_rank == 0:
+                logger.warning(
+                    "%s is loaded, the newest that is whole. Passed over:\n%s", folder, "\n".join(passed_over)
+                )
+            if this_rank.local_rank == 0:
+                tell_of_links(parent, above=number)
+            free = gather_from_all_ranks(collectives, lambda: next_number(parent, max(map(max, everywhere))))
+            return cast("T", result), max(free)
+        passed_over.append(f"{folder.name}: {' '.join(damage)}")
+    raise CheckpointError(f"No checkpoint in {parent} is whole:\n" + "\n".join(passed_over))
+
+
+def remove_old(
+    saved: Path, limit: int, *, first: int = 0, worth: Callable[[Mapping[str, float]], float] | None = None
+) -> None:
+    """Remove the oldest checkpoints, or the worst. What cannot be removed stays, and a line says so.
+
+    Args:
+        saved: that which was saved just now, which stays.
+        limit: how many stay. Those that are not whole do not count, so that they never push out one that is; they
+            are removed when a newer one stays.
+        first: the number of the first that may be removed, and that counts.
+        worth: of the values that were logged before a checkpoint was saved; those of the most worth stay. None keeps
+            the newest.
+    """
+    others = [(number, folder) for number, folder in numbered(saved.parent) if folder != saved and number >= first]
+    looks = {folder: manifest for _, folder in others if (manifest := _manifest_if_whole(folder)) is not None}
+    whole = list(looks)
+    if worth is not None:
+        whole.sort(key=lambda folder: worth(looks[folder].metrics))  # of equal ones the newest stays
+    stay = {saved, *whole[max(len(whole) - limit + 1, 0) :]}
+    newest = max(number for number, folder in [*others, (_number_of(saved), saved)] if folder in stay)
+    for number, folder in others:
+        if folder not in stay and (folder in whole or number < newest):
+            try:
+                remove(folder)
+            except OSError as error:  # what was saved is there: the run need not end for this
+                logger.warning("%s is over the total_limit, and could not be removed: %s", folder, error)
+
+
+def _number_of(folder: Path) -> int:
+    match = _NUMBERED.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def _manifest_if_whole(folder: Path) -> Manifest | None:
+    """Return what is known about a checkpoint if all files are there and none is cut off, without reading them.
+
+    It says nothing for one of accelerate's, which nobody can know to be whole or not.
+    """
+    where = published(folder, "state")
+    try:
+        manifest = Manifest.read(where)
+    except CheckpointError:
+        return None
+    if manifest is None:
+        return Manifest(step=0, num_processes=0, ranks=[], epochs=[], seeds=[])
+    return None if obvious_damage(where, manifest.files) else manifest

@@ -1,0 +1,387 @@
+"""Folders that are published as a whole: one sees all that was saved, or what was there before.
+
+::
+
+    Staging.begin                      all ranks write          Staging.publish, when all have written
+    .state.nb_accelerate-<token>/  ->  rank-0/, rank-1/, ...  ->  everything in one folder, and then one rename:
+      beside the folder `state`                                   `state` is new, or has our files only: it *is* `state`
+                                                                  else: state/.nb_accelerate-state-<n>/ is committed,
+                                                                        and its files replace those in `state`
+
+The second way is for folders that cannot be replaced, because something of the user's is in them, or they are where
+the process works, a mount, or in a folder that is read-only. `published` finds what was committed there, also if its
+files did not get to their places; it holds all of them until they have. Only saving changes a folder, and moves nothing
+but what the same save has written: what others have put there, links and odd names too, is neither followed nor moved.
+
+What a save that was killed has left is locked by nobody; the next save removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import time
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.training.checkpoint.checksums import open_file
+from nb_accelerate.training.checkpoint.names import IN_SHARDS, OF_A_MODEL, OF_A_STATE, OF_SHARDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Literal
+
+    Kind = Literal["state", "model"]
+
+_OURS = {"state": OF_A_STATE, "model": OF_A_MODEL}
+_STAGED = re.compile(r"(\..+)?\.nb_accelerate-([0-9a-f]{4})[0-9a-f]{12}")
+_A_DAY = 86400.0  # seconds after which what a save on another machine has left is taken to be abandoned
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_COMMITTED = re.compile(r"\.nb_accelerate-(state|model)-(\d{1,9})")
+
+
+class Staging:
+    """A folder in which a save is written before it is published. Made by `begin`.
+
+    Attributes:
+        target: what it will be; no link.
+        path: of this one.
+    """
+
+    def __init__(self, target: Path, path: Path, kind: Kind) -> None:
+        self.target = target
+        self.path = path
+        self._kind: Kind = kind
+        self._lock: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):  # some network disks have no locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    @classmethod
+    def begin(cls, folder: str | os.PathLike[str], kind: Kind) -> Staging:
+        """Make an empty folder to write to, and remove what saves that were killed have left.
+
+        Args:
+            folder: what is to be published; need not be there.
+            kind: whether it is a state or the weights of a model, which tells the files of a save before from others.
+
+        Raises:
+            CheckpointError: it cannot be written there, or another user has prepared a folder or a link of that name.
+            ConfigError: there is a file of that name.
+        """
+        _refuse_planted(Path(folder).expanduser())
+        target = Path(os.path.realpath(Path(folder).expanduser()))
+        if target.exists() and not target.is_dir():
+            raise ConfigError(f"{folder} is a file. Give the name of a folder for the checkpoint.")
+        name = _new_name()
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for place in (target.parent, target):
+                remove_leftovers(place)
+            inside = target / name
+            path = inside if os.path.ismount(target) else target.parent / f".{target.name}{name}"
+            try:
+                path.mkdir()
+            except OSError:
+                if path == inside or not target.is_dir():
+                    raise
+                path = inside  # the folder around it is read-only
+                path.mkdir()
+        except OSError as error:
+            raise CheckpointError(f"Nothing can be saved as {folder}: {error}") from error
+        return cls(target, path, kind)
+
+    def folder_of(self, rank: int) -> Path:
+        """Return the empty folder that a rank is to write to."""
+        return folder_of(self.path, rank)
+
+    def release_replaced(self) -> None:
+        """Take the files that are to be replaced out of the system's memory, which the new ones will then find free.
+
+        They stay on the disk. With both in memory at once a virtual machine may have to ask its host for more: 1.5 GB
+        of new files were seen to take twice the time.
+        """
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        for path in _files_of(published(self.target, self._kind), self._kind):
+            # It may be gone or locked away; what is mapped, or has not reached the disk yet, stays in memory.
+            with contextlib.suppress(OSError), open_file(path) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def join(self, ranks: int) -> None:
+        """Put what ranks wrote into one folder. Where several wrote the same file, that of the lowest counts."""
+        for rank in reversed(range(ranks)):
+            part = self.folder_of(rank)
+            if part.is_dir():
+                _move_into(part, self.path)
+
+    def publish(self) -> None:
+        """Make this what is in the target, in one step.
+
+        Raises:
+            CheckpointError: it could not be done, and what was there is there still.
+        """
+        try:
+            _sync(self.path)
+            if not os.path.lexists(self.target):
+                self.path.rename(self.target)
+            elif not self._take_its_place():
+                self._commit_inside()
+            _sync(self.target.parent)
+        except OSError as error:
+            raise CheckpointError(f"{self.target} could not be replaced by what was saved: {error}") from error
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove what was not published, and what was replaced."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)  # what is left counts for nothing; the next save removes it
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked meanwhile would go on holding it
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_its_place(self) -> bool:
+        """Swap this with the target, if nothing is in there that is not ours, and nobody would notice."""
+        old, new = self.target.lstat(), self.path.lstat()
+        if (
+            self.path.parent != self.target.parent
+            or old.st_dev != new.st_dev
+            or (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid)
+            or _is_here(self.target)
+            or not all(self._replaces(entry) for entry in list(os.scandir(self.target)))
+        ):
+            return False
+        self.path.chmod(stat.S_IMODE(old.st_mode))
+        if not exchange(self.path, self.target):
+            return False
+        for entry in list(os.scandir(self.path)):  # what somebody has put there this very moment
+            if not self._replaces(entry) and not os.path.lexists(self.target / entry.name):
+                Path(entry).rename(self.target / entry.name)
+        return True
+
+    def _replaces(self, entry: os.DirEntry[str]) -> bool:
+        if entry.is_dir(follow_symlinks=False):
+            committed = _COMMITTED.fullmatch(entry.name)
+            if self._kind == "state" and _is_of_shards(entry):
+                return True
+            return bool(_STAGED.fullmatch(entry.name) or (committed and committed[1] == self._kind))
+        return entry.is_file(follow_symlinks=False) and bool(_OURS[self._kind].fullmatch(entry.name))
+
+    def _commit_inside(self) -> None:
+        new = {entry.name for entry in self.path.iterdir()}
+        in_the_way = [name for name in new if (self.path / name).is_file() and (self.target / name).is_dir()]
+        if in_the_way:
+            raise IsADirectoryError(f"{self.target / in_the_way[0]} is a folder, and a file is to be saved there")
+        before = [number for number, _ in _committed(self.target, self._kind)]
+        committed = self.target / f".nb_accelerate-{self._kind}-{max(before, default=0) + 1}"
+        trash = self.target / _new_name()
+        trash.mkdir()
+        try:
+            self.path.rename(committed)
+            _sync(self.target)
+            for name in sorted(new):
+                _put_copy(committed / name, self.target / name, trash)
+            for entry in list(os.scandir(self.target)):
+                if entry.name not in new and self._kind == "state" and _is_of_shards(entry):
+                    Path(entry).rename(trash / entry.name)
+                is_file = not entry.is_dir(follow_symlinks=False)
+                if is_file and entry.name not in new and _OURS[self._kind].fullmatch(entry.name):
+                    Path(entry).unlink()
+            _sync(self.target)
+            for number, folder in _committed(self.target, self._kind):
+                folder.rename(trash / str(number))  # the oldest first: the newest counts
+        finally:
+            shutil.rmtree(trash, ignore_errors=True)
+
+
+def _files_of(folder: Path, kind: Kind) -> Iterator[Path]:
+    """Return the files that a save of this kind has written into a folder, with those in its folders of shards."""
+    for entry in _entries(folder):
+        if kind == "state" and entry.is_dir(follow_symlinks=False) and OF_SHARDS.fullmatch(entry.name):
+            yield from (Path(one.path) for one in _entries(Path(entry.path)) if IN_SHARDS.fullmatch(one.name))
+        elif _OURS[kind].fullmatch(entry.name):
+            yield Path(entry.path)
+
+
+def _is_of_shards(entry: os.DirEntry[str]) -> bool:
+    """Return whether this is a folder of a sharded state, with nothing in it that is not ours."""
+    if not OF_SHARDS.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+        return False
+    with os.scandir(entry.path) as inside:
+        return all(one.is_file(follow_symlinks=False) and IN_SHARDS.fullmatch(one.name) for one in inside)
+
+
+def _refuse_planted(folder: Path) -> None:
+    """Refuse what another user has put where a folder is to be saved, in one that everybody can write to.
+
+    Linux refuses such links too (``fs.protected_symlinks``), but not to a process that reads where they point to. A
+    link at any place of the path counts, and the folder itself: whoever owns it can replace what is saved there.
+
+    Raises:
+        CheckpointError: there is a link or a folder of another user.
+    """
+    path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links
+    for place in (path, *path.parents[:-1]):
+        with contextlib.suppress(OSError):  # it is not there yet
+            found, around = place.lstat(), place.parent.stat()
+            is_open = around.st_mode & stat.S_ISVTX and around.st_mode & stat.S_IWOTH
+            if is_open and found.st_uid not in (os.geteuid(), around.st_uid):
+                what = "link" if stat.S_ISLNK(found.st_mode) else "folder"
+                if what == "link" or place == path:
+                    raise CheckpointError(
+                        f"Nothing is saved as {folder}: the {what} {place} belongs to another user (user id "
+                        f"{found.st_uid}), in a folder that everybody can write to. Give another name."
+                    )
+
+
+def folder_of(staging: Path, rank: int) -> Path:
+    """Return where a rank writes, in the folder of a `Staging` that another process may have made."""
+    return staging / f"rank-{rank}"
+
+
+def published(folder: Path, kind: Kind) -> Path:
+    """Return where the files are that were published last in a folder: there, unless a save was killed in between."""
+    return max(_committed(folder, kind), default=(0, folder))[1]
+
+
+def remove_leftovers(place: Path) -> None:
+    """Remove what saves of this user have left in a folder, if their processes are gone.
+
+    Those of another machine, whose locks are not seen here on some network disks, have to be a day old.
+    """
+    for entry in _entries(place):
+        match = _STAGED.fullmatch(entry.name)
+        if match is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        try:
+            descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # it is another user's, or gone again
+            continue
+        if match[2] != _of_this_machine() and time.time() - os.fstat(descriptor).st_mtime < _A_DAY:
+            os.close(descriptor)
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                shutil.rmtree(entry.path, ignore_errors=True)
+        except OSError:  # it is being written to, or this disk has no locks
+            pass
+        finally:
+            os.close(descriptor)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder so that no half of it is ever to be seen. What a link points to stays."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink(missing_ok=True)
+        return
+    trash = folder.parent / f".{folder.name}{_new_name()}"
+    folder.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sync_all(folder: Path) -> None:
+    """Make sure that what is in a folder reaches the disk: without this, a power cut leaves empty files."""
+    for path in [*folder.rglob("*"), folder]:
+        if not path.is_symlink():
+            _sync(path)
+
+
+def _committed(folder: Path, kind: Kind) -> list[tuple[int, Path]]:
+    """Return the numbers and paths of what was committed inside of a folder, by number."""
+    found = []
+    for entry in _entries(folder):
+        match = _COMMITTED.fullmatch(entry.name)
+        if match and match[1] == kind and entry.is_dir(follow_symlinks=False):
+            found.append((int(match[2]), Path(entry.path)))
+    return sorted(found)
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        yield from entries
+
+
+def _move_into(source: Path, target: Path) -> None:
+    for entry in list(os.scandir(source)):
+        place = target / entry.name
+        if entry.is_dir(follow_symlinks=False) and place.is_dir() and not place.is_symlink():
+            _move_into(Path(entry.path), place)
+        else:
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            elif entry.is_dir(follow_symlinks=False):
+                place.unlink(missing_ok=True)  # a folder takes the place of another one only
+            Path(entry).replace(place)
+    source.rmdir()
+
+
+def _put_copy(source: Path, place: Path, trash: Path) -> None:
+    """Hard-link a file, or all files of a folder, to a place; copy them where the file system has no hard links."""
+    new, old = trash / f"{source.name}.new", trash / f"{source.name}.old"
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, new, symlinks=True, copy_function=_link_or_copy)
+        if os.path.lexists(place):
+            place.rename(old)
+    else:
+        _link_or_copy(source, new)
+    new.replace(place)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+        with Path(target).open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Give two folders each other's name, so that nobody ever sees either name missing.
+
+    Returns:
+        Whether it was done. Linux can on most local file systems; elsewhere nothing has changed.
+    """
+    # Absent from C libraries older than glibc 2.28, and from other systems than Linux.
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
+    return done == 0
+
+
+def _is_here(folder: Path) -> bool:
+    """Whether the process works in a folder: it would be left in the old one if that was replaced."""
+    try:
+        return folder.samefile(Path.cwd())
+    except OSError:  # it works in one that was removed
+        return False
+
+
+def _new_name() -> str:
+    return f".nb_accelerate-{_of_this_machine()}{secrets.token_hex(6)}"
+
+
+def _of_this_machine() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()) & 0xFFFF:04x}"
+
+
+def _sync(path: Path) -> None:
+    """Make sure that a file, or the names in a folder, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,305 @@
+"""States of which every rank holds a part: folders of `torch.distributed.checkpoint`, one for each.
+
+torch plans, writes and reads; who waits for whom, and when a checkpoint is complete, is decided as for other files::
+
+    save   all ranks plan together -> each writes `__<rank>_0.distcp` to its own folder -> rank 0 adds `.metadata`
+    load   each rank reads from all files what it holds now, alone: on any number of ranks, sharded or not
+
+Names and content are those of Hugging Face accelerate: ``pytorch_model_fsdp_0/`` holds ``{"model": weights}`` and
+``optimizer_0/`` holds ``{"optimizer": {"state": ..., "param_groups": ...}}`` by the names of parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.checkpoint.checksums import Recorder
+from nb_accelerate.training.checkpoint.fitting import check_shapes
+from nb_accelerate.training.checkpoint.model import fit
+from nb_accelerate.training.checkpoint.shard_reader import ShardPlanner, ShardReader
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    from nb_accelerate.training.checkpoint.checksums import FileRecord, RecordingFile
+    from nb_accelerate.training.comm import Collectives
+
+
+@runtime_checkable
+class NamedOptimizer(Protocol):
+    """An optimizer whose parameters have names, by group."""
+
+    names: list[list[str]]
+    param_groups: list[dict[str, Any]]
+
+
+class ShardedFolder:
+    """A state, and the folder that it is saved to.
+
+    Args:
+        name: of the folder.
+        content: the key that the state has there, ``"model"`` say.
+        state: nested dicts, lists, tensors and `DTensor` objects.
+
+    Attributes:
+        name: as given.
+        content: as given.
+        state: as given.
+        values: what this rank may write, by flattened name: plain tensors. May be replaced by copies.
+    """
+
+    def __init__(self, name: str, content: str, state: Any) -> None:
+        self.name = name
+        self.content = content
+        self.state = state
+        self.values: dict[str, Any] = {}
+
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None
+        self._rank = 0
+
+    def plan(self, collectives: Collectives) -> None:
+        """Agree on who writes what. Collective; comes before any writing, which is done alone."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({self.content: self.state}, is_coordinator=True)
+        plans = collectives.all_gather_object(planner.create_local_plan())
+        # The same on all ranks: it follows from the plans alone.
+        divided, self._metadata = planner.create_global_plan(plans)
+        self._rank = collectives.rank
+        self._plan = FileSystemWriter("").prepare_global_plan(divided)[self._rank]
+        self.values = {
+            name: value.to_local() if isinstance(value, DTensor) else value
+            for name, value in planner.state_dict.items()
+        }
+
+    def write(self, own: Path, recorder: Recorder, notes: Path) -> None:
+        """Write this rank's part.
+
+        Args:
+            own: the folder that this rank writes to.
+            recorder: of that folder.
+            notes: a folder that all ranks see. What `finish` needs to know of this rank's file is put there.
+        """
+        assert self._plan is not None
+        folder = own / self.name
+        folder.mkdir()
+        # The recorder syncs. No copying ahead: values are in host memory already if this is a thread, where it would
+        # make a context on the first GPU of the machine on every rank.
+        writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+        writer.fs = _RecordedFiles(recorder)
+        results = writer.write_data(self._plan, _Values(self.values)).wait()
+        (notes / f"{self.name}-{self._rank}.json").write_text(json.dumps([_as_json(one) for one in results]))
+
+    def finish(self, path: Path, ranks: Sequence[int]) -> dict[str, FileRecord]:
+        """Add what tells where each part is, when all ranks have written; return what that file is.
+
+        Args:
+            path: the folder that the parts will be joined in, and where `write` has put notes.
+            ranks: those that wrote.
+        """
+        assert self._metadata is not None
+        results = []
+        for rank in ranks:
+            note = path / f"{self.name}-{rank}.json"
+            results.append([_from_json(one) for one in json.loads(note.read_text())])
+            note.unlink()
+        folder = path / self.name
+        folder.mkdir()
+        FileSystemWriter(folder, sync_files=False).finish(self._metadata, results)
+        with Recorder(folder) as recorder:
+            return {f"{self.name}/{file}": record for file, record in recorder.records().items()}
+
+
+class _Values(DefaultSavePlanner):
+    """Hands out the values that a rank is to write."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._values = values
+
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._values[index.fqn]
+
+
+class _RecordedFiles(FileSystem):
+    """Opens files through a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    @override
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with self._recorder.open(Path(path)) as file:
+            yield _Stream(file)
+
+
+class _Stream:
+    """What torch asks of a stream besides `RecordingFile.write`."""
+
+    def __init__(self, file: RecordingFile) -> None:
+        self.write = file.write
+        self.flush = file.flush
+        self._file = file
+
+    def tell(self) -> int:
+        return self._file.record.size
+
+    def close(self) -> None:
+        """Do nothing: the recorder closes it."""
+
+
+def _as_json(result: WriteResult) -> list[Any]:
+    index, place = result.index, result.storage_data
+    offset = None if index.offset is None else list(index.offset)
+    return [index.fqn, offset, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length]
+
+
+def _from_json(told: list[Any]) -> WriteResult:
+    name, offset, number, size, path, start, length = told
+    index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
+    return WriteResult(index=index, size_in_bytes=size, storage_data=_StorageInfo(path, start, length))
+
+
+def read_model(folder: Path, model: nn.Module, *, strict: bool) -> dict[str, Any]:
+    """Read what this rank holds of the weights of a model, under the names that the model has for them.
+
+    Args:
+        folder: of the shards.
+        model: as prepared: sharded in any way, or not.
+        strict: see `training.checkpoint.model.fit`.
+
+    Raises:
+        CheckpointError: they are damaged, or do not fit.
+    """
+    reader = ShardReader(folder)
+    stored = {
+        ".".join(map(str, path[1:])): (name, entry) for path, name, entry in _entries(reader) if path[0] == "model"
+    }
+    fitted = cast("dict[str, Any]", fit(cast("Any", stored), model, str(folder), strict=strict))
+    shapes = {name: entry.size for name, (_, entry) in fitted.items() if isinstance(entry, TensorStorageMetadata)}
+    check_shapes(str(folder), shapes, model)
+    now = model.state_dict()
+    wanted = {
+        saved: _empty(entry, now.get(name)) if isinstance(entry, TensorStorageMetadata) else None
+        for name, (saved, entry) in fitted.items()
+    }
+    _read(reader, wanted)
+    return {name: wanted[saved] for name, (saved, _) in fitted.items()}
+
+
+def read_optimizer(folder: Path, parameters: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> Any:
+    """Read what this rank holds of the state of an optimizer, in the form of ``optimizer.state_dict()``.
+
+    Args:
+        folder: of the shards.
+        parameters: of each of its groups.
+        names: of these parameters.
+
+    Raises:
+        CheckpointError: they are damaged, or those of other parameters.
+    """
+    reader = ShardReader(folder)
+    like = dict(zip(itertools.chain.from_iterable(names), itertools.chain.from_iterable(parameters), strict=True))
+    wanted: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for path, name, entry in _entries(reader):
+        if path[0] == "optimizer":
+            paths[name] = path
+            of = like.get(path[2]) if path[1] == "state" and len(path) == 4 else None
+            wanted[name] = _empty(entry, of) if isinstance(entry, TensorStorageMetadata) else None
+    _read(reader, wanted)
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for name, path in paths.items():
+        if path[1] == "state":
+            state.setdefault(path[2], {})[path[3]] = wanted[name]
+        else:
+            groups.setdefault(path[2], {})[path[3]] = wanted[name]
+    return numbered({"state": state, "param_groups": [groups[key] for key in sorted(groups)]}, names, str(folder))
+
+
+def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the state of an optimizer by the names of parameters instead of their numbers.
+
+    Args:
+        state: as ``optimizer.state_dict()`` returns it.
+        names: of the parameters of each group.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, itertools.chain.from_iterable(names), strict=True))
+    groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
+    return {"state": {name_of[number]: one for number, one in state["state"].items()}, "param_groups": groups}
+
+
+def numbered(state: Mapping[str, Any], names: Sequence[Sequence[str]], source: str) -> dict[str, Any]:
+    """Undo `named`, for an optimizer whose groups have their parameters in another order, too.
+
+    Args:
+        state: by names.
+        names: of the parameters of each group now.
+        source: where the state comes from, for messages.
+
+    Raises:
+        CheckpointError: it is the state of other parameters, or they are in other groups.
+    """
+    saved = [list(group.get("params", ())) for group in state["param_groups"]]
+    if [sorted(group) for group in saved] != [sorted(group) for group in names]:
+        lacking = sorted({name for group in names for name in group} - {name for group in saved for name in group})
+        raise CheckpointError(
+            f"{source} is the state of an optimizer of other parameters"
+            + (f": it has none for {lacking[0]}." if lacking else ", or they are in other groups.")
+            + " Make model and optimizer as they were when it was saved."
+        )
+    number_of = {name: number for number, name in enumerate(name for group in names for name in group)}
+    groups = [
+        {**group, "params": [number_of[name] for name in own]}
+        for group, own in zip(state["param_groups"], names, strict=True)
+    ]
+    return {"state": {number_of[name]: one for name, one in state["state"].items()}, "param_groups": groups}
+
+
+def _entries(reader: ShardReader) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
+    """Yield the path of each saved value, its flattened name, and what is known about it."""
+    metadata = reader.read_metadata()
+    for name, entry in metadata.state_dict_metadata.items():
+        yield tuple((metadata.planner_data or {}).get(name, name.split("."))), name, entry
+
+
+def _empty(entry: TensorStorageMetadata, like: Any) -> Tensor:
+    """Return memory for a saved tensor: sharded like a tensor of the same shape, else all of it in host memory."""
+    dtype = entry.properties.dtype
+    if isinstance(like, DTensor) and like.shape == entry.size:
+        return torch.empty_like(like.detach(), dtype=dtype)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+def _read(reader: ShardReader, wanted: dict[str, Any]) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
+            load(wanted, storage_reader=reader, planner=ShardPlanner(), no_dist=True)
+    except (OSError, RuntimeError, ValueError, AssertionError, CheckpointException) as error:
+        raise CheckpointError(f"The checkpoint in {reader.path} is damaged: {error}") from error

@@ -1,0 +1,147 @@
+"""One staging folder for all ranks that see the same disk.
+
+::
+
+    rank 0 makes it -> who sees it?  all: rank 0 publishes for all
+                                     not those of other machines: with save_on_each_node the first rank of each of these
+                                     makes one there, and publishes for its machine
+    each rank writes -> every rank has written, or none of it counts -> those who made a folder publish it
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks
+from nb_accelerate.training.checkpoint.publishing import Staging, folder_of
+
+if TYPE_CHECKING:
+    from nb_accelerate.base.devices import DeviceKind
+    from nb_accelerate.training.checkpoint.manifest import Manifest
+    from nb_accelerate.training.comm import Collectives
+
+logger = logging.getLogger("nb_accelerate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThisRank:
+    """Which rank this is.
+
+    Attributes:
+        rank: of this process.
+        world_size: how many there are.
+        node_rank: the number of its machine.
+        local_rank: its number there.
+        local_world_size: how many there are there.
+        kind: its kind of device, which has random numbers of its own.
+        num_sharing: processes that read the same rows as this one, with itself.
+    """
+
+    rank: int
+    world_size: int
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    kind: DeviceKind
+    num_sharing: int = 1
+
+    @property
+    def readers(self) -> int:
+        """Processes, or groups of them that share rows, that read rows of their own."""
+        return self.world_size // self.num_sharing
+
+    def is_laid_out_like(self, manifest: Manifest) -> bool:
+        """Return whether the run that saved had as many processes, with as many parts of the rows."""
+        return (self.world_size, self.readers) == (manifest.num_processes, manifest.readers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedStaging:
+    """What `share` returns.
+
+    Attributes:
+        staging: for the rank that publishes; None on others.
+        name: of the save, which no other has; the same on all ranks.
+        path: the folder that all of ``ranks`` see.
+        ranks: those that write to it.
+        rank: this one.
+    """
+
+    staging: Staging | None
+    name: str
+    path: Path
+    ranks: list[int]
+    rank: int
+
+    @property
+    def own(self) -> Path:
+        """Where this rank writes."""
+        return folder_of(self.path, self.rank)
+
+    def discard(self) -> None:
+        """Remove what was written, where this rank would have published it."""
+        if self.staging is not None:
+            self.staging.discard()
+
+
+def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_each_machine: bool) -> SharedStaging:
+    """Make a staging folder. All ranks call it together.
+
+    Args:
+        folder: what is to be published.
+        collectives: of those that save.
+        this_rank: which one it is, of how many.
+        on_each_machine: machines do not share their disks, so that each is to have a checkpoint.
+
+    Raises:
+        CheckpointError: nothing can be written there, or not all ranks see it.
+        ConfigError: there is a file of that name.
+    """
+    staging: Staging | None = None
+
+    def begin(is_needed: bool) -> str:
+        nonlocal staging
+        if not is_needed:
+            return ""
+        staging = Staging.begin(folder, "state")
+        for rank in range(this_rank.world_size):
+            staging.folder_of(rank).mkdir()
+        return str(staging.path)
+
+    try:
+        path, first = gather_from_all_ranks(collectives, lambda: (begin(collectives.rank == 0), folder.absolute()))[0]
+        name = Path(path).name
+        sees = gather_from_all_ranks(collectives, lambda: folder_of(Path(path), this_rank.rank).is_dir())
+        if all(sees):
+            if first != folder.absolute():
+                logger.warning(
+                    "Rank %d is to save to %s, and rank 0 to %s: all of it is saved there.",
+                    *(this_rank.rank, folder, first),
+                )
+            ranks = list(range(this_rank.world_size)) if collectives.world_size > 1 else [this_rank.rank]
+        elif not on_each_machine:
+            raise CheckpointError(
+                f"What the main process makes beside {folder} rank {sees.index(False)} does not see: their machines do "
+                "not share this disk. Give a folder on one that they share, or write "
+                "ProjectConfiguration(save_on_each_node=True)."
+            )
+        else:
+            is_blind = not sees[this_rank.rank]
+            makes = is_blind and this_rank.local_rank == 0
+            found = gather_from_all_ranks(collectives, lambda: (this_rank.node_rank, begin(makes)))
+            ranks = [
+                rank
+                for rank, (node, _) in enumerate(found)
+                if (not sees[rank] and node == this_rank.node_rank if is_blind else sees[rank])
+            ]
+            if is_blind:
+                path = found[ranks[0]][1]
+    except BaseException:
+        if staging is not None:
+            staging.discard()
+        raise
+    return SharedStaging(staging=staging, name=name, path=Path(path), ranks=ranks, rank=this_rank.rank)

@@ -1,0 +1,97 @@
+"""The interface that a backend implements: collectives on one tensor, or on one list of objects."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Collectives(ABC):
+    """Run the collectives of one backend. All ranks call the same methods in the same order.
+
+    `training.comm.operations` calls them, with contiguous tensors of the same shape and dtype on all ranks.
+
+    Attributes:
+        rank: the index of this process, from 0.
+        world_size: the number of processes.
+        device: the device that the backend communicates from. Tensors on another kind of device are copied to it
+            first, and results are copied back.
+        packs_bytes: many small tensors are cheaper as the bytes of one. False where memory cannot be read as bytes.
+        num_sharing: processes that count as one here, because they read the same rows; see `DataParallelCollectives`.
+    """
+
+    packs_bytes: bool = True
+    num_sharing: int = 1
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that sends where rank 0 does: the only one, if several count as rank 0."""
+        return self.rank == 0
+
+    def verify(  # noqa: B027 - not abstract, since most backends check nothing
+        self, operation: str, data: Any, tensors: Sequence[Tensor], *, shapes: bool = True, waits: bool = True
+    ) -> None:
+        """Compare operation, shapes and dtypes across ranks. Does nothing unless a subclass checks.
+
+        Args:
+            operation: the name of the operation, for the error.
+            data: its argument, for the path of a tensor that differs.
+            tensors: the tensors in ``data``.
+            shapes: compare the size of each dimension; if False, only the number of dimensions.
+            waits: whether the operation synchronizes ranks anyway. One that does not is checked on request only,
+                since the check synchronizes them.
+
+        Raises:
+            CollectiveMismatchError: ranks called different operations, or gave tensors of different shapes or dtypes.
+        """
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of shape (world_size, *tensor.shape), in rank order."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Return the sum, or the elementwise maximum, over ranks. May overwrite ``tensor``."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor of rank ``source``. May overwrite ``tensor``."""
+
+    @abstractmethod
+    def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
+        """Return row ``rank`` of the tensor of rank ``source``.
+
+        Args:
+            parts: on rank ``source`` a tensor of shape (world_size, *like.shape), elsewhere None.
+            like: a tensor with shape, dtype and device of one row. May be overwritten.
+            source: the rank that sends.
+        """
+
+    @abstractmethod
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order. Objects are pickled."""
+
+    @abstractmethod
+    def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
+        """Return the objects of rank ``source``. Objects are pickled.
+
+        Args:
+            items: the objects on rank ``source``; elsewhere a list of the same length.
+            source: the rank that sends.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until all ranks have called it."""

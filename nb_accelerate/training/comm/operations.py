@@ -1,0 +1,266 @@
+"""Gather, reduce, broadcast and pad nested structures of tensors, on any `Collectives`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from nb_accelerate.base.config.checks import check_choice
+from nb_accelerate.errors import CannotPadNestedTensorWarning
+from nb_accelerate.training.comm.packing import communicate_packed
+from nb_accelerate.training.pytree import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nb_accelerate.training.comm.collectives import Collectives, ReduceOp
+
+
+class Trigger:
+    """Hold a flag that any rank can set and all ranks see, for early stopping for example.
+
+    Attributes:
+        is_set: whether this rank has set it since the last check.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def check(self, collectives: Collectives) -> bool:
+        """Return whether any rank has set its trigger, and clear all of them. All ranks call it together."""
+        count = collectives.all_reduce(torch.tensor(int(self.is_set), device=collectives.device))
+        self.is_set = False
+        return bool(count.item())
+
+
+def gather(collectives: Collectives, data: Any) -> Any:
+    """Return ``data`` with every tensor replaced by those of all ranks, concatenated along dimension 0.
+
+    A tensor of shape (n, ...) becomes one of shape (world_size * n, ...), a scalar one of shape (world_size,). One
+    process gets its argument back. Several get tensors without gradients, with a warning if embeddings, say, had some.
+
+    Args:
+        collectives: of this process.
+        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
+
+    Raises:
+        TypeError: something in ``data`` is not a tensor.
+    """
+    tensors = tensors_in(data, strict=True)
+    if collectives.world_size == 1:
+        return data
+    collectives.verify("gather", data, tensors)
+    rows = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
+    gathered = communicate_packed(
+        rows, collectives.all_gather, collectives.world_size, as_bytes=collectives.packs_bytes
+    )
+    # Scripts gather losses, which have no or one dimension, for their logs.
+    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad and tensor.dim() > 1 for tensor in tensors)
+    if is_trained and collectives.rank == 0:  # later than the exchange: a warning may be an error
+        warnings.warn(
+            "gather returns tensors without gradients: a loss that is computed from them does not train what has made "
+            "them. For metrics, write gather(tensor.detach()). For a loss over the rows of all processes, put the rows "
+            "of this process, which have gradients, in their place there, and multiply the loss by the number of "
+            "processes.",
+            stacklevel=3,
+        )
+    return _put_back(data, [tensor.flatten(0, 1) for tensor in gathered])
+
+
+def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Return ``data`` with every tensor replaced by its sum, mean or elementwise maximum over ranks.
+
+    ``data`` is not changed.
+
+    Args:
+        collectives: of this process.
+        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
+        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``. The mean of integers is a float32 tensor, unless
+            there is one process: that one gets ``data`` back, multiplied by ``scale``.
+        scale: multiplies the result.
+
+    Raises:
+        ConfigError: ``reduction`` is none of these.
+        TypeError: something in ``data`` is not a tensor.
+    """
+    check_choice("reduction", reduction, ("sum", "mean", "max", "none"))
+    tensors = tensors_in(data, strict=True)
+    if collectives.world_size == 1 or reduction == "none":
+        return data if scale == 1.0 else _put_back(data, [tensor * scale for tensor in tensors])
+    collectives.verify("reduce", data, tensors)
+    reduced = _reduced(collectives, tensors, "max" if reduction == "max" else "sum")
+    factor = scale / collectives.world_size if reduction == "mean" else scale
+    return _put_back(data, reduced if factor == 1.0 else [tensor * factor for tensor in reduced])
+
+
+def _reduced(collectives: Collectives, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+    """Reduce over ranks, with one collective for all tensors of a dtype and device."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
+    reduced: list[Tensor] = list(tensors)
+    for indices in by_kind.values():
+        if len(indices) == 1:
+            only = tensors[indices[0]]
+            copy = only.detach().clone(memory_format=torch.contiguous_format)
+            reduced[indices[0]] = collectives.all_reduce(copy, op)
+            continue
+        flat = torch.cat([tensors[index].detach().reshape(-1) for index in indices])
+        parts = torch.split(collectives.all_reduce(flat, op), [tensors[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            reduced[index] = part.reshape(tensors[index].shape)
+    return reduced
+
+
+def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any:
+    """Return ``data`` with every tensor replaced by that of rank ``from_process``.
+
+    Args:
+        collectives: of this process.
+        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
+        from_process: the rank that sends.
+
+    Raises:
+        TypeError: something in ``data`` is not a tensor.
+    """
+    tensors = tensors_in(data, strict=True)
+    if collectives.world_size == 1:
+        return data
+
+    collectives.verify("broadcast", data, tensors, waits=False)
+
+    def send(flat: Tensor) -> Tensor:
+        return collectives.broadcast(flat, from_process)
+
+    return _put_back(data, communicate_packed(tensors, send, as_bytes=collectives.packs_bytes))
+
+
+def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
+    """Return, on every rank, the tensor of the one rank that has it. The others need not know shape and dtype.
+
+    Args:
+        collectives: of this process.
+        tensor: the tensor on one rank, None on all others.
+
+    Raises:
+        TypeError: ``tensor`` is neither a tensor nor None.
+        ValueError: no rank has a tensor, or several have.
+    """
+    if tensor is not None and not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"copy_tensor_to_devices was given a {type(tensor).__name__}. Give it a tensor, or None.")
+    specs = collectives.all_gather_object(None if tensor is None else (tuple(tensor.shape), tensor.dtype))
+    owners = [rank for rank, spec in enumerate(specs) if spec is not None]
+    if len(owners) != 1:
+        who = f"ranks {', '.join(map(str, owners))} have" if owners else "no rank has"
+        raise ValueError(
+            f"copy_tensor_to_devices copies the tensor of one rank to all, and {who} one. Give None on all others."
+        )
+    shape, dtype = specs[owners[0]]
+    sent = torch.empty(shape, dtype=dtype, device=collectives.device) if tensor is None else tensor.detach()
+    return communicate_packed(
+        [sent.to(collectives.device)],
+        lambda flat: collectives.broadcast(flat, owners[0]),
+        as_bytes=collectives.packs_bytes,
+    )[0]
+
+
+def gather_object(collectives: Collectives, items: Sequence[Any]) -> list[Any]:
+    """Return the items of all ranks in one list, in rank order. Arguments and errors are those of `gather_lists`."""
+    return [item for part in gather_lists(collectives, items) for item in part]
+
+
+def gather_lists(collectives: Collectives, items: Sequence[Any]) -> list[list[Any]]:
+    """Return the items of each rank as a list, in rank order.
+
+    Args:
+        collectives: of this process.
+        items: the items of this rank; anything that can be pickled.
+
+    Raises:
+        TypeError: ``items`` is not a list or another sequence of items.
+    """
+    if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
+        raise TypeError(
+            f"gather_object was given a {type(items).__name__}, but joins lists. "
+            "Write gather_object([item]) for one item."
+        )
+    return collectives.all_gather_object(list(items))
+
+
+def broadcast_object_list(collectives: Collectives, items: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of a list by those of rank ``from_process``, in place, and return the list.
+
+    Args:
+        collectives: of this process.
+        items: a list of the same length on all ranks; anything that can be pickled.
+        from_process: the rank that sends.
+    """
+    items[:] = collectives.broadcast_objects(items, from_process)
+    return items
+
+
+def pad_across_processes(
+    collectives: Collectives, data: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
+    """Return ``data`` with every tensor padded along ``dim`` to its greatest size on any rank, ready for `gather`.
+
+    Args:
+        collectives: of this process.
+        data: a tensor, or a structure of tensors, of shapes that differ between ranks in ``dim`` only. Tensors
+            without that dimension are returned unchanged, and so are nested tensors, with a warning.
+        dim: the dimension to pad; negative counts from the last.
+        pad_index: the value to pad with.
+        pad_first: pad at the beginning instead of the end.
+
+    Raises:
+        TypeError: something in ``data`` is not a tensor.
+    """
+    tensors = tensors_in(data, strict=True)
+    nested = [tensor.is_nested for tensor in tensors]
+    if any(nested):
+        warnings.warn(
+            "pad_across_processes does not pad nested tensors, and returned this one unchanged. Pad it to a plain "
+            "tensor first: tensor.to_padded_tensor(0).",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+        if collectives.world_size > 1:
+            kept = pad_across_processes(
+                collectives,
+                [t for t, is_nested in zip(tensors, nested, strict=True) if not is_nested],
+                dim,
+                pad_index,
+                pad_first,
+            )
+            rest = iter(kept)
+            return _put_back(
+                data, [t if is_nested else next(rest) for t, is_nested in zip(tensors, nested, strict=True)]
+            )
+    if collectives.world_size == 1 or not tensors:
+        return data
+    collectives.verify("pad_across_processes", data, tensors, shapes=False)
+    sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0 for tensor in tensors]
+    greatest = collectives.all_gather(torch.tensor(sizes)).amax(0).tolist()
+    missing = [most - size for most, size in zip(greatest, sizes, strict=True)]
+    padded = [
+        _pad(tensor, dim, rows, pad_index, first=pad_first) if rows else tensor
+        for tensor, rows in zip(tensors, missing, strict=True)
+    ]
+    return _put_back(data, padded)
+
+
+def _pad(tensor: Tensor, dim: int, rows: int, value: int, *, first: bool) -> Tensor:
+    dims_after = tensor.dim() - 1 - dim % tensor.dim()  # functional.pad takes dimensions from the last to the first
+    amount = (rows, 0) if first else (0, rows)
+    return functional.pad(tensor, (0, 0) * dims_after + amount, value=value)
+
+
+def _put_back(data: Any, tensors: Sequence[Tensor]) -> Any:
+    if type(data) is torch.Tensor:
+        return tensors[0]
+    queue = iter(tensors)
+    return map_tensors(lambda _: next(queue), data)

@@ -1,0 +1,193 @@
+"""`Converted`: the block in which a cell that is written for one process runs on all ranks, with its numbers.
+
+All ranks run all of the cell, with equal random numbers, and so see equal batches, losses and totals. What they share
+is the work of loaders and models: each rank reads and computes a part of the rows, and all get the whole::
+
+    for x in loader -> rows that this rank reads -> joined rows of all ranks (loaders.py)
+    model(x) -> tried once (trial.py) -> this rank's rows (rows.py) -> forward -> joined rows of all ranks
+    loss.backward() -> gradients -> their mean over ranks (models.py) -> clipping, scaler, optimizer: the user's own
+
+What is a model, and what backward is called on, is seen when it happens; the cell's text is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nb_accelerate.base.progress_page import Phase, here
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.comm import SingleCollectives
+from nb_accelerate.training.convert.loaders import draw_seed, in_parts, whole_batch
+from nb_accelerate.training.convert.models import SharedModels
+from nb_accelerate.training.convert.users_code import line_here
+from nb_accelerate.training.process import rng
+from nb_accelerate.training.process.setup import setup_process
+from nb_accelerate.training.strategies.select import select_collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+    from nb_accelerate.training.data import DataLoaderShard
+
+
+class Converted(contextlib.AbstractContextManager["Converted"]):
+    """Share the models' work of what runs inside the block.
+
+    Args:
+        names: the variables of the rank; models among them are moved to its device, and devices become its own.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        process = setup_process()
+        if process.kind.make_collectives is not None:
+            raise ConfigError(f"--convert is not for {process.kind.label}s. Prepare model and loader by an Accelerator")
+        self._kind = process.kind
+        self._collectives = select_collectives(process)
+        self._thread, self._pid = threading.get_ident(), os.getpid()
+        self._loaders = weakref.WeakKeyDictionary[DataLoader[Any], "DataLoaderShard | None"]()
+        self._plain: dict[tuple[Any, str], Any] = {}
+        self._ours: list[Any] = []
+        self.models = SharedModels(process, self._collectives)
+        for name, value in list(names.items()):
+            # What is on the notebook's GPU moves to that of the rank; what is on the CPU stays there.
+            if isinstance(value, torch.device) and self.models.is_of_another_rank(value):
+                names[name] = process.device
+            elif isinstance(value, nn.Module) and any(
+                self.models.is_of_another_rank(one.device) for one in value.parameters()
+            ):
+                value.to(process.device)
+
+    def __enter__(self) -> Converted:
+        if self._collectives.world_size == 1:
+            return self
+        states = rng.capture(self._kind, all_devices=False)
+        rng.restore(self._collectives.broadcast_objects([states], 0)[0], self._kind)
+
+        own = (
+            # Functions, because a class binds no other callables to its instances.
+            (nn.Module, "__call__", lambda model, *args, **kwargs: self._call(model, args, kwargs)),
+            (DataLoader, "__iter__", lambda loader: self._iterate(loader)),  # noqa: PLW0108 - as above
+            (Accelerator, "__init__", _refuse),
+            (torch.autograd, "backward", self._backward),
+            (torch.autograd, "grad", self._grad),
+            (torch, "save", self._save),
+        )
+        self._plain = {(owner, name): getattr(owner, name) for owner, name, _ in own}
+        self._ours = [function for _, _, function in own]
+        self._patch(self._ours)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ours = list(self._plain.values())  # a batch may be read after the cell
+        self._patch(self._ours)
+
+    def report(self) -> None:
+        """Say, on all ranks, whose work was not shared, and why."""
+        for name, line, why in dict.fromkeys(self.models.unshared.values()):
+            said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
+            print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - of the cell
+
+    def _patch(self, functions: Iterable[Any]) -> None:
+        for (owner, name), function in zip(self._plain, functions, strict=True):
+            setattr(owner, name, function)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Let a model and backward run as they are: their layers, and what checkpoints compute again, are not cut."""
+        self._patch(self._plain.values())
+        try:
+            yield
+        finally:
+            self._patch(self._ours)
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether this is the thread of the cell, and no worker of a loader: others exchange nothing with ranks."""
+        return threading.get_ident() == self._thread and os.getpid() == self._pid
+
+    def _call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        plain = self._plain[nn.Module, "__call__"]
+        if (
+            next(model.parameters(), None) is None
+            or not self._is_here
+            or torch.compiler.is_compiling()
+            or torch._C._is_tracing()  # noqa: SLF001 - torch.jit.is_tracing, which has no type
+            or torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001 - torch.func has no public way
+        ):
+            return plain(model, *args, **kwargs)
+        if torch.is_grad_enabled():
+            page = here()
+            page.enter(Phase.FORWARD)
+            page.saw_forward = True
+        with self._inside():
+            return self.models.call(model, plain, args, kwargs)
+
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        page = here()
+        page.enter(Phase.BACKWARD)
+        page.trains()
+        if not self.models.called:
+            self.models.unshared[0] = "the loss", line_here(), "no nn.Module with parameters was called"
+        with self._inside():
+            plain = self._plain[torch.autograd, "backward"]
+            self.models.backward(lambda: plain(*args, **kwargs))
+        page.enter(Phase.RUNNING)
+
+    def _grad(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        self.models.refuse_parameters(inputs)
+        with self._inside():
+            return self._plain[torch.autograd, "grad"](outputs, inputs, *args, **kwargs)
+
+    def _save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        """Save once to a file, which ranks do not read meanwhile."""
+        ranks = self._collectives if self._is_here and isinstance(f, (str, os.PathLike)) else SingleCollectives()
+        ranks.barrier()
+        if ranks.rank == 0:
+            self._plain[torch, "save"](obj, f, *args, **kwargs)
+        ranks.barrier()
+
+    def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if not self._is_here:
+            return self._plain[DataLoader, "__iter__"](loader)  # type: ignore[no-any-return]
+        with self._inside():
+            is_first = loader not in self._loaders
+            if is_first:
+                self._loaders[loader] = in_parts(loader, self._collectives, self._kind)
+            parts = self._loaders[loader]
+            if parts is None:
+                return iter(loader)
+            if is_first or not loader.persistent_workers:
+                draw_seed(loader, parts, self._collectives.rank)
+        return self._wholes(parts, iter(parts))
+
+    def _wholes(self, parts: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:
+        end = object()
+        while True:
+            if not self._is_here:
+                raise ConfigError("with --convert, batches are read by the thread of the cell. Read them there")
+            with self._inside():
+                part = next(batches, end)
+            if part is end:
+                return
+            yield whole_batch(part, parts.batch_remainder, self._collectives)
+
+
+def _refuse(_: Accelerator, **__: object) -> None:
+    raise ConfigError(
+        f"line {line_here()}: an Accelerator shares out rows itself. Run the cell without --convert, or leave the "
+        "Accelerator out"
+    )

@@ -1,0 +1,168 @@
+"""`SharedModels`: calls of models in which each rank computes a part of the rows, and all get the whole."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.comm import operations
+from nb_accelerate.training.convert.trial import find_cut, has_hooks
+from nb_accelerate.training.convert.users_code import line_here
+from nb_accelerate.training.pytree import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.convert.rows import Cut
+    from nb_accelerate.training.process.context import ProcessContext
+
+
+class SharedModels:
+    """Calls models, and knows of each how its calls are cut."""
+
+    def __init__(self, process: ProcessContext, collectives: Collectives) -> None:
+        self._kind, self._device, self._collectives = process.kind, process.device, collectives
+        # In the order of their first calls, which is the same on all ranks.
+        self._known = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple["Cut | None", str]]]()
+        self._num_calls, self._num_hooks = 0, RemovableHandle.next_id
+        self.unshared: dict[int, tuple[str, int, str]] = {}  # class, line and reason, by the model's id
+
+    @property
+    def called(self) -> list[nn.Module]:
+        """The models that were called, in the same order on all ranks."""
+        return list(self._known)
+
+    @property
+    def cut(self) -> list[nn.Module]:
+        """Those of which calls were cut."""
+        return [model for model in self.called if any(cut for cut, _ in self._known[model].values())]
+
+    def is_of_another_rank(self, device: torch.device) -> bool:
+        """Whether a device is a GPU that this rank does not use."""
+        return device.type == self._device.type and device.index not in (None, self._device.index)
+
+    def call(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a call of a model gives in one process; `plain` is torch's call of a module."""
+        arguments = args, kwargs
+        tensors = tensors_in(arguments)
+        cut, why = self._find(model, arguments)
+        rows, ranks = cut.rows(tensors) if cut is not None else {0}, self._collectives.world_size
+        norms = [one for one in model.modules() if isinstance(one, _NormBase)] if model.training else []
+        # Batch norm cannot be trained with one row.
+        if cut is None or len(rows) > 1 or min(rows) < ranks * (2 if norms else 1):
+            if any(arguments) and torch.is_grad_enabled() and model not in self.cut:
+                self.unshared.setdefault(id(model), (type(model).__name__, line_here(), why))
+            return plain(model, *args, **kwargs)
+        self.unshared.pop(id(model), None)
+        args, kwargs = cut.own_part(arguments, self._collectives)
+        self._num_calls += 1
+        devices = [] if self._device.index is None else [self._device.index]
+        with torch.random.fork_rng(devices, device_type=self._kind.name):
+            # Rows of this rank are dropped unlike those of others. Outside, all ranks have equal random numbers.
+            torch.manual_seed(torch.initial_seed() + self._num_calls * ranks + self._collectives.rank)
+            part = plain(model, *args, **kwargs)
+        self._average_statistics(norms)
+        return cut.joined(part, rows.pop(), self._collectives)
+
+    def _find(self, model: nn.Module, arguments: Any) -> tuple[Cut | None, str]:
+        """Return how a call is cut, which is tried once for calls that are alike but for the number of rows."""
+        tensors, ranks = tensors_in(arguments), self._collectives.world_size
+        has_rows = [size >= ranks for one in tensors[:1] for size in one.shape[:2]]
+        args, kwargs = arguments
+        choices = (one for one in (*args, *kwargs.values()) if isinstance(one, (bool, str, type(None))))
+        has_new_hooks = RemovableHandle.next_id != self._num_hooks and has_hooks(model)
+        key = (
+            has_new_hooks,
+            *has_rows,
+            *((one.dim(), one.dtype) for one in tensors),
+            *map(type, args),
+            *kwargs,
+            *choices,
+        )
+        known = self._known.setdefault(model, {})
+        if key not in known:
+            self._check(model)
+            found = find_cut(model, arguments, ranks, self._kind)
+            sums = [repr(one.detach().double().sum().item()) for one in tensors]
+            of_ranks = self._collectives.all_gather_object((found, sums))
+            if any(one[1] != sums for one in of_ranks):
+                raise ConfigError(
+                    f"line {line_here()}: ranks call this {type(model).__name__} with different rows. With --convert "
+                    "all ranks read the same, and each computes its part: leave out prepared loaders, samplers for "
+                    "several processes, and seeds by time or process"
+                )
+            known[key] = next((one for one, _ in of_ranks if one[0] is None), found)
+            if known[key][0] is not None:  # models may differ between ranks after an earlier cell
+                for one in (*model.parameters(), *model.buffers()):
+                    one.data.copy_(self._collectives.broadcast(one.detach().clone(), 0))
+        return known[key]
+
+    def _check(self, model: nn.Module) -> None:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise ConfigError(
+                f"line {line_here()}: the model is in {type(model).__name__}, which shares out rows itself (a "
+                "Trainer does that). Run the cell without --convert, or leave it out"
+            )
+        device = next(model.parameters()).device
+        if self.is_of_another_rank(device):
+            raise ConfigError(
+                f"line {line_here()}: this {type(model).__name__} is on {device}, and the device of rank "
+                f"{self._collectives.rank} is {self._device}. Write 'cuda' without a number, or device"
+            )
+
+    def _average_statistics(self, norms: Sequence[nn.Module]) -> None:
+        """Average what batch norm has seen of each rank's rows."""
+        # By .data: backward needs none of them, and would refuse values that were changed.
+        kept = [one.data for norm in norms for one in norm.buffers(recurse=False) if one.is_floating_point()]
+        for value, mean in zip(kept, operations.reduce(self._collectives, kept, "mean") if kept else (), strict=True):
+            value.copy_(mean)
+
+    def backward(self, plain: Callable[[], None]) -> None:
+        """Run backward, and average what it adds to the gradients of models that were cut.
+
+        Gradients of earlier backwards, of accumulated batches say, are equal on all ranks, and stay so.
+        """
+        models = self.cut
+        parameters = {id(one): one for model in models for one in model.parameters() if one.requires_grad}
+        before = {key: _version(one.grad) for key, one in parameters.items()}
+        plain()
+        for model in models:
+            # One that is in two models is averaged with the first.
+            own = [parameters.pop(id(one)) for one in model.parameters() if id(one) in parameters]
+            if any(_version(one.grad) != before[id(one)] for one in own):
+                self._average(own)
+
+    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put the mean over ranks in the place of gradients; one that no rank has stays None."""
+        lacks = any(one.grad is None for one in parameters)
+        mine = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in parameters]
+        has = torch.tensor([float(one.grad is not None) for one in parameters], device=mine[0].device)
+        *means, has = operations.reduce(self._collectives, [*mine, has], "mean")
+        used = has.tolist() if lacks else [1.0] * len(parameters)
+        for one, mean, ranks in zip(parameters, means, used, strict=True):
+            is_sparse = one.grad is not None and one.grad.is_sparse
+            one.grad = None if not ranks else mean.to_sparse(1) if is_sparse else mean
+
+    def refuse_parameters(self, inputs: Any) -> None:
+        """Refuse `torch.autograd.grad` of parameters, which does not average; gradients of inputs are whole."""
+        parameters = {id(one) for model in self.cut for one in model.parameters()}
+        if any(id(one) in parameters for one in inputs):
+            raise ConfigError(
+                f"line {line_here()}: with --convert, autograd.grad does not give the gradients of parameters. Write "
+                "loss.backward(), or run this cell in the notebook"
+            )
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int]:
+    # An old one is alive until the new one takes its place, so their numbers differ.
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)  # noqa: SLF001 - counts changes in place

@@ -1,0 +1,416 @@
+"""Read data on rank 0 alone, and send the other ranks their part of each group.
+
+A group is what all ranks together see in one step, see `training.data.plan`.
+
+::
+
+    rank 0   read a group -> one part for each rank -> layouts ──broadcast──> all     only when they change
+                                                       bytes   ──scatter────> each    once per batch
+    others                                             bytes + layout -> batch
+
+Each message begins with a code for what comes after it: the same layouts, other layouts, the end, or that reading
+failed. So a batch takes one collective, and a rank that waits for data learns when there will be none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from nb_accelerate.errors import ConfigError, DispatchError
+from nb_accelerate.training.data.batch_parts import (
+    LastGroup,
+    count_batch,
+    grouped,
+    next_or_error,
+    parts_of_last_group,
+    pieces_of,
+    raise_on_next,
+    take_from,
+)
+from nb_accelerate.training.data.loader import DataLoaderShard
+from nb_accelerate.training.data.packing import ALIGNMENT_BYTES, BatchLayout, pack, unpack, write
+from nb_accelerate.training.data.plan import part_bounds
+from nb_accelerate.training.data.reader import CollectiveReader, ReadState
+from nb_accelerate.training.data.rows import CannotCutError, count_rows
+from nb_accelerate.training.data.samplers import innermost_sampler
+from nb_accelerate.training.process import rng
+from nb_accelerate.training.process.devices import device_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from nb_accelerate.base.devices import DeviceKind
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.data.batch_parts import CountedBatch
+    from nb_accelerate.training.data.positions import SavedPosition
+    from nb_accelerate.training.data.reader import Reader
+    from nb_accelerate.training.data.source import TorchSource
+
+SliceFunction = Callable[..., Any]
+
+_SAME, _OTHER, _END, _FAILED = range(4)  # what follows a batch: one with the same layouts, with others, none, an error
+_CODE_BYTES = ALIGNMENT_BYTES  # bytes in front of those of the tensors; the first byte is the code, the rest is unused
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One batch for each rank, ready to be sent.
+
+    Attributes:
+        parts: a batch for each rank; None for a rank that gets nothing.
+        end: the numbers of rows if some rows of the group are copies or missing; else None.
+        layouts: for each rank, how its part is rebuilt from bytes.
+        tensors: for each rank, the tensors of its part in the order of its layout.
+        read_state: the state of reading after this group was read.
+    """
+
+    parts: list[Any]
+    end: LastGroup | None
+    layouts: list[BatchLayout]
+    tensors: list[list[Tensor]]
+    read_state: ReadState
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that each rank receives."""
+        return _CODE_BYTES + max(layout.size for layout in self.layouts)
+
+
+class OwnRandomState:
+    """Restore a separate random state at the beginning of a ``with`` block, and the former one at its end.
+
+    The separate state begins as the state at the first block, and each block goes on where the last one ended. Rank 0
+    reads data inside such blocks, so that outside of them its random state stays equal to that of the other ranks.
+
+    Args:
+        kind: the device type of this process, whose random state is included.
+    """
+
+    def __init__(self, kind: DeviceKind) -> None:
+        self._kind = kind
+        self._outside: dict[str, Any] = {}
+        self._inside: dict[str, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._outside = rng.capture(self._kind)
+        if self._inside is not None:
+            rng.restore(self._inside, self._kind)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = rng.capture(self._kind)
+        rng.restore(self._outside, self._kind)
+
+
+class DispatchingReader(CollectiveReader):
+    """Reads all data on rank 0 and sends the others their part. With ``even_batches`` the last parts are filled up.
+
+    Args:
+        source: the user's loader, whole.
+        split_batches: give each rank a part of each batch, the rows of which `CountingCollate` makes a batch of;
+            otherwise each rank gets a batch.
+        slice_fn: cuts a batch: called with the batch, a slice, ``process_index`` and ``num_processes``. A batch is that
+            of the loader, or with ``split_batches=False`` as many of them as ranks, joined.
+        bring_back: leave parts on the CPU if they came from there, whatever device carries them.
+        **kwargs: those of `CollectiveReader`.
+    """
+
+    def __init__(
+        self,
+        source: TorchSource,
+        *,
+        split_batches: bool = False,
+        slice_fn: SliceFunction | None = None,
+        bring_back: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(source, **kwargs)
+        self.split_batches = split_batches
+        self._slice = slice_fn
+        self._bring_back = bring_back
+        self._ranks = self.collectives.world_size
+        self.per_batch = 1 if split_batches else self._ranks
+        self._buffer: Tensor | None = None
+        self._beginning: list[
+            CountedBatch
+        ] = []  # first batches of the epoch that were left out: the end is filled with them
+        self._yielded_state = ReadState()  # after the group whose part was yielded last
+
+    @override
+    def __len__(self) -> int:
+        batches = super().__len__()
+        steps, rest = divmod(batches, self.per_batch)
+        if rest and not self._drops_last:
+            steps += 1
+        return steps - (steps > 0 and not self.even_batches and self._gets_nothing_at_the_end(batches))
+
+    def _gets_nothing_at_the_end(self, batches: int) -> bool:
+        """Return whether the incomplete last group, which is not filled up, has no row for this rank."""
+        size, rank = self._batch_rows, self.collectives.rank
+        if self._drops_last:
+            return False
+        if size is None:
+            return 0 < batches % self.per_batch <= rank
+        source = self.source
+        sized: Any = source.loader.dataset if source.reads_in_order else innermost_sampler(source.sampler)
+        real = len(sized) % (size * self.per_batch)
+        first, end = part_bounds(real, self._ranks, even=False)[rank]
+        return real > 0 and first == end
+
+    @property
+    def _drops_last(self) -> bool:
+        loader = self.source.loader
+        return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
+
+    @property
+    def _batch_rows(self) -> int | None:
+        """Rows of a batch of the user's loader, if these have a fixed size."""
+        loader = self.source.loader
+        return loader.batch_size if loader.batch_sampler is None else getattr(loader.batch_sampler, "batch_size", None)
+
+    @override
+    def _to_reread(self) -> int:
+        if self._drops_last or not self.even_batches:
+            return 0
+        return max(self.per_batch - 1, 1)  # batches that a last group lacks at most; one is split
+
+    @override
+    def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:
+        self._yielded_state = ReadState()
+        shares = self.collectives.num_sharing > 1
+        random_state = OwnRandomState(device_kind(self.collectives.device.type)) if shares else contextlib.nullcontext()
+        batches: Iterator[Any] | None = None
+        if self.collectives.is_first:
+            try:
+                with random_state:
+                    batches = self._opened(epoch, resumed=resumed)
+            except Exception as error:
+                batches = raise_on_next(error)  # the others have to be told
+        loader = self.source.loader
+        draws_seed = batches is None or (shares and loader.generator is None)
+        if draws_seed and not (loader.persistent_workers and epoch):
+            # iter(loader) draws a base seed for workers, on rank 0 only. Drawing one here keeps random states equal.
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        return self._receive() if batches is None else self._send(batches, random_state)
+
+    def _opened(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
+        """Begin to read, and drop the batches that are left out at the beginning of the epoch."""
+        self._beginning = []
+        dropped = self.reread + self.dropped * self.per_batch + self.drop_reads
+        dropped = 0 if resumed and self.source.is_restored else dropped
+        batches = self.source.open(epoch, resumed=resumed)
+        keep = self._to_reread()
+        for number, batch in enumerate(itertools.islice(batches, dropped)):
+            if number < keep:
+                self._beginning += self._pieces(batch)
+        return batches
+
+    def _pieces(self, batch: Any) -> list[CountedBatch]:
+        """Return a batch as a list, or its parts for ranks."""
+        if not self.split_batches or self._slice is not None:
+            return [count_batch(batch)]
+        try:
+            return pieces_of(batch, self._ranks)
+        except CannotCutError as error:
+            raise ConfigError(
+                f"split_batches=True gives each rank a part of each batch, and one cannot be cut: {error}. Write "
+                "split_batches=False, which gives each rank whole batches; or let the DataLoader make batches of rows "
+                "(batch_size=..., collate_fn=...), which need no cut; or write a function that cuts them: "
+                "accelerator.prepare_data_loader(loader, slice_fn_for_dispatch=...)."
+            ) from error
+
+    @override
+    def read_state(self) -> ReadState:
+        return self._yielded_state
+
+    @override
+    def end_state(self) -> ReadState:
+        return super().end_state() if self.collectives.is_first else ReadState()
+
+    @override
+    def restore(self, saved: SavedPosition) -> None:
+        if self.collectives.is_first:
+            super().restore(saved)
+
+    def _send(self, source: Iterator[Any], numbers: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+        """Read groups, send the other ranks their parts, and yield that of rank 0. Runs on rank 0.
+
+        Args:
+            source: yields batches.
+            numbers: the block in which random numbers are drawn that the others do not draw.
+        """
+        collectives = self.collectives
+        groups = self._groups(source)
+        with numbers:
+            message, failure = next_or_error(groups)
+        collectives.broadcast_objects([_header(message, failure)], 0)
+        while message is not None:
+            with numbers:
+                following, failure = next_or_error(groups)
+            code = _code(message, following, failure)
+            collectives.scatter(*self._filled(message, code), 0)
+            if code in (_OTHER, _FAILED):
+                collectives.broadcast_objects([_header(following, failure)], 0)
+            self._yielded_state = message.read_state
+            if message.parts[0] is not None:
+                yield message.parts[0] if message.end is None else message.end.mark(message.parts[0], 0)
+            message = following
+        if failure is not None:
+            raise failure
+
+    def _receive(self) -> Iterator[Any]:
+        """Yield the parts that rank 0 sends. Runs on all other ranks."""
+        collectives = self.collectives
+        rank = collectives.rank
+        header = collectives.broadcast_objects([None], 0)[0]
+        while header is not None:
+            if isinstance(header, str):
+                raise DispatchError(
+                    f"Rank 0, which reads the data for all ranks (dispatch_batches=True), failed: {header}"
+                )
+            row_bytes, layouts, end = header
+            row = torch.empty(row_bytes, dtype=torch.uint8, device=collectives.device)
+            row = collectives.scatter(None, row, 0)
+            code = int(row[0])
+            if code in (_OTHER, _FAILED):
+                header = collectives.broadcast_objects([None], 0)[0]
+            elif code == _END:
+                header = None
+            if layouts[rank].skeleton is not None:
+                part = unpack(layouts[rank], row[_CODE_BYTES:], bring_back=self._bring_back)
+                yield part if end is None else end.mark(part, rank)
+
+    def _filled(self, message: _Message, code: int) -> tuple[Tensor, Tensor]:
+        """Return the arguments of rank 0 for scatter: bytes of shape (ranks, row_bytes) and (row_bytes,)."""
+        size = message.row_bytes
+        device = self.collectives.device
+        if self._buffer is None or self._buffer.shape[1] != size:
+            self._buffer = torch.empty((self._ranks, size), dtype=torch.uint8, device=device)
+        buffer = self._buffer
+        buffer[:, 0] = code
+        for rank in range(self._ranks):  # the part of rank 0 has no tensors if no other process needs it
+            write(message.layouts[rank], message.tensors[rank], buffer[rank, _CODE_BYTES:])
+        return buffer, torch.empty(size, dtype=torch.uint8, device=device)
+
+    def _groups(self, source: Iterator[Any]) -> Iterator[_Message]:
+        """Yield a message for each group that ``source`` yields, the incomplete last one included."""
+        start = self._beginning
+        for batches in grouped(source, self.per_batch):
+            group = list(itertools.chain.from_iterable(map(self._pieces, batches)))
+            full = self._is_full(group)
+            start = start or group
+            if not full and self._drops_last:
+                continue
+            if self._slice is not None:
+                yield self._message(*self._cut_by_user(self._slice, group, start))
+            elif full:
+                yield self._message([one.batch for one in group], None)
+            else:
+                by_row = self.split_batches or self._batch_rows is not None
+                yield self._message(
+                    *parts_of_last_group(group, start, self._ranks, even=self.even_batches, by_row=by_row)
+                )
+
+    def _is_full(self, group: list[CountedBatch]) -> bool:
+        """Return whether there is a batch for each rank, with all its rows."""
+        if self.split_batches:
+            return sum(one.rows or 0 for one in group) % self._ranks == 0
+        size = self._batch_rows
+        return len(group) == self._ranks and (size is None or all(one.rows in (size, None) for one in group))
+
+    def _cut_by_user(
+        self, cut: SliceFunction, group: list[CountedBatch], start: list[CountedBatch]
+    ) -> tuple[list[Any], LastGroup | None]:
+        """Cut a group by the user's function, filled up if its rows can be joined with those of ``start``."""
+        if any(one.rows is None for one in group):
+            raise ConfigError(
+                "A batch has no tensor, array or list whose rows can be counted, so it cannot be cut by "
+                "slice_fn_for_dispatch. Leave that out: then each rank gets whole batches."
+            )
+        real = sum(one.rows or 0 for one in group)
+        missing = -real % self._ranks if self.even_batches else 0
+        whole = group[0].batch
+        if len(group) > 1 or missing:
+            take = take_from(group + start * missing, careful=False) or take_from(group, careful=False)
+            if len(group) > 1 and take is None:
+                raise ConfigError(
+                    "slice_fn_for_dispatch gets the batches of all ranks as one, and these cannot be joined. Write "
+                    "split_batches=True, where it gets each batch as it is, or leave it out: then each rank gets whole "
+                    "batches."
+                )
+            whole = whole if take is None else take(slice(0, real + missing))
+        parts = [
+            cut(whole, slice(first, end), process_index=rank, num_processes=self._ranks) if first < end else None
+            for rank, (first, end) in enumerate(part_bounds(real, self._ranks, even=self.even_batches))
+        ]
+        rows = tuple(0 if part is None else count_rows(part) or 0 for part in parts)
+        return parts, LastGroup(real, rows) if real % self._ranks else None
+
+    def _message(self, parts: list[Any], end: LastGroup | None) -> _Message:
+        layouts, tensors = [], []
+        stays = 0 if self.collectives.num_sharing == 1 else None  # the rank whose part does not travel
+        for rank, part in enumerate(parts):
+            layout, inside = pack(part) if rank != stays and part is not None else (BatchLayout(None), [])
+            layouts.append(layout)
+            tensors.append(inside)
+        return _Message(parts, end, layouts, tensors, super().read_state())
+
+
+class DataLoaderDispatcher(DataLoaderShard):
+    """A user's loader, prepared so that rank 0 reads all data and sends the others their part.
+
+    Args:
+        dataset: the user's, whole.
+        collectives: carries the parts; by default there are no others.
+        split_batches: cut each batch into parts; otherwise each rank gets a batch.
+        even_batches: fill up the last parts with rows from the start, so that all ranks have equally many.
+        slice_fn: cuts a batch: called with the batch, a slice, ``process_index`` and ``num_processes``.
+        reader: made by `prepare_data_loader`, in place of one with the four arguments above.
+        **kwargs: those of `DataLoaderShard`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collectives: Collectives | None = None,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        slice_fn: SliceFunction | None = None,
+        reader: Callable[..., Reader] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        reader = reader or partial(
+            DispatchingReader,
+            collectives=collectives,
+            split_batches=split_batches,
+            even_batches=even_batches,
+            slice_fn=slice_fn,
+            bring_back=kwargs.get("device") is None,
+        )
+        super().__init__(dataset, reader=reader, **kwargs)
+
+
+def _code(message: _Message, following: _Message | None, failure: Exception | None) -> int:
+    if failure is not None:
+        return _FAILED
+    if following is None:
+        return _END
+    same = following.layouts == message.layouts and following.end == message.end
+    return _SAME if same else _OTHER
+
+
+def _header(message: _Message | None, failure: Exception | None) -> Any:
+    """Return what ranks need before they receive bytes: sizes and layouts, an error as text, or None at the end."""
+    if failure is not None:
+        return f"{type(failure).__name__}: {failure}"
+    return None if message is None else (message.row_bytes, message.layouts, message.end)

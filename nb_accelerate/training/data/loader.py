@@ -1,0 +1,310 @@
+"""The loader that a rank iterates.
+
+A batch goes forward through these steps::
+
+    read -> look ahead -> note what is known of the last group -> place on the device -> yield
+
+`training.data.reader` reads; the steps after that are those of `DataLoaderShard.__iter__`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from nb_accelerate.base.devices import find_kind
+from nb_accelerate.base.progress_page import Phase, here
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.data.adapter import DataLoaderAdapter
+from nb_accelerate.training.data.iterable import LastBatch
+from nb_accelerate.training.data.outer_loops import epoch_around
+from nb_accelerate.training.data.tracker import DataLoaderStateMixin, LoaderView
+from nb_accelerate.training.process.rng import RNGType
+from nb_accelerate.training.pytree import map_tensors, send_to_device, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from nb_accelerate.training.data.epochs import EpochProgress
+    from nb_accelerate.training.data.tracker import HasTracker, LoaderTracker
+
+
+class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
+    """A `torch.utils.data.DataLoader` that yields the batches of one rank. Made by `prepare_data_loader`.
+
+    It reads one batch ahead, to know while a batch is used whether it is the last. accelerate reads ahead as well, so
+    random augmentations draw the same numbers.
+
+    Args:
+        dataset: the user's, or this rank's part of an iterable one.
+        device: where batches go; None leaves them where they are.
+        gradient_state: has the `LoaderTracker` that is told when an epoch begins and ends; a new one by default.
+        rng_types: which random states are set to those of rank 0 before each epoch.
+        on_start: called before each epoch to set them.
+        rows: length of the user's dataset; None if it has none.
+        total_batch_size: rows of all ranks together in one step.
+        non_blocking: do not wait for copies to the device; batches are then sent there one ahead.
+        prepared: whether its rows are divided among ranks already, so that `prepare_data_loader` returns it as it is.
+        **kwargs: those of `DataLoaderAdapter`.
+
+    Attributes:
+        gradient_state: the position of the loop in its loaders and, of an `Accelerator`, in its accumulation window.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        device: torch.device | None = None,
+        gradient_state: HasTracker | None = None,
+        rng_types: Sequence[RNGType] = (),
+        on_start: Callable[[], None] | None = None,
+        rows: int | None = None,
+        total_batch_size: int | None = None,
+        non_blocking: bool = False,
+        prepared: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        self.device = device
+        self.prepared = prepared
+        self.gradient_state = gradient_state or LoaderView()
+        self._tracker = self.gradient_state.tracker
+        self._rng_types = rng_types
+        self._on_start = on_start
+        self._rows = rows
+        self._total_batch_size = total_batch_size
+        self._non_blocking = non_blocking
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks get equal batches at the end of the data."""
+        return self._reader.even
+
+    @even.setter
+    def even(self, value: bool) -> None:
+        self._reader.even = value
+
+    @property
+    def rng_types(self) -> list[RNGType]:
+        """Which random states are set to those of rank 0 before each epoch, without generators that do not exist."""
+        generator = self.synchronized_generator
+        return [kind for kind in self._rng_types if kind is not RNGType.GENERATOR or generator is not None]
+
+    @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator of the sampler or dataset that is set to the state of rank 0's; None if there is none."""
+        called = (self._on_start, getattr(self._reader.shard, "on_start", None))
+        found = (getattr(one, "generator", None) for one in called)
+        return next((generator for generator in found if generator is not None), None)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Rows of all ranks together in one step.
+
+        Raises:
+            TypeError: batches of this loader have no fixed size.
+        """
+        if self._total_batch_size is None:
+            raise TypeError("the batches of this loader have no fixed size")
+        return self._total_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Rows of the whole dataset, before it was shared out.
+
+        Raises:
+            TypeError: the dataset does not say how long it is.
+        """
+        if self._rows is None:
+            raise TypeError(f"{type(self.dataset).__name__} does not say how long it is")
+        return self._rows
+
+    @property
+    @override
+    def end_of_dataloader(self) -> bool:  # type: ignore[override]  # set by the epoch that is in progress
+        """Whether the batch handed out is the last."""
+        return self._progress.end_of_dataloader
+
+    @property
+    @override
+    def remainder(self) -> int:  # type: ignore[override]  # likewise
+        """Real rows (not copies) in the last batch of all ranks together; 0 if all are real, -1 if not known."""
+        return self._progress.remainder
+
+    @property
+    def batch_remainder(self) -> int | None:
+        """Real rows in the current batch of all ranks together; None if all its rows are real."""
+        rows = self._progress.rows
+        return None if rows is None else rows.real
+
+    @override
+    def _start(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
+
+    def track(self, tracker: LoaderTracker) -> None:
+        """Report epochs to this tracker from now on. Called by ``prepare``."""
+        self._tracker = tracker
+
+    @override
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
+        evaluates = not torch.is_grad_enabled()
+        between_batches = self._tracker.between_batches
+        if not evaluates:
+            between_batches(self)
+        self.epochs.announce()
+        page = here()
+        enter, step = page.enter, page.step
+        reads, work = Phase.DATA, partial(enter, Phase.EVALUATING) if evaluates else page.begin_work
+        around = None if evaluates or page.epochs_are_told or not page.is_read else epoch_around()
+        if around is not None:
+            page.infer_epoch(*around)
+        loop = page.begin_loop(
+            total=self._total_steps(),
+            rows=self._total_batch_size,
+            epoch=self.iteration + 1,
+            evaluates=evaluates,
+            step=self._first_position,
+            num_workers=self._reader.source.loader.num_workers,
+        )
+        enter(reads)
+        progress, tracker = None, self._tracker
+        try:
+            progress, batches = self._begin()
+            tracker.begin(progress)
+            if progress.reader.source.is_stateful:
+                batches = _with_read_states(batches, progress)
+            try:
+                current = next(batches)
+            except StopIteration:
+                return
+            end_step = _step_end(self.device)
+            late = place = _placement(current, self.device, non_blocking=self._non_blocking)
+            if place is not None and self._non_blocking:
+                # Asynchronous copies start as early as possible; others as late as possible, so that only one batch at
+                # a time takes memory of the device.
+                current, late, batches = place(current), None, map(place, batches)
+            position = progress.position
+            for upcoming in batches:
+                position += 1
+                progress.position = position
+                if tracker.active is not progress:
+                    tracker.advance(progress)
+                step(position)
+                work()
+                if type(current) is LastBatch:  # of one worker of several; others go on
+                    progress.rows, current = current.rows, current.batch
+                    yield current if late is None else late(current)
+                    progress.rows = None
+                else:
+                    yield current if late is None else late(current)
+                end_step(position, current)
+                between_batches(self)
+                current = upcoming
+                enter(reads)
+            progress.end_of_dataloader = True
+            progress.position = 0
+            if tracker.active is not progress:
+                tracker.advance(progress)
+            step(position + 1)
+            work()
+            last = progress.reader.last(current)
+            progress.rows, current = last.rows, last.batch
+            yield current if late is None else late(current)
+            end_step(position + 1, current)
+        finally:
+            page.end_loop(loop)
+            if progress is not None:
+                self._end(progress)
+                tracker.end(progress)
+
+    def extent(self) -> tuple[int, int] | None:
+        """Return the rows of the dataset and the batches of this rank, or None if ranks may differ in them."""
+        if not self._reader.compares_lengths or self._rows is None:
+            return None
+        batches = self._known_length()
+        return None if batches is None else (self._rows, batches)
+
+    def _total_steps(self) -> int | None:
+        """Return how many batches an epoch has, those left out at its beginning included; None if not known."""
+        batches = self._known_length()
+        return None if batches is None else batches + self.skip_batches
+
+    def _known_length(self) -> int | None:
+        """Return the length of this loader if it has one.
+
+        torch warns for each batch beyond a length that was asked for. Users did not ask here, so its mark is restored.
+        """
+        loader = self._reader.source.loader
+        asked = loader._IterableDataset_len_called  # noqa: SLF001 - torch's
+        try:
+            return len(self._reader)
+        except Exception:  # a dataset's own, as when the loader was prepared
+            return None
+        finally:
+            loader._IterableDataset_len_called = asked  # noqa: SLF001 - torch's
+
+
+def _with_read_states(batches: Iterator[Any], progress: EpochProgress) -> Iterator[Any]:
+    """Yield batches; store in ``progress``, before each is read, the state of reading after the one handed out last."""
+    reader = progress.reader
+    while True:
+        progress.read_state = reader.read_state()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            progress.read_state = reader.end_state()
+            return
+        yield batch
+
+
+def _step_end(device: torch.device | None) -> Callable[[int, Any], None]:
+    """Return what is called after each step, with its number and its batch."""
+    kind = None if device is None else find_kind(device.type)
+    return _nothing if kind is None or kind.end_step is None else kind.end_step()
+
+
+def _nothing(_step: int, _batch: Any) -> None:
+    """End a step on a device that computes at once."""
+
+
+def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """Return a function that moves batches to a device, or None if batches are there already.
+
+    If the first batch is on the CPU, and that is the device, later ones are taken to be there too.
+    """
+    if device is None:
+        return None
+    if device.type == "cpu" and _is_on_cpu(first.batch if type(first) is LastBatch else first):
+        return None
+
+    def place(batch: Any) -> Any:
+        if type(batch) is LastBatch:
+            return replace(batch, batch=send_to_device(batch.batch, device, non_blocking=non_blocking))
+        try:
+            return send_to_device(batch, device, non_blocking=non_blocking)
+        except NotImplementedError as error:  # a device that cannot be copied from
+            places = {str(tensor.device) for tensor in tensors_in(batch)}
+            raise ConfigError(
+                f"A batch with tensors on {', '.join(sorted(places))} could not be moved to {device}: {error} Let "
+                "the dataset and collate_fn make all tensors on the CPU; batches are moved to the device here."
+            ) from error
+
+    return place
+
+
+def _is_on_cpu(batch: Any) -> bool:
+    """Return whether all tensors of a batch are on the CPU, and it has no other objects that move themselves."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return batch.is_cpu  # type: ignore[no-any-return]
+    if kind is list or kind is tuple:
+        return all(map(_is_on_cpu, batch))
+    leaves: list[Any] = []
+    map_tensors(leaves.append, batch, movable=True)
+    return all(isinstance(leaf, torch.Tensor) and leaf.is_cpu for leaf in leaves)

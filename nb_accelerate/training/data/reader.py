@@ -1,0 +1,263 @@
+"""Read the batches of one rank, from the beginning of an epoch or from the middle.
+
+A prepared loader owns a `Reader`, and a reader owns a `TorchSource`::
+
+    DataLoaderShard       position, rng in step, device, end of the data      what the loop sees
+      Reader              this rank's batches: `Reader`, `DispatchingReader`, `StreamReader`
+        TorchSource       a loader of torch: `TorchSource`, or of torchdata: `StatefulSource`
+
+`Reader.read` begins an epoch; `Reader.starting_at` returns a reader that begins later; `Reader.read_state` and
+`Reader.restore` save and restore the state of reading. A group is what all ranks see in one step, see
+`training.data.plan`; its real rows are those that are not copies.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
+
+from nb_accelerate.training.comm import SingleCollectives
+from nb_accelerate.training.data import positions
+from nb_accelerate.training.data.iterable import LastBatch
+from nb_accelerate.training.data.plan import GroupRows
+from nb_accelerate.training.data.positions import SavedPosition
+from nb_accelerate.training.data.rows import count_rows
+from nb_accelerate.training.data.samplers import IterationEnd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Self
+
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.data.source import TorchSource
+
+
+class Shard(Protocol):
+    """One rank's part of the data: a `BatchSamplerShard`, `SamplerShard` or `MarkingShard`."""
+
+    even_batches: bool
+    """Whether all ranks get equal batches."""
+
+    end: IterationEnd
+    """Has the rows of the last batch, of the iteration that was begun last."""
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have different numbers of rows of the last group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadState:
+    """The state of reading after a batch, from which reading can go on.
+
+    Attributes:
+        reading: the state of torchdata's loader; None for loaders of torch.
+        repeat: batches handed out after that state was taken.
+    """
+
+    reading: dict[str, Any] | None = None
+    repeat: int = 0
+
+
+class Reader:
+    """Reads this rank's batches, where each rank reads what its sampler or dataset gives it.
+
+    Args:
+        source: the loader of torch.
+        shard: the rank's part of the data; None if the rank reads everything.
+        dropped: batches to read and leave out at the beginning of every epoch, counted in positions.
+
+    Attributes:
+        dropped: as given, and those that `starting_at` left out of a dataset that is read in order.
+        not_drawn: batches that the sampler leaves out at the beginning of every epoch, counted in positions.
+        reread: batches that come first although they are left out: the last group is filled up with their rows.
+        per_batch: how many batches are read for one that is handed out.
+    """
+
+    per_batch = 1
+
+    def __init__(self, source: TorchSource, *, shard: Shard | None = None, dropped: int = 0) -> None:
+        self.source = source
+        self.shard = shard
+        self.dropped = dropped
+        self._end = IterationEnd()
+        self.not_drawn = self.reread = 0
+
+    @property
+    def skipped(self) -> int:
+        """Batches left out at the beginning of every epoch; the position of the first batch that is read."""
+        return self.not_drawn + self.dropped
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks get equal batches at the end of the data."""
+        return self.shard is None or self.shard.even_batches
+
+    @even.setter
+    def even(self, value: bool) -> None:
+        if self.shard is not None:
+            self.shard.even_batches = value
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have different numbers of rows at the end of the data."""
+        return self.shard is not None and self.shard.is_uneven
+
+    @property
+    def compares_lengths(self) -> bool:
+        """Whether the datasets of all ranks have to be equally long."""
+        return self.even
+
+    def for_one_pass(self) -> Self:
+        """Return a reader of the same loader, with a state of its own: a loader may be iterated inside its own loop."""
+        reader = copy.copy(self)
+        reader.source = copy.copy(self.source)
+        return reader
+
+    def __len__(self) -> int:
+        return max(len(self.source.loader) - self.dropped * self.per_batch, 0)
+
+    def starting_at(self, batches: int) -> Self:
+        """Return a reader that leaves out the first batches of every epoch, and shares samplers with this one.
+
+        Args:
+            batches: how many of those that this one hands out.
+        """
+        later = self.without_reads(batches * self.per_batch)
+        if self.source.reads_in_order:
+            later.dropped += batches
+        else:
+            later.not_drawn += batches
+        return later
+
+    def without_reads(self, reads: int) -> Self:
+        """Return a reader whose sampler leaves out more batches at the beginning, which positions do not count.
+
+        Args:
+            reads: batches of the loader of torch. If its dataset is read in order, none is left out.
+        """
+        later = copy.copy(self)
+        later.source = self.source.without(reads, self._to_reread())
+        if not self.source.reads_in_order:
+            later.reread = getattr(later.source.sampler, "reread", 0)
+        if self.shard is self.source.sampler:
+            later.shard = later.source.sampler
+        return later
+
+    def _to_reread(self) -> int:
+        """Return how many batches at the beginning are read although they are left out."""
+        return 0
+
+    def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:  # noqa: ARG002 - for a subclass
+        """Begin an epoch; return its batches from position `skipped` on, or from where `restore` said.
+
+        All ranks call it together.
+
+        Args:
+            epoch: as for `TorchSource.open`.
+            resumed: likewise.
+            repeat: batches to leave out after the state that was restored, see `ReadState`.
+        """
+        dropped = 0 if resumed and self.source.is_restored else self.dropped
+        batches = self.source.open(epoch, resumed=resumed)
+        if self.shard is not None:
+            self._end = self.shard.end
+        if dropped:
+            skip(batches, dropped)
+        return batches
+
+    def last(self, batch: Any) -> LastBatch:
+        """Return the last batch of an epoch with the numbers of rows of its group.
+
+        Rows are what the sampler drew. Those of a stream that one process reads are counted in the batch.
+
+        Args:
+            batch: one that `read` yielded; the loop may call this for a `LastBatch` in the middle of an epoch as well.
+        """
+        if type(batch) is LastBatch:
+            return batch
+        if self.shard is not None:
+            return LastBatch(batch, self._end.rows)
+        rows = self.source.rows_of_last()
+        return LastBatch(batch, GroupRows(None, count_rows(batch) if rows is None else rows))
+
+    def read_state(self) -> ReadState:
+        """Return the state of reading after the batch that `read` yielded last."""
+        return ReadState(self.source.state())
+
+    def end_state(self) -> ReadState:
+        """Return the state of reading at the end of the data."""
+        return ReadState(self.source.state())
+
+    def saved(self, read_state: ReadState, *, epoch: int, position: int, order: dict[str, Any]) -> dict[str, Any]:
+        """Return a position to be saved.
+
+        Args:
+            read_state: what `Reader.read_state` returned after the batch that was handed out last.
+            epoch: the current one; between epochs the next.
+            position: batches of it that were handed out or left out.
+            order: what draws its order, see `SavedPosition`.
+        """
+        reading = positions.shifted(read_state.reading or {}, self._uncounted, over=not position)
+        return self.source.encode(
+            SavedPosition(epoch=epoch, position=position, reading=reading, repeat=read_state.repeat, order=order),
+            self.per_batch,
+        )
+
+    def restore(self, saved: SavedPosition) -> None:
+        """Restore the states of samplers and datasets in a saved position, for the next epoch."""
+        self.source.restore(positions.shifted(saved.to_restore, -self._uncounted))
+
+    @property
+    def _uncounted(self) -> int:
+        """Batches that samplers leave out, so that torchdata does not count them."""
+        return self.not_drawn * self.per_batch - self.reread
+
+
+class CollectiveReader(Reader):
+    """Reads in lockstep with the other ranks, by collectives. Base of `DispatchingReader` and `StreamReader`.
+
+    Args:
+        source: the loader of torch.
+        collectives: connect the ranks; by default there are no others.
+        even_batches: give all ranks equally many batches.
+        dropped: batches of each rank to read and leave out at the beginning of every epoch.
+        drop_reads: batches of ``source`` to read and leave out at the beginning of every epoch.
+    """
+
+    compares_lengths = False  # other ranks read nothing, or parts of other lengths
+
+    def __init__(
+        self,
+        source: TorchSource,
+        *,
+        collectives: Collectives | None = None,
+        even_batches: bool = True,
+        dropped: int = 0,
+        drop_reads: int = 0,
+    ) -> None:
+        super().__init__(source, dropped=dropped)
+        self.collectives = collectives or SingleCollectives()
+        self.even_batches = even_batches
+        self.drop_reads = drop_reads
+
+    @property
+    @override
+    def even(self) -> bool:
+        return self.even_batches
+
+    @even.setter
+    def even(self, value: bool) -> None:
+        self.even_batches = value
+
+
+def skip(batches: Iterator[Any], number: int) -> None:
+    """Read and drop up to ``number`` batches."""
+    for _ in islice(batches, number):
+        pass

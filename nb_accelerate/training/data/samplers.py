@@ -1,0 +1,419 @@
+"""Samplers that yield one rank's part of what another sampler yields."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.data.plan import GroupRows, ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
+from nb_accelerate.training.data.shuffling import as_row_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+MakeSync = Callable[[Any, Any], Callable[[], None] | None]
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Shuffle by a seed plus the epoch, independent of all other random numbers.
+
+    Args:
+        data_source: the dataset.
+        replacement: draw rows with replacement.
+        num_samples: how many to draw; all rows by default.
+        generator: what to draw with; seeded anew for each epoch.
+        data_seed: the seed; by default the one that torch was given, which has to be the same on all ranks.
+        epoch: the first epoch; counts up by itself.
+
+    Attributes:
+        initial_seed: the seed of epoch 0.
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        data_seed: int | None = None,
+        epoch: int = 0,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        assert isinstance(self.generator, torch.Generator)
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next pass as that of ``epoch``."""
+        self.epoch = epoch
+
+
+def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
+    """Return the row numbers of an epoch, in the order of a sampler, without listing all of them where possible.
+
+    Returns:
+        The row numbers; and the generator from which one more permutation is drawn when the epoch is over, or None.
+    """
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler)), None
+    if type(sampler) not in SHUFFLING or sampler.replacement:
+        return list(sampler), None
+    rows = len(sampler.data_source)
+    if sampler.num_samples != rows:
+        return list(sampler), None
+    # What RandomSampler draws, without making a Python list of a million rows to use a few of them.
+    generator = sampler.generator
+    if type(sampler) is SeedableRandomSampler:
+        generator.manual_seed(sampler.initial_seed + sampler.epoch)
+        sampler.set_epoch(sampler.epoch + 1)
+    elif generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    # RandomSampler draws one permutation more at the end of an epoch, which changes the order of the next epoch.
+    return as_row_numbers(torch.randperm(rows, generator=generator)), sampler.generator
+
+
+# The order of these is fixed when iteration begins and has the length that they state, so it may be asked for at once.
+FINITE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler)
+
+
+SHUFFLING = (RandomSampler, SeedableRandomSampler)
+"""Samplers whose order is one permutation, of which slices are taken without a list of the whole."""
+
+
+class IterationEnd:
+    """What is known of the end of one iteration of a sampler, as soon as its last batch has been drawn.
+
+    It belongs to the iteration, since a sampler may be iterated inside its own loop.
+
+    Attributes:
+        rows: of the last batch.
+    """
+
+    rows = GroupRows(None, None)
+
+
+class PassesEpochOn:
+    """Has ``set_epoch`` if a sampler inside has it, as code asks for it that was written for that sampler."""
+
+    @property
+    def set_epoch(self) -> Callable[[int], None]:
+        """Set the epoch of the sampler inside.
+
+        Raises:
+            AttributeError: it takes none.
+        """
+        inside: list[Any] = [vars(self).get(name) for name in ("batch_sampler", "sampler")]
+        found: list[Callable[[int], None]] = [one.set_epoch for one in inside if hasattr(one, "set_epoch")]
+        if not found:
+            raise AttributeError(f"{type(self).__name__} has no set_epoch: the sampler inside has none")
+        return found[0]
+
+
+class BatchSamplerShard(PassesEpochOn, BatchSampler):
+    """One rank's part of a batch sampler.
+
+    Args:
+        batch_sampler: that of the user's loader; every rank has the same, in the same order.
+        num_processes: how many ranks there are.
+        process_index: the number of this one.
+        split_batches: cut each batch into pieces instead of handing out whole batches.
+        even_batches: fill up the last batches, so that all ranks have equally many of equal size. Where batches have
+            no fixed size, the last round is completed with whole batches from the beginning.
+        make_sync: called with the batch sampler and the sampler in it; returns a function that is called when an epoch
+            starts, before the first row is drawn, so that all ranks draw the same; None if none is needed.
+
+    Attributes:
+        on_start: what ``make_sync`` returned.
+        start: how many batches of this rank are left out at the beginning of every epoch.
+        reread: how many of those are yielded all the same, before the others: the last group is filled up from them.
+        end: of the iteration that was begun last.
+
+    Raises:
+        ConfigError: batches are to be split, but have no fixed size, or one that cannot be split evenly.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[list[Any]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        make_sync: MakeSync | None = None,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.start = self.reread = 0
+        size = getattr(batch_sampler, "batch_size", None)
+        if size is None and split_batches:
+            raise ConfigError(
+                f"{type(batch_sampler).__name__} has no batch_size, so its batches cannot be split for {num_processes} "
+                "ranks. Give it a batch_size attribute, or write split_batches=False."
+            )
+        self.batch_size = size  # type: ignore[assignment]  # None where batches differ in size
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
+        self.end = IterationEnd()
+        self._make_sync = make_sync
+        self._local = rows_per_rank(size, num_processes, split_batches=split_batches) if size is not None else None
+        self._examine()
+
+    def _examine(self) -> None:
+        """Set what depends on the samplers inside: whether rows can be planned, and how ranks shuffle alike."""
+        self._plannable = type(self.batch_sampler) is BatchSampler and type(self.sampler) in FINITE
+        self.on_start = self._make_sync(self.batch_sampler, self.sampler) if self._make_sync else None
+
+    def use_sampler(self, sampler: Any) -> None:
+        """Replace the sampler inside."""
+        replace_sampler(self.batch_sampler, sampler)
+        self.sampler = sampler
+        self._examine()
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all ranks together."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def starting_at(self, batch: int) -> BatchSamplerShard:
+        """Return this sampler without the first batches of each epoch; planned rows are skipped in constant time."""
+        return _starting_at(self, batch)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have different numbers of rows of the last group."""
+        if self.even_batches or not self._plannable:
+            return False
+        plan = self._plan(len(self.sampler))  # type: ignore[arg-type]
+        return plan.remainder > 0
+
+    def __len__(self) -> int:
+        return max(self._num_batches() - self.start, 0)
+
+    def _num_batches(self) -> int:
+        if self._plannable:
+            return self._plan(len(self.sampler)).num_batches(self.process_index)  # type: ignore[arg-type]
+        batches = self.total_length
+        if self.split_batches:
+            return batches  # the last may be too short for a piece for this rank; only an epoch can tell
+        whole, rest = divmod(batches, self.num_processes)
+        if self.drop_last:
+            return whole
+        return whole + (rest > 0 if self.even_batches else rest > self.process_index)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.end = end = IterationEnd()
+        return self._begun(end)
+
+    def _begun(self, end: IterationEnd) -> Iterator[list[Any]]:
+        # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
+        if self.on_start is not None:
+            self.on_start()
+        yield from (
+            self._planned(end) if self._plannable else without_first(self._streamed(end), self.start, self.reread)
+        )
+
+    def _plan(self, rows: int) -> ShardPlan:
+        return ShardPlan(
+            rows=rows,
+            batch_size=self.batch_size,
+            world_size=self.num_processes,
+            split_batches=self.split_batches,
+            even_batches=self.even_batches,
+            drop_last=self.drop_last,
+        )
+
+    def _planned(self, end: IterationEnd) -> Iterator[list[Any]]:
+        """Yield slices of the order of the epoch."""
+        order, drawn_again = _order_of(self.sampler)
+        plan = self._plan(len(order))
+        self._note_last(end, plan.remainder)
+        if self.reread:
+            yield from islice(plan.batches(order, self.process_index), self.reread)
+        yield from plan.batches(order, self.process_index, start=self.start)
+        if drawn_again is not None:
+            torch.randperm(len(order), generator=drawn_again)
+
+    def _streamed(self, end: IterationEnd) -> Iterator[list[Any]]:
+        """Iterate a sampler whose order is not known before, and yield this rank's batches."""
+        per_group = 1 if self.split_batches else self.num_processes
+        start: list[Any] = []  # of the data: rows, or whole batches where these have no fixed size
+        enough = per_group if self.batch_size is None else self.batch_size * per_group
+        group: list[list[Any]] = []
+        for batch in self.batch_sampler:
+            if len(group) == per_group:  # another batch follows, so this group is not the last
+                yield self._mine(group)
+                group = []
+            if len(start) < enough:
+                start.extend([batch] if self.batch_size is None else batch)
+            group.append(batch)
+        if len(group) == per_group and (self.batch_size is None or len(group[-1]) == self.batch_size):
+            mine = self._mine(group)
+            end.rows = GroupRows(None, len(mine))
+            yield mine
+        elif group and not self.drop_last:
+            yield from self._last(end, group, start)
+
+    def _mine(self, group: list[list[Any]]) -> list[Any]:
+        if not self.split_batches:
+            return group[self.process_index]
+        assert self._local is not None
+        first = self.process_index * self._local
+        return group[0][first : first + self._local]
+
+    def _last(self, end: IterationEnd, group: list[list[Any]], start: list[Any]) -> Iterator[list[Any]]:
+        if self._local is None:
+            assigned = round_of_batches(group, start, self.num_processes, even_batches=self.even_batches)
+            if len(assigned) > self.process_index:
+                mine = assigned[self.process_index]
+                of_ranks = tuple(len(batch) for batch in assigned)
+                differ = len(set(of_ranks)) > 1
+                end.rows = GroupRows(sum(of_ranks[: len(group)]), len(mine), of_ranks if differ else None)
+                yield mine
+            return
+        rows = [row for batch in group for row in batch]
+        self._note_last(end, len(rows))
+        yield from piece_of_last_group(
+            rows,
+            start,
+            self.process_index,
+            local_size=self._local,
+            group_size=self._local * self.num_processes,
+            even_batches=self.even_batches,
+        )
+
+    def _note_last(self, end: IterationEnd, rows: int) -> None:
+        """Note the rows of the last batch of this rank.
+
+        Args:
+            end: what is noted.
+            rows: of an incomplete last group; 0 if it is complete.
+        """
+        assert self._local is not None
+        mine = self._local if self.even_batches else min(rows - self.process_index * self._local, self._local)
+        end.rows = GroupRows(rows, mine) if rows and mine > 0 else GroupRows(None, self._local)
+
+
+class SamplerShard(PassesEpochOn, Sampler[Any]):
+    """One rank's part of a sampler whose items are batches by themselves (loaders with ``batch_size=None``).
+
+    Args:
+        sampler: that of the user's loader.
+        num_processes: how many ranks there are.
+        process_index: the number of this one.
+        even_batches: start again from the beginning at the end, so that all ranks have equally many.
+        make_sync: as for `BatchSamplerShard`.
+
+    Attributes:
+        on_start: what ``make_sync`` returned.
+        start: how many items of this rank are left out at the beginning of every epoch.
+        end: of the iteration that was begun last. An item counts as one row, whatever is in it.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        num_processes: int,
+        process_index: int,
+        *,
+        even_batches: bool = True,
+        make_sync: MakeSync | None = None,
+    ) -> None:
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.even_batches = even_batches
+        self.start = 0
+        self.end = IterationEnd()
+        self._make_sync = make_sync
+        self.use_sampler(sampler)
+
+    def use_sampler(self, sampler: Any) -> None:
+        """Replace the sampler inside."""
+        self.sampler = sampler
+        self.on_start = self._make_sync(sampler, sampler) if self._make_sync else None
+
+    def _plan(self, items: int) -> ShardPlan:
+        return ShardPlan(rows=items, batch_size=1, world_size=self.num_processes, even_batches=self.even_batches)
+
+    def starting_at(self, batch: int) -> SamplerShard:
+        """Return this sampler without the first items of each epoch."""
+        return _starting_at(self, batch)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some ranks have fewer items than others."""
+        return not self.even_batches and self._plan(len(self.sampler)).remainder > 0
+
+    def __len__(self) -> int:
+        batches = self._plan(len(self.sampler)).num_batches(self.process_index)
+        return max(batches - self.start, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.end = end = IterationEnd()
+        return self._begun(end)
+
+    def _begun(self, end: IterationEnd) -> Iterator[Any]:
+        if self.on_start is not None:
+            self.on_start()
+        order = list(self.sampler)
+        plan = self._plan(len(order))
+        has_part = self.even_batches or plan.remainder > self.process_index
+        end.rows = GroupRows(plan.remainder if plan.remainder and has_part else None, 1)
+        for batch in plan.batches(order, self.process_index, start=self.start):
+            yield batch[0]
+
+
+def innermost_sampler(outer: Any) -> Any:
+    """Return the sampler that decides the order of rows, inside all wrappers; ``outer`` itself if it wraps none."""
+    while getattr(outer, "batch_sampler", None) is not None:  # ours and others' wrap the user's
+        outer = outer.batch_sampler
+    inner = getattr(outer, "sampler", None)
+    return outer if inner is None else inner
+
+
+def replace_sampler(outer: Any, sampler: Any) -> None:
+    """Replace the sampler inside of a batch sampler, or of a rank's part of one.
+
+    Raises:
+        ConfigError: ``outer`` has no sampler inside.
+    """
+    if hasattr(outer, "use_sampler"):
+        outer.use_sampler(sampler)
+        return
+    if not hasattr(outer, "sampler"):
+        raise ConfigError(
+            f"{type(outer).__name__} has no sampler that could be replaced: it decides by itself which rows are a "
+            "batch. Prepare a loader with another batch_sampler."
+        )
+    outer.sampler = sampler
+
+
+def without_first(items: Iterator[Any], start: int, reread: int) -> Iterator[Any]:
+    """Return the first ``reread`` items, and those from ``start`` on. Nothing is drawn until the first is asked for."""
+    return chain(islice(items, reread), islice(items, start - reread, None))
+
+
+S = TypeVar("S", BatchSamplerShard, SamplerShard)
+
+
+def _starting_at(shard: S, batch: int) -> S:
+    later = copy.copy(shard)  # the samplers inside stay the same objects: an epoch of one is an epoch of the other
+    later.start += batch
+    return later

@@ -1,0 +1,170 @@
+"""Shuffle in the same order on all ranks, although their random numbers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from nb_accelerate.training.comm.data_parallel import share_random_numbers
+from nb_accelerate.training.process.rng import RNGType, synchronize
+
+if TYPE_CHECKING:
+    from nb_accelerate.training.comm import Collectives
+
+_FIRST_BLOCK_ROWS = 1 << 10
+"""Row numbers that are converted to Python numbers before the first batch."""
+
+_BLOCK_ROWS = 1 << 14
+"""Most row numbers converted at a time; each block is twice as long as the one before, up to this."""
+
+
+class RowNumbers(Sequence[int]):
+    """A tensor of row numbers as a sequence of Python numbers, converted block by block.
+
+    Args:
+        numbers: whole numbers, of shape (rows,).
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._first = 0
+        self._length = _FIRST_BLOCK_ROWS
+        self._block: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if not isinstance(index, slice):
+            return int(self._numbers[index])
+        first, end, step = index.indices(len(self._numbers))
+        if step < 0:  # no slice of a tensor goes backwards
+            return [int(self._numbers[number]) for number in range(first, end, step)]
+        if step > 1 or end - first > _BLOCK_ROWS:
+            listed: list[int] = self._numbers[index].tolist()
+            return listed
+        if first < self._first or end > self._first + len(self._block):
+            self._first = first
+            self._block = self._numbers[first : first + max(self._length, end - first)].tolist()
+            self._length = min(2 * self._length, _BLOCK_ROWS)
+        return self._block[first - self._first : end - self._first]
+
+
+def as_row_numbers(numbers: Tensor) -> Sequence[int]:
+    """Return row numbers as a sequence: a list where they are few, since slices of a list cost least."""
+    few: list[int] | None = numbers.tolist() if len(numbers) <= _FIRST_BLOCK_ROWS else None
+    return RowNumbers(numbers) if few is None else few
+
+
+Broadcast = Callable[[Tensor], Tensor]
+
+
+class SeededGenerator(torch.Generator):
+    """A generator that is seeded when an epoch begins, so that its state need not be saved."""
+
+
+class SamplerSync:
+    """Give a sampler the random state of rank 0's at the start of each epoch.
+
+    A sampler with a generator of its own gets the state of rank 0's. One without would draw from torch's global
+    numbers, which may differ between ranks; it gets a generator of its own, seeded with the number that a
+    `RandomSampler` would have drawn, or with the state from which others draw all rows. So the order on all ranks is
+    the one that rank 0 would see if it were alone, and the global numbers go on as there.
+
+    Args:
+        sampler: has a ``generator`` attribute.
+        broadcast: returns rank 0's tensor on every rank.
+    """
+
+    def __init__(self, sampler: Any, broadcast: Broadcast) -> None:
+        self.sampler = sampler
+        self.broadcast = broadcast
+        self.draws = sampler.generator is None
+        if self.draws:
+            sampler.generator = SeededGenerator()
+
+    @property
+    def generator(self) -> Any:
+        """The generator of the sampler."""
+        return self.sampler.generator
+
+    def __call__(self) -> None:
+        """Give the sampler's generator the same state on all ranks. All ranks call it together."""
+        if not self.draws:
+            synchronize((RNGType.GENERATOR,), self.broadcast, self.sampler.generator)
+            return
+        if isinstance(self.sampler, (SubsetRandomSampler, WeightedRandomSampler)):
+            state, own, self.sampler.generator = torch.get_rng_state(), self.sampler.generator, None
+            next(iter(self.sampler), None)
+            self.sampler.generator = own
+            own.set_state(self.broadcast(state))
+            return
+        seed = torch.empty((), dtype=torch.int64).random_()
+        self.sampler.generator.manual_seed(int(self.broadcast(seed).item()))
+
+
+class RNGSync:
+    """Give global random states, and perhaps a generator, the state of rank 0's at the start of each epoch.
+
+    Args:
+        rng_types: which states; `RNGType.GENERATOR` means ``generator``.
+        broadcast: returns rank 0's tensor on every rank.
+        generator: that of a dataset, or None.
+    """
+
+    def __init__(self, rng_types: Sequence[RNGType], broadcast: Broadcast, generator: torch.Generator | None) -> None:
+        self.rng_types = rng_types
+        self.broadcast = broadcast
+        self.generator = generator
+
+    def __call__(self) -> None:
+        """Send the states of rank 0 to all ranks. All ranks call it together."""
+        synchronize(self.rng_types, self.broadcast, self.generator)
+
+
+class SharedStart:
+    """Give ranks that read the same rows the same random states at the start of each epoch.
+
+    Args:
+        collectives: between groups of such ranks.
+        others: what else is called before each epoch; None for nothing. Called first.
+    """
+
+    def __init__(self, collectives: Collectives, *others: Callable[[], None] | None) -> None:
+        self._collectives = collectives
+        self._others = [one for one in others if one is not None]
+
+    @property
+    def generator(self) -> Any:
+        """The generator that one of them sets; None if none does."""
+        return next((found for one in self._others if (found := getattr(one, "generator", None)) is not None), None)
+
+    def __call__(self) -> None:
+        """Set the states. All ranks call it together."""
+        for one in self._others:
+            one()
+        share_random_numbers(self._collectives)
+
+
+def sampler_sync(sampler: Any, broadcast: Broadcast) -> SamplerSync | None:
+    """Return a function that makes a sampler shuffle alike on all ranks, or None if it has no generator of torch.
+
+    Args:
+        sampler: that of a loader.
+        broadcast: returns rank 0's tensor on every rank.
+    """
+    # Others may have a generator that is not torch's, or none and no use for one.
+    known = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    if known or isinstance(getattr(sampler, "generator", None), torch.Generator):
+        return SamplerSync(sampler, broadcast)
+    return None

@@ -1,0 +1,156 @@
+"""Wrap a loader of torch so that it can leave out the beginning of an epoch, and save its position."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.data.positions import SavedPosition
+from nb_accelerate.training.data.samplers import BatchSamplerShard
+from nb_accelerate.training.data.skipping import skipping
+from nb_accelerate.training.data.torch_iterator import accelerated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.utils.data import DataLoader
+    from typing_extensions import Self
+
+_SETTINGS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
+_SETTINGS_OF_WORKERS = ("prefetch_factor", "persistent_workers", "in_order")
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments with which a loader was made, without its dataset, samplers and batch size."""
+    settings = {name: getattr(loader, name) for name in _SETTINGS}
+    if loader.num_workers:
+        settings |= {name: getattr(loader, name) for name in _SETTINGS_OF_WORKERS if hasattr(loader, name)}
+    if hasattr(loader, "snapshot_every_n_steps"):  # of torchdata
+        settings["snapshot_every_n_steps"] = loader.snapshot_every_n_steps
+    return settings
+
+
+class TorchSource:
+    """Reads a loader of torch, and saves positions as numbers of batches.
+
+    Args:
+        loader: a plain one. Its sampler or dataset may leave out rows of other ranks.
+    """
+
+    is_stateful = False
+    """Whether a state is saved that is more than a number of batches."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    @property
+    def sampler(self) -> Any:
+        """The batch sampler of the loader, or its sampler if it makes no batches."""
+        return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+
+    @property
+    def reads_in_order(self) -> bool:
+        """Whether rows cannot be left out without reading them."""
+        return isinstance(self.loader.dataset, IterableDataset)
+
+    def without(self, batches: int, reread: int = 0) -> Self:
+        """Return a source with a new loader, whose sampler leaves out the first batches of each epoch.
+
+        Both sources share the samplers inside. If the dataset is read in order, the new loader leaves out nothing.
+
+        Args:
+            batches: number of batches to leave out.
+            reread: how many of these are yielded all the same, before the others.
+        """
+        loader = self.loader
+        changed: dict[str, Any] = {"batch_size": loader.batch_size}
+        if self.reads_in_order:
+            changed |= {} if loader.batch_size is None else {"drop_last": loader.drop_last}
+        elif loader.batch_sampler is None:
+            changed["sampler"] = skipping(loader.sampler, batches, reread=reread)
+        else:
+            changed = {"batch_sampler": skipping(loader.batch_sampler, batches, reread=reread)}
+        later = copy.copy(self)
+        later.loader = type(loader)(loader.dataset, **settings_of(loader), **changed)
+        return later
+
+    def open(self, epoch: int, *, resumed: bool) -> Iterator[Any]:  # noqa: ARG002 - for the subclass
+        """Begin an epoch, and return its batches.
+
+        Args:
+            epoch: number of epochs that were begun before.
+            resumed: whether a position in the middle of the epoch was loaded.
+        """
+        loader = self.loader
+        if not (epoch and loader.persistent_workers and loader._iterator is None):  # noqa: SLF001 - torch's
+            return accelerated(iter(loader), loader)
+        # Workers that stay are started in a later epoch because training is resumed. They are seeded without drawing
+        # the number for it: an uninterrupted run drew it in its first epoch.
+        own, loader.generator = loader.generator, torch.Generator()
+        try:
+            loader.generator.manual_seed((torch.initial_seed() + epoch) % 2**63)
+            return iter(loader)
+        finally:
+            loader.generator = own
+
+    def rows_of_last(self) -> int | None:
+        """Return how many rows the last batch of an epoch has; None if only the batch itself can tell."""
+        batches = self.sampler
+        if self.reads_in_order or type(batches) not in (BatchSampler, BatchSamplerShard):
+            return None
+        try:
+            rest = 0 if batches.drop_last else len(batches.sampler) % batches.batch_size
+        except TypeError:  # a sampler without a length
+            return None
+        return rest or batches.batch_size
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the state of torchdata's loader; None if a position is only a number of batches."""
+        return None
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the next epoch begins at a state that was restored, instead of at its beginning."""
+        return False
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch at a state that `state` returned; an empty one is the beginning."""
+
+    def encode(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
+        """Return a position in the form in which it is saved.
+
+        Args:
+            position: its ``reading`` counts from the beginning of the epoch.
+            per_batch: batches that are read for one that is handed out.
+        """
+        del per_batch
+        found = {"epoch": position.epoch, "position": position.position}
+        return found | ({"order": position.order} if position.order else {})
+
+    def decode(self, state: Any, per_batch: int) -> SavedPosition:
+        """Return the position in what `encode` returned.
+
+        Raises:
+            CheckpointError: ``state`` is not a position of such a loader.
+        """
+        del per_batch
+        try:
+            order = state.get("order", {})
+            return SavedPosition(epoch=int(state["epoch"]), position=int(state["position"]), order=order)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"A loader cannot load this position ({type(error).__name__}: {error}). Pass what state_dict() of such "
+                "a loader returned. A position of torchdata's loader needs use_stateful_dataloader=True."
+            ) from error

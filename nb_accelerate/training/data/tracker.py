@@ -1,0 +1,273 @@
+"""Track which prepared loader is being iterated, and whether it is at its end.
+
+A process has one tracker, and the loops over prepared loaders report to it. Loops nest: an evaluation inside a training
+loop is on top until it ends. Loaders can also advance together, as in ``zip(first, second)``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nb_accelerate.training.data.plan import GroupRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class TrackedLoop(Protocol):
+    """One loop over a loader, while a `LoaderTracker` tracks it."""
+
+    @property
+    def loader(self) -> Any:
+        """The loader that is iterated."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Changes whenever a batch is handed out."""
+        ...
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that was handed out is the last."""
+        ...
+
+    @property
+    def rows(self) -> GroupRows | None:
+        """Of the group of the current batch; None if that is complete, or not known to be incomplete."""
+        ...
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have, or have, different numbers of rows."""
+        ...
+
+    @property
+    def remainder(self) -> int:
+        """Real rows in the last batch of all ranks together; 0 if all are real, -1 if not known."""
+        ...
+
+
+class LoaderTracker:
+    """The loops over loaders that are running, innermost last.
+
+    Attributes:
+        active: the innermost, or None.
+        beside: other loops that advance together with the innermost: those of ``zip`` over several loaders.
+        between_batches: called with a loader before the first batch of a loop that computes gradients, and between two.
+        when_a_loop_begins: called before a loop is added.
+        look: called with True before a loop is added, and with False after one has ended.
+    """
+
+    __slots__ = ("_loops", "_positions", "active", "beside", "between_batches", "look", "when_a_loop_begins")
+
+    def __init__(self) -> None:
+        self.__setstate__(None)
+
+    def __getstate__(self) -> bool:
+        """Return nothing of this tracker: loops, and the functions that it calls, stay with this process."""
+        return True  # so that `__setstate__` is called
+
+    def __setstate__(self, _: object) -> None:
+        """Begin anew."""
+        self.between_batches: Callable[[Any], None] = _nothing
+        self.when_a_loop_begins: Callable[[], None] = _nothing_to_note
+        self.look: Callable[[bool], None] = _nothing_to_compare
+        self._loops: list[TrackedLoop] = []
+        self._positions: dict[int, int] = {}  # of loops, by id, when one outside of them advanced last
+        self.active: TrackedLoop | None = None
+        self.beside: tuple[TrackedLoop, ...] = ()
+
+    def begin(self, loop: TrackedLoop) -> None:
+        """Add a loop that begins."""
+        self.when_a_loop_begins()
+        self.look(True)
+        self._loops.append(loop)
+        self.active, self.beside = loop, ()
+
+    def advance(self, loop: TrackedLoop) -> None:
+        """Note that a loop hands out a batch which is not the innermost.
+
+        Loops inside of it that have handed out batches since it did so last advance together with it. Others were left
+        without being closed, as by ``next(iter(loader))``: they are not inside any more.
+        """
+        index = next((index for index, one in enumerate(self._loops) if one is loop), None)
+        if index is None:
+            return
+        inside = self._loops[index + 1 :]
+        moving = [one for one in inside if one.position != self._positions.get(id(one))]
+        self._positions = {id(one): one.position for one in inside}
+        left = [one for one in inside if one not in moving]
+        self._loops[index:] = [*left, loop, *moving]
+        self.active, self.beside = self._loops[-1], (loop, *moving)[:-1]
+
+    def end(self, loop: TrackedLoop) -> None:
+        """Remove a loop that ended, or was left."""
+        # An abandoned iterator can end late, under a newer one, so it is not always the innermost.
+        self._keep([one for one in self._loops if one is not loop])
+        self.look(False)
+
+    def innermost_of(self, loader: object) -> TrackedLoop | None:
+        """Return the innermost loop over a loader."""
+        return next((one for one in reversed(self._loops) if one.loader is loader), None)
+
+    def forget(self, loaders: Iterable[Any]) -> None:
+        """Remove loops over loaders, and over those that `DataLoaderAdapter.skipping` made of them."""
+        gone = {id(getattr(loader, "epochs", loader)) for loader in loaders}
+        self._keep([one for one in self._loops if id(getattr(one.loader, "epochs", one.loader)) not in gone])
+
+    def _keep(self, loops: list[TrackedLoop]) -> None:
+        self._loops = loops
+        self.active = loops[-1] if loops else None
+        self.beside = tuple(one for one in self.beside if one in loops and one is not self.active)
+
+    @property
+    def together(self) -> tuple[TrackedLoop, ...]:
+        """The innermost loop and those that advance together with it, outer ones first; empty outside loops."""
+        return () if self.active is None else (*self.beside, self.active)
+
+    @property
+    def loaders(self) -> tuple[Any, ...]:
+        """All loaders that are being iterated, innermost last."""
+        return tuple(one.loader for one in self._loops)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last of its loader, or of one that advances with it; False outside loops."""
+        active = self.active
+        return active is not None and (active.end_of_dataloader or any(one.end_of_dataloader for one in self.beside))
+
+    @property
+    def remainder(self) -> int:
+        """The ``remainder`` of the active loop; -1 outside loops."""
+        return -1 if self.active is None else self.active.remainder
+
+
+def _nothing(_: object) -> None:
+    """Do nothing between batches, where nobody trains."""
+
+
+def _nothing_to_note() -> None:
+    """Do nothing when a loop begins, where nobody trains."""
+
+
+def _nothing_to_compare(_begins: bool) -> None:
+    """Do nothing when a loop begins or ends, where nobody trains."""
+
+
+class HasTracker(Protocol):
+    """An object with a `LoaderTracker`, such as a ``GradientState``."""
+
+    @property
+    def tracker(self) -> LoaderTracker:
+        """Which loaders are being iterated."""
+        ...
+
+
+class LoaderView:
+    """The members of ``GradientState`` about loaders.
+
+    Args:
+        tracker: of these loaders; a new one by default.
+    """
+
+    def __init__(self, tracker: LoaderTracker | None = None) -> None:
+        self._own_tracker = tracker or LoaderTracker()
+
+    @property
+    def tracker(self) -> LoaderTracker:
+        """Which prepared loaders are being iterated: where `DataLoaderStateMixin` makes loaders known."""
+        return self._own_tracker
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that is being iterated, the innermost of several; None outside loops."""
+        active = self.tracker.active
+        return None if active is None else active.loader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """None (for code outside of loops), then all loaders that are being iterated, innermost last."""
+        return [None, *self.tracker.loaders]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last of its loader."""
+        return self.tracker.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real rows in the last batch of all processes together; 0 if all are, -1 if not known or in no loader."""
+        return self.tracker.remainder
+
+
+class DataLoaderStateMixin:
+    """Report the epochs of a loader to a `LoaderTracker`. Prepared loaders inherit it; your own can.
+
+    Such a loader sets ``gradient_state = GradientState()``, calls `begin` before its first batch and `end` after its
+    last, and sets ``end_of_dataloader`` to True before it hands out the last. Then accumulation windows close there,
+    and ``gather_for_metrics`` leaves out rows that fill up the last batch, if the loader has a ``total_batch_size``
+    and a ``total_dataset_length`` or ``dataset``.
+    """
+
+    gradient_state: HasTracker
+    end_of_dataloader: bool = False
+    remainder: int = -1
+
+    def reset(self) -> None:
+        """Clear what is known of the last epoch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Report that an epoch begins."""
+        self.reset()
+        rows = getattr(self, "total_dataset_length", None)
+        if rows is None and hasattr(getattr(self, "dataset", None), "__len__"):
+            rows = len(self.dataset)  # type: ignore[attr-defined]  # asked for in the line above
+        size = getattr(self, "total_batch_size", None)
+        if rows is not None and size:
+            self.remainder = rows % size
+        self.gradient_state.tracker.begin(_OwnLoop(self))
+
+    def end(self) -> None:
+        """Report that the epoch is over, or that its loop was left."""
+        tracker = self.gradient_state.tracker
+        loop = tracker.innermost_of(self)
+        if loop is not None:
+            tracker.end(loop)
+
+
+class _OwnLoop:
+    """A loop over a loader of the user's, which reports by itself.
+
+    Attributes:
+        loader: that one.
+    """
+
+    position = 0
+    is_uneven = False
+
+    def __init__(self, loader: DataLoaderStateMixin) -> None:
+        self.loader = loader
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """As the loader says."""
+        return self.loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """As the loader says."""
+        return self.loader.remainder
+
+    @property
+    def rows(self) -> GroupRows | None:
+        """At the end of the data, as many real rows as the loader says."""
+        loader = self.loader
+        return GroupRows(loader.remainder, None) if loader.end_of_dataloader and loader.remainder > 0 else None

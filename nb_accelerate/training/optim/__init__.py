@@ -1,0 +1,15 @@
+"""Accumulation windows, and optimizers and schedulers that respect them."""
+
+from nb_accelerate.training.optim.accumulation import AccumulationState
+from nb_accelerate.training.optim.clipping import clip_grad_norm, clip_grad_value
+from nb_accelerate.training.optim.optimizer import AcceleratedOptimizer, OptimizerTraining
+from nb_accelerate.training.optim.scheduler import AcceleratedScheduler
+
+__all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "AccumulationState",
+    "OptimizerTraining",
+    "clip_grad_norm",
+    "clip_grad_value",
+]

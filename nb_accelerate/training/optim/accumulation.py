@@ -1,0 +1,135 @@
+"""`AccumulationState`: the position of a training loop in its accumulation window.
+
+A window is ``num_steps`` batches whose gradients are added up before one optimizer step. The last batch of a
+loader closes a window early. Each `Accelerator` has a window length of its own. Whether the current batch closes a
+window is shared by all of a process (`Window`), since a loop may train what several of them prepared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.training.process import context
+
+if TYPE_CHECKING:
+    from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
+
+
+class LoaderProgress(Protocol):
+    """The part of `training.data.LoaderTracker` that accumulation and schedulers need."""
+
+    @property
+    def active(self) -> object | None:
+        """The loader that is being iterated; None outside of loops over prepared loaders."""
+        ...
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last of its loader."""
+        ...
+
+
+class Window:
+    """State of the current batch that all `Accelerator` objects of a process share.
+
+    Attributes:
+        closes: whether it closes an accumulation window.
+        num_open: how many blocks of ``accumulate`` are open; they may be nested.
+    """
+
+    __slots__ = ("closes", "num_open")
+
+    def __init__(self) -> None:
+        self.closes = True
+        self.num_open = 0
+
+    def join(self) -> None:
+        """Note that another `Accelerator` was made.
+
+        It closes a window that an interrupted loop left open, which would keep the next loop from stepping.
+        """
+        if not self.num_open:
+            self.closes = True
+
+
+class AccumulationState:
+    """The position of a loop in its accumulation window.
+
+    Args:
+        options: how gradients accumulate; ``num_steps`` is set.
+        loaders: tell whether the current batch is the last of its loader.
+        window: that of this process; one of its own by default.
+
+    Attributes:
+        num_steps: batches in a window.
+        window: whether the current batch closes one.
+        step: batches since the loader began; 0 after its last one.
+    """
+
+    __slots__ = (
+        "adjust_scheduler",
+        "loaders",
+        "num_steps",
+        "step",
+        "sync_each_batch",
+        "sync_with_dataloader",
+        "window",
+    )
+
+    def __init__(
+        self, options: GradientAccumulationPlugin, loaders: LoaderProgress, window: Window | None = None
+    ) -> None:
+        self.num_steps = options.num_steps or 1
+        self.adjust_scheduler = options.adjust_scheduler
+        self.sync_with_dataloader = options.sync_with_dataloader
+        self.sync_each_batch = options.sync_each_batch
+        self.loaders = loaders
+        self.window = window or Window()
+        self.step = 0
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current batch closes a window, so that gradients are exchanged and optimizers step."""
+        return self.window.closes
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.window.closes = value
+
+    def advance(self) -> bool:
+        """Count one more batch.
+
+        Returns:
+            Whether its gradients are exchanged: it closes the window, or ``sync_each_batch`` is set.
+        """
+        if self.sync_with_dataloader and self.loaders.end_of_dataloader:
+            self.step = 0
+            closes = True
+        else:
+            self.step += 1
+            closes = self.step % self.num_steps == 0
+        self.window.closes = closes
+        return closes or self.sync_each_batch
+
+
+def has_accelerator() -> bool:
+    """Return whether this process has an `Accelerator`."""
+    known = context.current()
+    return known is not None and known.newest.value is not None
+
+
+def newest_accumulation(asked_by: str) -> AccumulationState:
+    """Return the state of the newest `Accelerator` of this process, for wrappers that users make by hand.
+
+    Raises:
+        NotPreparedError: there is none yet.
+    """
+    known = context.current()
+    if known is None or known.newest.value is None:
+        raise NotPreparedError(
+            f"{asked_by} was made before any Accelerator, so it cannot know when an accumulation window closes. Write "
+            "accelerator = Accelerator() first; accelerator.prepare makes it for you."
+        )
+    state: AccumulationState = known.newest.value.accumulation
+    return state

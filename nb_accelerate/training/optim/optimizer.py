@@ -1,0 +1,282 @@
+"""The prepared optimizer: it steps when its accumulation window closes, in the precision of the run."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nb_accelerate.base.progress_page import Phase, here
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.optim.accumulation import has_accelerator, newest_accumulation
+from nb_accelerate.training.precision import GivenScalerStep, OptimizerStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.training.optim.accumulation import AccumulationState
+
+_STEP, _RUNNING = Phase.STEP, Phase.RUNNING  # Python 3.11 looks members of an enum up slowly
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTraining:
+    """What an `Accelerator` gives to a prepared optimizer.
+
+    Attributes:
+        accumulation: knows whether the window closes.
+        step: takes steps in the precision of the run.
+        scaler: scales losses; None where the precision needs none.
+        before_first_step: called once, with the optimizer inside, before its first step.
+        complete_gradients: averages the gradients that backward has not averaged; None if backward averages all. It is
+            told whether a step follows.
+        drop_gradients: drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
+        owns_gradients: whether `drop_gradients` drops all, and the optimizer's own ``zero_grad`` is not to be called.
+        after_step: called after each step.
+    """
+
+    accumulation: AccumulationState
+    step: OptimizerStep
+    scaler: torch.amp.GradScaler | None = None
+    before_first_step: Callable[[torch.optim.Optimizer], None] | None = None
+    complete_gradients: Callable[[bool], None] | None = None
+    drop_gradients: Callable[[], None] | None = None
+    owns_gradients: bool = False
+    after_step: Callable[[], None] | None = None
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wrap a user's optimizer. ``prepare`` makes it; made by hand it follows the newest `Accelerator`.
+
+    Inside an accumulation window `step` and `zero_grad` do nothing. State, parameter groups and hooks are those of the
+    optimizer inside.
+
+    Args:
+        optimizer: the user's.
+        device_placement: move the state it may already have to the devices of its parameters.
+        scaler: scales the loss, for a loop that calls ``scaler.scale(loss).backward()`` itself.
+        training: what an `Accelerator` gives it; by default what belongs to the newest one.
+
+    Attributes:
+        optimizer: the one inside.
+        accelerated_step: takes steps in the precision of the run; clipping makes it unscale gradients.
+        num_steps: how many it has taken in this process.
+
+    Raises:
+        NotPreparedError: it was made by hand, and there is no `Accelerator` yet.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        training: OptimizerTraining | None = None,
+    ) -> None:
+        # Optimizer.__init__ is not called: it would make parameter groups, and ours are those of the optimizer inside.
+        self.optimizer = optimizer
+        self.device_placement = device_placement
+        self.num_steps = 0
+        self._takes_set_to_none = _takes_set_to_none(optimizer)
+        if training is None:
+            step = OptimizerStep(optimizer) if scaler is None else GivenScalerStep(optimizer, scaler)
+            training = OptimizerTraining(
+                accumulation=newest_accumulation("AcceleratedOptimizer"), step=step, scaler=scaler
+            )
+        self.join(training)
+        if device_placement and optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the devices of the parameters
+
+    def join(self, training: OptimizerTraining) -> None:
+        """Follow another `Accelerator` from now on. Called by ``prepare``."""
+        self.scaler = training.scaler
+        self.accelerated_step = training.step
+        self._accumulation = training.accumulation
+        self._before_first_step = training.before_first_step
+        self._complete_gradients = training.complete_gradients
+        self._drop_gradients = training.drop_gradients
+        self._owns_gradients = training.owns_gradients
+        self._after_step = training.after_step
+
+    @property
+    def is_lent_scaler(self) -> bool:
+        """Whether this was made by hand with a scaler, so that the user scales the loss."""
+        return isinstance(self.accelerated_step, GivenScalerStep)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take a step if the accumulation window closes.
+
+        Args:
+            closure: recomputes the loss, for optimizers that want it.
+
+        Raises:
+            ConfigError: a closure was given with fp16.
+            NotPreparedError: with fp16, gradients do not come from ``accelerator.backward``.
+            CheckpointError: a checkpoint could not be saved in the background. The step is done.
+        """
+        if self._accumulation.window.closes:
+            if self._before_first_step is not None:
+                self._before_first_step(self.optimizer)
+                self._before_first_step = None
+            page = here()
+            page.trains()
+            page.enter(_STEP)
+            if self._complete_gradients is not None:
+                if closure is None:
+                    self._complete_gradients(True)
+                else:
+                    closure = _completed(closure, self._complete_gradients)
+            taken = self.accelerated_step(closure)
+            self.num_steps += 1
+            page.enter(_RUNNING)
+            if self._after_step is not None:
+                self._after_step()
+            return taken
+        return None
+
+    @property
+    def completes_gradients(self) -> bool:
+        """Whether `complete_gradients` has anything to do."""
+        return self._complete_gradients is not None or self.accelerated_step.unscales
+
+    def complete_gradients(self) -> None:
+        """Average gradients over all ranks and divide them by the loss scale. Called before they are clipped."""
+        if self._complete_gradients is not None:
+            self._complete_gradients(False)
+        self.accelerated_step.unscale()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients if the accumulation window closes.
+
+        Args:
+            set_to_none: False fills gradients with zeros instead; the default is torch's, True.
+
+        Raises:
+            ConfigError: the optimizer inside has no such argument.
+        """
+        if self._accumulation.window.closes:
+            if self._owns_gradients:
+                pass  # an engine keeps them in buffers that its optimizer must not take away
+            elif self._takes_set_to_none:
+                self.optimizer.zero_grad(set_to_none=set_to_none is not False)
+            elif set_to_none is None:
+                self.optimizer.zero_grad()
+            else:
+                raise ConfigError(
+                    f"zero_grad was given set_to_none={set_to_none}, which the zero_grad of "
+                    f"{type(self.optimizer).__name__} does not take. Write optimizer.zero_grad()."
+                )
+            self._discard()
+
+    def drop_gradients(self) -> None:
+        """Drop gradients, also in the middle of an accumulation window. Called when ranks go on after a failure."""
+        self.optimizer.zero_grad()
+        self._discard()
+
+    def _discard(self) -> None:
+        """Drop gradients that are kept elsewhere, once those of the parameters are dropped."""
+        self.accelerated_step.discard()
+        if self._drop_gradients is not None:
+            self._drop_gradients()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was not taken, because fp16 gradients were infinite."""
+        return self.accelerated_step.skipped
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer inside."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> Any:
+        """The defaults of the optimizer inside."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: Any) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer inside."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer inside, as if it had not been prepared."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the optimizer inside."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Switch a schedule-free optimizer to training; does nothing for others."""
+        getattr(self.optimizer, "train", _nothing)()
+
+    def eval(self) -> None:
+        """Switch a schedule-free optimizer to evaluation; does nothing for others."""
+        getattr(self.optimizer, "eval", _nothing)()
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks and attributes of the optimizer inside; it is missing while this object is made.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The OptimizerTraining belongs to this process and is not pickled.
+        given = self.scaler if self.is_lent_scaler else None
+        return _rebuild, (type(self), self.optimizer, self.device_placement, given)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _rebuild(
+    kind: type[AcceleratedOptimizer],
+    optimizer: torch.optim.Optimizer,
+    device_placement: bool,
+    scaler: torch.amp.GradScaler | None,
+) -> torch.optim.Optimizer:
+    """Wrap an optimizer that was unpickled, unless this process, such as the notebook's, has no `Accelerator`."""
+    return kind(optimizer, device_placement, scaler) if has_accelerator() else optimizer
+
+
+def _takes_set_to_none(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        inspect.signature(optimizer.zero_grad).bind(set_to_none=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _completed(closure: Callable[[], float], complete_gradients: Callable[[bool], None]) -> Callable[[], float]:
+    """Return a closure that also averages its gradients over all ranks."""
+
+    def completed() -> float:
+        loss = closure()
+        complete_gradients(True)
+        return loss
+
+    return completed
+
+
+def _nothing() -> None:
+    """Stand in for ``train`` and ``eval`` of optimizers that have none."""

@@ -1,0 +1,115 @@
+"""Compute linear layers in 8-bit floating point numbers, by torchao, and the rest of a model in bfloat16."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from nb_accelerate.errors import MissingDependencyError
+from nb_accelerate.training.precision.autocast import AutocastPrecision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nb_accelerate.base.config.fp8 import AORecipeKwargs
+    from nb_accelerate.base.config.kwargs import AutocastKwargs
+
+logger = logging.getLogger("nb_accelerate")
+
+_UNIT = 16
+"""What matrix units for 8-bit numbers need sizes to be a multiple of."""
+
+
+class FP8Precision(AutocastPrecision):
+    """Compute linear layers in 8-bit numbers and the rest in bfloat16; weights and optimizer state stay in float32.
+
+    Layers are replaced in place by torchao's, which have the same weights under the same names.
+
+    Args:
+        device_type: torch's name for the type of device.
+        options: arguments of autocast.
+        recipe: how layers compute in 8 bits.
+
+    Raises:
+        MissingDependencyError: torchao is not installed.
+    """
+
+    name = "fp8"
+    has_float8_layers = True
+
+    def __init__(self, device_type: str, options: AutocastKwargs, recipe: AORecipeKwargs) -> None:
+        super().__init__(device_type, torch.bfloat16, options)
+        self.recipe = recipe
+        self._library = _import_torchao()
+
+    @override
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        kind = self._library.float8_linear.Float8Linear
+        if not any(isinstance(layer, kind) for layer in model.modules()):
+            self._replace_layers(model)
+        return super().prepare_model(model)
+
+    def _replace_layers(self, model: nn.Module) -> None:
+        linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        ends = {linear[0], linear[-1]} if linear else set()
+        wanted = self.recipe.module_filter_func
+        chosen = []
+
+        def is_chosen(layer: nn.Module, name: str) -> bool:
+            if not name or not isinstance(layer, nn.Linear):  # torchao asks for linear layers only; accelerate for all
+                return False
+            if wanted is None:
+                answer = name not in ends and not layer.in_features % _UNIT and not layer.out_features % _UNIT
+            else:
+                answer = bool(wanted(layer, name))
+            if answer:
+                chosen.append(name)
+            return answer
+
+        config = self.recipe.config
+        if config is None:
+            config = self._library.Float8LinearConfig(pad_inner_dim=bool(self.recipe.pad_inner_dim))
+        self._library.convert_to_float8_training(model, module_filter_fn=is_chosen, config=config)
+        if not chosen:
+            logger.warning(
+                "mixed_precision='fp8': no layer of %s computes in 8 bits, and all of it in bfloat16. Linear layers "
+                "are chosen whose sizes are multiples of %d, but the first and the last one. To choose others: "
+                "kwargs_handlers=[AORecipeKwargs(module_filter_func=lambda layer, name: True)].",
+                type(model).__name__,
+                _UNIT,
+            )
+
+
+@contextlib.contextmanager
+def _only_errors(*names: str) -> Iterator[None]:
+    """Run a block in which loggers say errors only: torchao warns of each device's kernels that do not load here."""
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _import_torchao() -> Any:
+    """Return the module ``torchao.float8``.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        with _only_errors("torchao", "torch.utils._pytree"):
+            import torchao.float8
+            import torchao.float8.float8_linear
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torchao":
+            raise
+        raise MissingDependencyError("torchao", needed_for="mixed_precision='fp8'") from error
+    return torchao.float8

@@ -1,0 +1,196 @@
+"""Make the default process group, and destroy it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from nb_accelerate.base.devices import backend_named
+from nb_accelerate.base.topology.place import place_of
+from nb_accelerate.errors import ConfigError, MissingDependencyError
+from nb_accelerate.training.process import context
+
+if TYPE_CHECKING:
+    import torch
+
+    from nb_accelerate.base.config.env import Environment
+    from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
+    from nb_accelerate.base.devices import DeviceKind
+    from nb_accelerate.base.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+_GLOO_RELEASE = 0.001
+"""Seconds in which a thread of gloo's drops its last reference to a Python object."""
+
+
+def create(
+    topology: Topology,
+    kind: DeviceKind,
+    device: torch.device,
+    *,
+    options: InitProcessGroupKwargs,
+    environment: Environment,
+) -> None:
+    """Make the default process group. Blocks until all ranks are there.
+
+    The group ends with `close`, at the latest when the interpreter ends: a rank that leaves without destroying
+    its gloo groups sometimes aborts on the way out.
+
+    Raises:
+        ConfigError: the environment does not say where ranks meet, or the device has no backend.
+        MissingDependencyError: this build of torch has no torch.distributed.
+    """
+    if not dist.is_available():
+        raise MissingDependencyError("torch", needed_for=f"training on {topology.world_size} ranks (torch.distributed)")
+    backend = options.backend or kind.backend
+    if backend is None:
+        raise ConfigError(
+            f"{kind.name} devices cannot exchange tensors between ranks. Write Accelerator(cpu=True), or start "
+            "one rank."
+        )
+    place = None if environment.has_rendezvous else place_of(environment.variables, topology)
+    if options.init_method is None and not environment.has_rendezvous and place is None:
+        raise ConfigError(
+            f"This is rank {topology.rank} of {topology.world_size}, but MASTER_ADDR and MASTER_PORT do not say where "
+            "the ranks meet. Export both (the host of rank 0 and a free port there), or start the ranks with "
+            "notebook_launcher, nb-accelerate launch or torchrun, which set them."
+        )
+    dist.init_process_group(
+        backend=backend,
+        **_place(backend, topology, kind, device, options=options, environment=environment, place=place),
+        timeout=options.timeout,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        # Binding the device at once lets nccl fail early, and keeps barriers from guessing a device.
+        device_id=device if backend_named(backend).binds_device else None,
+    )
+    atexit.register(close)
+
+
+def create_alone(kind: DeviceKind) -> None:
+    """Make the default process group of a single process. It listens on no port, and ends with `close`.
+
+    Raises:
+        MissingDependencyError: this build of torch has no torch.distributed.
+    """
+    if not dist.is_available():
+        raise MissingDependencyError("torch", needed_for="a process group (torch.distributed)")
+    from torch._C._distributed_c10d import HashStore  # missing where torch was built without torch.distributed
+
+    dist.init_process_group(backend=kind.backend or "gloo", store=HashStore(), rank=0, world_size=1)
+    atexit.register(close)
+
+
+def _place(
+    backend: str,
+    topology: Topology,
+    kind: DeviceKind,
+    device: torch.device,
+    *,
+    options: InitProcessGroupKwargs,
+    environment: Environment,
+    place: tuple[str, int] | None,
+) -> dict[str, Any]:
+    """Return where the ranks meet, as arguments of `init_process_group`."""
+    url = "env://" if place is None else f"tcp://{place[0]}:{place[1]}"
+    is_bound = backend_named(backend).binds_device and device.index is not None
+    uuid = kind.uuid(device.index) if is_bound else None
+    if options.init_method is not None or not (environment.has_agent_store or uuid):
+        return {"init_method": options.init_method or url}
+    # torchrun's store outlives a process group, and torch would look for the second one's addresses under the names
+    # that the first one has left there.
+    from torch._C._distributed_c10d import PrefixStore  # not where torch was built without it
+
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    timeout = options.timeout or rendezvous.default_pg_timeout
+    store, _, _ = next(rendezvous.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))
+    if environment.has_agent_store:
+        # Counted in the store: ranks that have another one in common than before begin anew, all of them.
+        number = store.add(f"nb_accelerate/groups of rank {topology.rank}", 1)
+        store = PrefixStore(f"nb_accelerate/group {number}", store)
+    if uuid:
+        claim(store, topology.rank, device, uuid)
+    return {"store": store}
+
+
+def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
+    """Claim a device for this rank. Where two ranks use one, nccl's own error does not say so.
+
+    Args:
+        store: of the group that is about to be made.
+        rank: of this process.
+        device: as this process calls it.
+        uuid: its name among all devices.
+
+    Raises:
+        ConfigError: another rank has claimed it.
+    """
+    owner = int(store.compare_set(f"device {uuid}", "", str(rank)))
+    if owner != rank:
+        raise ConfigError(
+            f"Rank {rank} and rank {owner} use the same GPU ({device}, {uuid}), and nccl needs one for each. Start "
+            "as many ranks as there are GPUs, let every rank see all of them or another one (CUDA_VISIBLE_DEVICES), or "
+            "train on the CPU with Accelerator(cpu=True)."
+        )
+
+
+def backend(group: dist.ProcessGroup) -> str:
+    """Return the name of a group's backend."""
+    return str(dist.get_backend(group))
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy one subgroup, and leave the group of all ranks as it is."""
+    dist.destroy_process_group(group)
+
+
+def close() -> None:
+    """Destroy every process group of this process, and forget its context.
+
+    Called by a rank when it ends. Never raises, and does nothing where there is no group.
+    """
+    atexit.unregister(close)
+    context.leave()
+    if dist.is_available() and dist.is_initialized():
+        # A thread of gloo's may be about to drop the last collective, and needs the interpreter for the Python object
+        # in it. If the interpreter ends before, torch aborts the process. Nothing tells when the thread has done so.
+        time.sleep(_GLOO_RELEASE)
+        try:
+            dist.destroy_process_group()
+        except Exception:  # at the end of the process nobody can handle it
+            logger.debug("a process group could not be destroyed", exc_info=True)
+    if dist.is_available() and not dist.is_initialized():
+        _forget_unfinished()
+
+
+def _forget_unfinished() -> None:
+    """Forget groups whose creation was interrupted, as `destroy_process_group` forgets complete ones.
+
+    Ranks meet under the name of a group, which is its number. torch keeps the number and the name of one that failed:
+    this rank would wait for the others under another number than they do, or find the name taken.
+    """
+    module: Any = dist.distributed_c10d
+    world = module._world  # noqa: SLF001 - torch forgets them nowhere
+    for group in list(world.pg_names):
+        with contextlib.suppress(Exception):
+            group.shutdown()
+    for known in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(world, known).clear()
+    module._unregister_all_process_groups()  # noqa: SLF001 - torch forgets them nowhere
+    world.group_count = 0
+
+
+def close_owned() -> None:
+    """Destroy the process group if we made it; leave one that was adopted as it is."""
+    known = context.current()
+    if known is not None and known.owns_group:
+        close()
+    else:
+        context.leave()

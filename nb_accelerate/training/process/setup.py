@@ -1,0 +1,134 @@
+"""Find the rank and device of this process, and connect it with the others.
+
+::
+
+    environment -> Topology -> device -> process group -> ProcessContext
+                   (or the group that exists already)
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
+from nb_accelerate.base.config.options import note_use
+from nb_accelerate.base.devices import CPU, backend_named
+from nb_accelerate.base.topology import Topology, read_topology
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.process import context, group
+from nb_accelerate.training.process.affinity import set_numa_affinity
+from nb_accelerate.training.process.context import ProcessContext
+from nb_accelerate.training.process.devices import choose_device, device_of_group, idle_kind
+
+if TYPE_CHECKING:
+    from nb_accelerate.base.devices import DeviceKind
+
+logger = logging.getLogger(__name__)
+
+
+def setup_process(
+    *,
+    cpu: bool | None = None,
+    options: InitProcessGroupKwargs | None = None,
+    environment: Environment | None = None,
+    needs_group: bool = False,
+) -> ProcessContext:
+    """Return the context of this process; the first call makes it, and later calls return the same.
+
+    A process group that exists already is adopted and never destroyed by us.
+
+    Args:
+        cpu: train on the CPU; None leaves it to the environment and to the devices there are.
+        options: arguments for the process group.
+        environment: variables to read; those of this process by default.
+        needs_group: make a process group also where this process is alone, for an engine that wants one.
+
+    Raises:
+        ConfigError: the environment contradicts itself, or this call contradicts an earlier one.
+    """
+    environment = environment or Environment()
+    known = context.current()
+    if known is not None and needs_group and known.group is None:
+        group.create_alone(known.kind)
+        return context.install(replace(known, group=context.default_group(), owns_group=True))
+    if known is not None:
+        _check_same(known, cpu=cpu, options=options)
+        return known
+    use_cpu = bool(environment.use_cpu) if cpu is None else cpu
+    options = options or InitProcessGroupKwargs()
+    adopted = context.default_group()
+    read = topology = read_topology(environment.variables)
+    if adopted is None:
+        kind, device = choose_device(topology, cpu=use_cpu, name=environment.device)
+    else:
+        topology = _topology_of_group(read)
+        if not use_cpu and backend_named(dist.get_backend()).device == CPU.name:
+            use_cpu = True
+            _say_what_is_idle(topology)
+        guessed = topology is not read
+        kind, device = device_of_group(adopted.bound_device_id, topology, guessed=guessed, cpu=use_cpu)
+    if environment.flag("ACCELERATE_CPU_AFFINITY"):
+        set_numa_affinity(topology.local_rank if device.index is None else device.index)
+    if kind.start_runtime is not None:
+        topology = kind.start_runtime(topology)
+        device = torch.device(kind.name, kind.current_device())
+    elif topology.world_size > 1:
+        _select(kind, device)
+        if adopted is None:
+            group.create(topology, kind, device, options=options, environment=environment)
+            note_use(options, "the process group that was made", advice="Set it before the first Accelerator(...).")
+    elif needs_group and adopted is None:
+        _select(kind, device)
+        group.create_alone(kind)
+    return context.install(
+        ProcessContext(
+            topology=topology,
+            kind=kind,
+            device=device,
+            group=context.default_group(),
+            owns_group=adopted is None and kind.start_runtime is None and (needs_group or topology.world_size > 1),
+            options=options,
+        )
+    )
+
+
+def _say_what_is_idle(topology: Topology) -> None:
+    idle = idle_kind()
+    if idle is not None and topology.is_local_main:
+        logger.warning(
+            "This process trains on the CPU although there are %s devices: the process group that exists already "
+            "carries tensors between CPUs (gloo). To train on them, leave init_process_group() to Accelerator(), or "
+            "write init_process_group(%r). To train on the CPU, write Accelerator(cpu=True).",
+            idle.name,
+            idle.backend,
+        )
+
+
+def _select(kind: DeviceKind, device: torch.device) -> None:
+    if device.index is not None:
+        kind.set_device(device.index)
+
+
+def _topology_of_group(read: Topology) -> Topology:
+    """Return rank and world size of this process in the group that exists; the environment only adds the machine."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (read.rank, read.world_size) == (rank, world_size):
+        return read
+    # Who made the group did not go through the environment. Take all ranks to be on this machine.
+    return replace(Topology(), rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+
+
+def _check_same(known: ProcessContext, *, cpu: bool | None, options: InitProcessGroupKwargs | None) -> None:
+    if cpu and not known.kind.is_host:
+        raise ConfigError(
+            f"cpu=True was given, but this process already trains on {known.device}, chosen when its first Accelerator "
+            "was made. Write cpu=True in the first one."
+        )
+    if options is not None and known.group is not None and options != known.options:
+        logger.warning("InitProcessGroupKwargs have no effect: this process already has a process group.")

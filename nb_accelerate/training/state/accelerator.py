@@ -1,0 +1,185 @@
+"""`AcceleratorState`: a view of the rank and device of this process and of the choices of its newest `Accelerator`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.precision import resolve_precision
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.process import context
+from nb_accelerate.training.state.choices import Choices, current_process, newest_choices, remember
+from nb_accelerate.training.state.partial import SHOWN, PartialState, ProcessView
+from nb_accelerate.training.state.view import SharedState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
+    from nb_accelerate.base.config.dynamo import TorchDynamoPlugin
+    from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.base.config.parallelism import ParallelismConfig
+    from nb_accelerate.training.process.context import ProcessContext
+
+_PLUGINS = (
+    "dynamo_plugin",
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "torch_tp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+)
+
+
+class AcceleratorState(ProcessView):
+    """The members of `PartialState`, and the precision and compilation that the newest `Accelerator` chose.
+
+    Args:
+        mixed_precision: as for `Accelerator`, in code that makes the state before any `Accelerator`.
+        cpu: as in `PartialState`.
+        **kwargs: as in `PartialState`. Plugins of accelerate that are None are accepted.
+
+    Raises:
+        ConfigError: an `Accelerator` chose another precision already, or a plugin was given.
+    """
+
+    _shared_state = SharedState(
+        lambda: newest_choices() is not None,
+        *SHOWN,
+        "mixed_precision",
+        "dynamo_plugin",
+        "fsdp_plugin",
+        "parallelism_config",
+    )
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        for name in [name for name in kwargs if name in _PLUGINS]:
+            if kwargs.pop(name) is not None:
+                raise ConfigError(f"AcceleratorState was given {name}. Write Accelerator({name}=...) instead.")
+        PartialState(cpu, **kwargs)
+        self._fixed: tuple[ProcessContext, Choices] | None = None
+        known = newest_choices()
+        if known is None:
+            remember(current_process(), Choices.make(mixed_precision))
+        elif mixed_precision is not None and str(resolve_precision(mixed_precision, Environment())) != (
+            known.mixed_precision
+        ):
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r} was given to AcceleratorState, but the Accelerator of this "
+                f"process computes in {known.mixed_precision!r}. A state only shows what was chosen; write "
+                f"Accelerator(mixed_precision={mixed_precision!r})."
+            )
+
+    @classmethod
+    def of(cls, process: ProcessContext, choices: Choices) -> Self:
+        """Return the state of one `Accelerator`."""
+        view = cls.__new__(cls)
+        view._fixed = process, choices  # noqa: SLF001 - this class
+        return view
+
+    @override
+    def _process(self) -> ProcessContext:
+        return self._fixed[0] if self._fixed else current_process()
+
+    @property
+    @override
+    def distributed_type(self) -> DistributedType:
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        chosen = choices.distributed_type if choices else None
+        return super().distributed_type if chosen is None else chosen
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        return choices.mixed_precision if choices else str(resolve_precision(None, Environment()))
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How models are compiled."""
+        return (self._fixed[1] if self._fixed else newest_choices() or Choices.make()).dynamo
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an `Accelerator`, or this state, was made."""
+        return is_initialized()
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """How DeepSpeed trains models, by the names that were given; None where it does not."""
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        engines = choices.engines if choices else None
+        return None if engines is None or engines.deepspeed is None else dict(engines.deepspeed)
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin that counts for what is prepared now; None where DeepSpeed does not train."""
+        plugins = self.deepspeed_plugins or {}
+        return next((plugin for plugin in plugins.values() if plugin.selected), None)
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return one of several plugins.
+
+        Args:
+            name: a key of ``Accelerator(deepspeed_plugins={...})``.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise ConfigError(
+                f"There is no DeepSpeed plugin {name!r}.{suggest(name, plugins)} There are: "
+                f"{', '.join(map(repr, plugins)) or 'none'}. Write Accelerator(deepspeed_plugins={{{name!r}: ...}})."
+            )
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Make one of several plugins count for what is prepared from now on.
+
+        Args:
+            name: see `get_deepspeed_plugin`.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        chosen = self.get_deepspeed_plugin(name)
+        for plugin in (self.deepspeed_plugins or {}).values():
+            plugin.deselect()
+        chosen.select(_from_accelerator_state=True)
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded; None if they are not."""
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        engines = choices.engines if choices else None
+        return engines.fsdp if engines is not None and self.is_fsdp2 else None
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How ranks are laid out; None if nobody has said."""
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        return choices.engines.parallelism if choices and choices.engines is not None else None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded with FSDP2; its first version is not supported."""
+        return self.distributed_type is DistributedType.FSDP
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Clear the choices of the newest `Accelerator`; with ``reset_partial_state`` also rank and device."""
+        known = context.current()
+        if known is not None:
+            remember(known, None)
+        if reset_partial_state:
+            context.reset()
+
+
+def is_initialized() -> bool:
+    """Return whether an `Accelerator`, or an `AcceleratorState`, was made in this process."""
+    return newest_choices() is not None

@@ -1,0 +1,77 @@
+"""State that all `Accelerator` objects of a process share.
+
+A cell that makes an `Accelerator` may run twice, and an evaluation may make a second one. Objects that the first one
+prepared stay usable, because the state of the loop, of its loaders and of the loss scaler is kept here, once for each
+process. Options (length of the accumulation window, how loaders are sharded) belong to each `Accelerator`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakSet, ref
+
+from nb_accelerate.training.data.tracker import LoaderTracker
+from nb_accelerate.training.optim.accumulation import Window
+from nb_accelerate.training.process import context
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from nb_accelerate.training.optim import AcceleratedOptimizer
+    from nb_accelerate.training.precision.scaler import LossScaler
+
+
+@dataclass(kw_only=True)
+class SharedTraining:
+    """The prepared objects of this process, and the position of the training loop.
+
+    Attributes:
+        tracker: which loaders are being iterated.
+        window: whether the current batch closes an accumulation window.
+        scaler: the loss scaler of fp16; None until an `Accelerator` uses fp16.
+        models: prepared models that are still referred to.
+        given_optimizers: optimizers that were given to ``prepare``.
+        watches_first_step: the first step of an optimizer is looked at, whether anything was prepared.
+    """
+
+    tracker: LoaderTracker = field(default_factory=LoaderTracker)
+    window: Window = field(default_factory=Window)
+    scaler: LossScaler | None = None
+    models: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    given_optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    watches_first_step: bool = False
+    _optimizers: list[ref[AcceleratedOptimizer]] = field(default_factory=list)
+
+    @property
+    def optimizers(self) -> list[AcceleratedOptimizer]:
+        """Prepared optimizers that are still referred to, in the order of preparation, which all ranks share."""
+        return [optimizer for one in self._optimizers if (optimizer := one()) is not None]
+
+    def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
+        """Add a prepared optimizer, unless it is in the list."""
+        with contextlib.suppress(TypeError):  # an engine's need not be one of torch
+            self.given_optimizers.add(optimizer.optimizer)
+        if not any(one is optimizer for one in self.optimizers):
+            self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all prepared models and optimizers.
+
+        Called when a pool of ranks goes on after a failure: some ranks have accumulated batches that others have not,
+        or gradients that are averaged on some ranks only.
+        """
+        for model in self.models:
+            model.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.drop_gradients()
+
+
+def shared_training() -> SharedTraining:
+    """Return the `SharedTraining` of this process."""
+    if context.training.value is None:
+        context.training.value = SharedTraining()
+    shared: SharedTraining = context.training.value
+    return shared

@@ -1,0 +1,328 @@
+"""Train with the whole model on every rank; average gradients while backward runs (DistributedDataParallel)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn import parallel
+from typing_extensions import override
+
+from nb_accelerate.base.config.options import note_use
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
+from nb_accelerate.training.strategies.strategy import Strategy
+from nb_accelerate.training.strategies.unwrapping import flattened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from nb_accelerate.base.config.distributed import DistributedType
+    from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
+    from nb_accelerate.training.comm import Collectives
+
+
+_CALLED_OUTSIDE = (
+    " If gradients pass through it, call it in forward instead: outside of it they are averaged over ranks at "
+    "optimizer.step, not during backward."
+)
+
+
+class _Prepared:
+    """Whether forwards have prepared backward to average gradients.
+
+    Attributes:
+        is_new: whether one has since the last look.
+        number: of looks that found a new one.
+        at_window: whether gradients are held back only until the accumulation window closes.
+    """
+
+    __slots__ = ("at_window", "is_new", "number")
+
+    def __init__(self) -> None:
+        self.is_new = self.at_window = False
+        self.number = 0
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradients):
+    """torch's wrapper, with errors that say what to write, which knows whether its backward averages gradients.
+
+    Attributes:
+        needs_first_sync: with ``static_graph=True``, whether torch has not yet seen a backward that exchanges
+            gradients, from which it learns the graph.
+    """
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self.needs_first_sync = bool(kwargs.get("static_graph"))
+        # torch registers hooks now, so a layer that is made trainable later is not averaged.
+        self._averaged: list[Tensor] = []
+        self._ignored: list[Tensor] = []
+        for name, parameter in module.named_parameters():
+            if name in self.parameters_to_ignore:
+                self._ignored.append(parameter)
+            elif parameter.requires_grad:
+                self._averaged.append(parameter)
+        self._prepared = _Prepared()
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
+            self.note_prepared()
+        return outputs
+
+    def note_prepared(self) -> None:
+        """Note that the next backward averages gradients."""
+        self._prepared.is_new = True  # a flag and no number, so that torch.compile has nothing to guard
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., nn.Module], tuple[Any, ...]]:
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
+        return _rebuild, (type(self), self.module, state)
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.needs_first_sync = bool(self.static_graph)  # the reducer is a new one
+
+    @override
+    def averaged(self) -> Iterable[Tensor]:
+        return self._averaged
+
+    @override
+    def ignored(self) -> Iterable[Tensor]:
+        return self._ignored
+
+    @property
+    @override
+    def compares(self) -> bool:  # type: ignore[override]
+        return not self._comm_hooks  # a user's hook may mean to average less
+
+    @override
+    def num_exchanges(self) -> int | None:
+        prepared = self._prepared
+        if self._join_config.enable or not (self.require_backward_grad_sync or prepared.at_window):
+            return None
+        if prepared.is_new:
+            prepared.is_new = False
+            prepared.number += 1
+        return prepared.number
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Hold gradients back until the accumulation window closes, in a block."""
+        prepared = self._prepared
+        before, prepared.at_window = prepared.at_window, prepared.at_window or self.require_backward_grad_sync
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            prepared.at_window = before
+
+    @override
+    def check_averaged(self) -> None:
+        self.needs_first_sync = False
+        try:
+            self._check_reducer_finalized()  # type: ignore[no-untyped-call]  # what the next forward would find out, one step too late
+        except RuntimeError as error:
+            unused = [name for name, one in self.module.named_parameters() if one.requires_grad and one.grad is None]
+            named = f": {', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}" if unused else ""
+            raise ConfigError(
+                f"{len(unused) or 'Some'} parameters of {type(self.module).__name__} got no gradient in this backward"
+                f"{named}. Ranks wait for all gradients before they average any. If they are not meant to be used in "
+                "every step, write Accelerator(kwargs_handlers=["
+                "DistributedDataParallelKwargs(find_unused_parameters=True)]); if never, set requires_grad=False "
+                "before prepare."
+            ) from error
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            if any(name.startswith("module.") for name in state_dict):
+                raise
+            raise RuntimeError(
+                f"{error}\nOn several ranks the prepared model is a wrapper around your {type(self.module).__name__}, "
+                "and its names begin with 'module.'. Write accelerator.unwrap_model(model).load_state_dict(...)."
+            ) from None
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("__") or not hasattr(module, name):
+                raise
+            advice = _CALLED_OUTSIDE if callable(getattr(module, name)) else ""
+            raise AttributeError(
+                f"The prepared model has no attribute {name!r}: on several ranks it is a wrapper around your "
+                f"{type(module).__name__}. Write accelerator.unwrap_model(model).{name}.{advice}",
+                name=name,
+                obj=self,
+            ) from None
+
+
+def _rebuild(kind: type[DistributedDataParallel], module: nn.Module, state: dict[str, Any]) -> nn.Module:
+    """Return the wrapper that was pickled, or the model in it where there is no process group, as in a notebook."""
+    if not dist.is_initialized():
+        return module
+    wrapper = kind.__new__(kind)
+    wrapper.__setstate__(state)
+    return wrapper
+
+
+class DDPStrategy(Strategy):
+    """Train with DistributedDataParallel.
+
+    Args:
+        device: where models are trained.
+        collectives: how ranks exchange data.
+        distributed_type: the name of the setup, which depends on the kind of device.
+        options: arguments of DistributedDataParallel.
+        pass_device_ids: whether to give it the index of the device; on a CPU it takes none.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        collectives: Collectives,
+        distributed_type: DistributedType,
+        *,
+        options: DistributedDataParallelKwargs,
+        pass_device_ids: bool,
+    ) -> None:
+        super().__init__(device, collectives, distributed_type)
+        self._options = options
+        self._device_ids = [device] if pass_device_ids else None
+
+    @override
+    def use_ddp_options(self, options: DistributedDataParallelKwargs) -> None:
+        self._options = options
+
+    @override
+    def wrap(self, model: nn.Module) -> nn.Module:
+        wrapped = _wrapped(model)
+        if wrapped is not None and is_alive(wrapped.process_group):
+            return model
+        model = model if wrapped is None else wrapped.module  # wrapped for a process group that has ended
+        if not any(p.requires_grad for p in model.parameters()):
+            return model  # torch refuses to wrap a model without anything to train
+        mesh: Any = next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
+        if mesh is not None:
+            raise ConfigError(
+                f"Layers of this {type(model).__name__} are parallelized over ranks (tensor parallelism), and each "
+                "rank would read other rows. Say how ranks are laid out: "
+                f"Accelerator(parallelism_config=ParallelismConfig(tp_size={mesh.size()}))."
+            )
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=self._device_ids,
+            output_device=self._device_ids and self.device,
+            **self._options.to_ddp(),
+        )
+        self._options.register_comm_hook(wrapped)
+        note_use(self._options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
+        return wrapped
+
+    @override
+    @contextlib.contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        wrapped = _wrapped(model)
+        if wrapped is None:
+            yield
+            return
+        model = wrapped
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        # A forward outside of no_sync would have prepared the buckets. No outputs are given, so torch does not search
+        # them for unused parameters: several forwards may share this backward.
+        model.reducer.prepare_for_backward([])
+        if isinstance(model, DistributedDataParallel):
+            model.note_prepared()
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    @override
+    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        return Join([wrapped for model in models if (wrapped := _wrapped(model)) is not None])
+
+    @override
+    def replicated(self, models: Iterable[nn.Module]) -> list[Tensor]:
+        found = [wrapped for model in models if (wrapped := _wrapped(model)) is not None]
+        if not all(wrapped.require_backward_grad_sync for wrapped in found):  # ranks train apart for a while
+            return []
+        return [one for wrapped in found for one in wrapped.parameters() if one.requires_grad]
+
+    @override
+    def copy_rank_0(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
+            for state in (*model.parameters(), *model.buffers()):
+                state.data.copy_(self.collectives.broadcast(state.data, 0))
+
+    @override
+    def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        block = contextlib.ExitStack()
+        for wrapped in _wrappers(models):
+            if getattr(wrapped, "needs_first_sync", False):
+                raise ConfigError(
+                    "DistributedDataParallelKwargs(static_graph=True) needs a first backward that exchanges gradients, "
+                    "and no_sync exchanges none. Leave static_graph out, or run one batch before."
+                )
+            block.enter_context(wrapped.no_sync())
+        return block
+
+    @override
+    def accumulate(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        block = contextlib.ExitStack()
+        for wrapped in _wrappers(models):
+            if getattr(wrapped, "needs_first_sync", False):
+                vars(wrapped)["needs_first_sync"] = False  # averaging a part of the sum gives the same gradients
+            elif isinstance(wrapped, DistributedDataParallel):
+                block.enter_context(wrapped.accumulate())
+            else:
+                block.enter_context(wrapped.no_sync())
+        return block
+
+    @override
+    def complete_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[bool], None] | None:
+        def wrappers() -> list[DistributedDataParallel]:
+            found = [_wrapped(model) for model in models]
+            return [one for one in found if isinstance(one, DistributedDataParallel)]
+
+        return GradientAverage(optimizer, self.collectives, wrappers)
+
+
+def _wrappers(models: Iterable[Any]) -> Iterator[parallel.DistributedDataParallel]:
+    """Yield the wrappers in what a user gives; a model without one exchanges no gradients."""
+    for model in flattened(models):
+        wrapped = _wrapped(model)
+        if wrapped is not None:
+            yield wrapped
+        else:
+            yield from (one for one in model.modules() if isinstance(one, parallel.DistributedDataParallel))
+
+
+def _wrapped(model: nn.Module) -> parallel.DistributedDataParallel | None:
+    """Return the DistributedDataParallel of a prepared model, which may be compiled; None if it has none."""
+    model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, parallel.DistributedDataParallel) else None
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group can still be used."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):  # torch has forgotten the group
+        return False

@@ -1,0 +1,206 @@
+"""Compute the configuration of a DeepSpeed engine: the user's, with every ``"auto"`` replaced. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.config.deepspeed_json import AUTO, contradictions, filled
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.optim.placeholders import DummyOptim, DummyScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
+
+_COMPILED = {"adam", "adamw"}
+"""Optimizers that DeepSpeed compiles at their first use, unless it is told to take those of torch."""
+
+_NEVER = 10**9
+"""Optimizer steps between two lines of DeepSpeed about progress: more than any run has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known about a training where a model is prepared.
+
+    Attributes:
+        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        world_size: number of ranks.
+        accumulation_steps: batches for one optimizer step.
+        batch_sizes: rows of a batch on one rank, of each loader that is prepared with the model.
+        scheduler_steps: how often a prepared scheduler advances for one optimizer step: once for each process that
+            reads rows of its own, or once. ``total_num_steps`` of a `DummyScheduler` is divided by it, as accelerate
+            does; ``warmup_num_steps`` is not.
+        hidden_size: of the model; None where its configuration does not say.
+    """
+
+    precision: str
+    world_size: int
+    accumulation_steps: int
+    batch_sizes: tuple[int, ...] = ()
+    scheduler_steps: int = 1
+    hidden_size: int | None = None
+
+
+def engine_config(
+    plugin: DeepSpeedPlugin,
+    run: Run,
+    optimizer: torch.optim.Optimizer | None,
+    schedulers: Sequence[Any],
+) -> dict[str, Any]:
+    """Return the configuration for one engine: a copy of the user's, checked and completed.
+
+    Args:
+        plugin: what the user says.
+        run: what is prepared.
+        optimizer: of the model; None if it is only evaluated.
+        schedulers: of that optimizer.
+
+    Raises:
+        ConfigError: values contradict each other, or one is missing.
+    """
+    given = dict(plugin.deepspeed_config)
+    if optimizer is None:
+        given.pop("optimizer", None)
+        given.pop("scheduler", None)
+    _check_objects(given, optimizer, schedulers)
+    batch = _batch_size(plugin, run)
+    values: dict[str, Any] = {
+        "gradient_accumulation_steps": run.accumulation_steps,
+        "train_micro_batch_size_per_gpu": batch,
+        "bf16.enabled": run.precision == "bf16",
+        "fp16.enabled": run.precision == "fp16",
+        **_of_size(run.hidden_size),
+        **_of_optimizer(optimizer),
+        **_of_schedulers(schedulers, run),
+    }
+    config = filled(given, values)
+    sizes = {"gradient_accumulation_steps": run.accumulation_steps}
+    micro = config.get("train_micro_batch_size_per_gpu", batch)
+    if micro is not None:
+        sizes["train_batch_size"] = micro * run.accumulation_steps * run.world_size
+    found = contradictions(config, sizes)
+    if found:
+        raise ConfigError(
+            f"The DeepSpeed configuration contradicts what is prepared ({run.world_size} ranks, batches of {micro} "
+            f'rows, {run.accumulation_steps} for one optimizer step): {"; ".join(found)}. Write "auto" there.'
+        )
+    config["gradient_accumulation_steps"] = run.accumulation_steps
+    if "train_batch_size" not in config:
+        config["train_micro_batch_size_per_gpu"] = micro or 1  # DeepSpeed wants one, and only counts samples with it
+    config.setdefault("gradient_clipping", 0.0)  # newer versions of DeepSpeed clip to 1.0 otherwise
+    config.setdefault("steps_per_print", _NEVER)
+    config.setdefault("zero_allow_untested_optimizer", True)
+    zero = config.setdefault("zero_optimization", {})
+    zero.setdefault("stage", plugin.stage)
+    if run.precision != "no":
+        if zero["stage"] == 0:
+            raise ConfigError(
+                f"mixed_precision={run.precision!r} was asked for with ZeRO stage 0, where DeepSpeed's first optimizer "
+                "step is wrong. Write zero_stage=1 or more, or leave mixed_precision out."
+            )
+        config.setdefault(run.precision, {})["enabled"] = True
+    if zero["stage"] == 3:
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    described = config.get("optimizer")
+    if optimizer is not None and described is None:
+        config.setdefault("zero_force_ds_cpu_optimizer", False)  # the user's optimizer works there too
+    elif described is not None and str(described.get("type", "")).lower() in _COMPILED:
+        described.setdefault("params", {}).setdefault("torch_adam", True)
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return config
+
+
+def _check_objects(config: dict[str, Any], optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any]) -> None:
+    """Compare the optimizer and the scheduler that are prepared with those that a configuration describes.
+
+    Raises:
+        ConfigError: one is there twice, or not at all.
+    """
+    if optimizer is None:
+        return
+    stands_in = isinstance(optimizer, DummyOptim)
+    if "optimizer" in config and not stands_in:
+        raise ConfigError(
+            f'The DeepSpeed configuration has an "optimizer", and a {type(optimizer).__name__} is prepared. Leave one '
+            "of them out, or write optimizer = DummyOptim(model.parameters())."
+        )
+    if "optimizer" not in config and stands_in:
+        raise ConfigError(
+            'A DummyOptim stands for the "optimizer" of a DeepSpeed configuration, and this one has none. Describe it '
+            "there, or make an optimizer of torch.optim."
+        )
+    for scheduler in schedulers:
+        if not isinstance(scheduler, DummyScheduler):
+            if "scheduler" in config:
+                raise ConfigError(
+                    f'The DeepSpeed configuration has a "scheduler", and a {type(scheduler).__name__} is prepared. '
+                    "Leave one of them out, or write DummyScheduler(optimizer)."
+                )
+            if stands_in:
+                raise ConfigError(
+                    f"A {type(scheduler).__name__} of a DummyOptim would change nothing. Write "
+                    "DummyScheduler(optimizer, lr_scheduler_callable=...), which makes it from the real optimizer."
+                )
+        elif "scheduler" not in config and scheduler.lr_scheduler_callable is None:
+            raise ConfigError(
+                'A DummyScheduler stands for the "scheduler" of a DeepSpeed configuration, and this one has none. '
+                "Describe it there, or write DummyScheduler(optimizer, lr_scheduler_callable=...)."
+            )
+
+
+def _batch_size(plugin: DeepSpeedPlugin, run: Run) -> int | None:
+    """Return the rows of a batch on one rank; None where nothing says.
+
+    Raises:
+        ConfigError: the configuration and the loaders say different numbers.
+    """
+    given = plugin.get_value("train_micro_batch_size_per_gpu")
+    known = None if given in {None, AUTO} else int(given)
+    if not run.batch_sizes:
+        return known
+    if known is not None and known not in run.batch_sizes:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu is {known} in the DeepSpeed configuration, and the loaders that are "
+            f'prepared have batches of {", ".join(map(str, sorted(set(run.batch_sizes))))} rows. Write "auto" there.'
+        )
+    if known is not None:
+        return known
+    return min(run.batch_sizes) if plugin.is_train_batch_min else max(run.batch_sizes)
+
+
+def _of_size(hidden_size: int | None) -> dict[str, Any]:
+    """Return sizes of buffers for a size of hidden states, those that transformers takes too."""
+    if hidden_size is None:
+        return {}
+    square = hidden_size * hidden_size
+    return {
+        "zero_optimization.reduce_bucket_size": square,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * square),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    if not isinstance(optimizer, DummyOptim):
+        return {}
+    values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+    return {f"optimizer.params.{name}": value for name, value in values.items()}
+
+
+def _of_schedulers(schedulers: Sequence[Any], run: Run) -> dict[str, Any]:
+    for scheduler in schedulers:
+        if isinstance(scheduler, DummyScheduler):
+            total = scheduler.total_num_steps
+            values = {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": scheduler.optimizer.defaults.get("lr"),
+                "warmup_num_steps": max(1, scheduler.warmup_num_steps),
+                "total_num_steps": None if total is None else -(-total // run.scheduler_steps),
+            }
+            return {f"scheduler.params.{name}": value for name, value in values.items()}
+    return {}

@@ -1,0 +1,243 @@
+"""`DTensorStrategy`: what strategies share whose models hold parts of parameters, as torch's `DTensor`.
+
+Such a strategy replaces parameters of a model in place. Who held them before (an optimizer, a list of the user's) is
+told by an attribute on the old ones, whichever was prepared first::
+
+    prepare(model)      old parameter --_sharded_as--> new parameter
+    prepare(optimizer)  old parameters in its groups are replaced by the new ones, and its state is sharded likewise
+
+Whole weights and states are collected tensor by tensor into host memory, and have the form that an unsharded model
+would save. Either kind of checkpoint, whole or of shards, can be loaded with any strategy, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.comm.data_parallel import between_groups
+from nb_accelerate.training.strategies.ddp import is_alive
+from nb_accelerate.training.strategies.sharding import SHARDED_AS
+from nb_accelerate.training.strategies.shards import (
+    gather_whole,
+    is_shard,
+    is_split,
+    local_part,
+    settled,
+    shard_like,
+    shard_state,
+)
+from nb_accelerate.training.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from nb_accelerate.base.config.distributed import DistributedType
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.strategies.mesh import MeshLayout
+    from nb_accelerate.training.strategies.strategy import ModelRequest
+
+logger = logging.getLogger("nb_accelerate")
+
+
+class DTensorStrategy(Strategy):
+    """Train models of which each rank holds parts.
+
+    Args:
+        device: where models are trained.
+        collectives: how ranks exchange data.
+        distributed_type: see `Strategy`.
+        layout: of the ranks.
+    """
+
+    is_replicated: ClassVar[bool] = False
+
+    def __init__(
+        self, device: torch.device, collectives: Collectives, distributed_type: DistributedType, *, layout: MeshLayout
+    ) -> None:
+        super().__init__(device, collectives, distributed_type)
+        self.layout = layout
+        self.data_collectives = between_groups(collectives, layout.tp)
+        self._mesh = layout.make(device.type)
+
+    @property
+    @override
+    def mesh(self) -> DeviceMesh:
+        try:
+            is_there = is_alive(self._mesh.get_group(0))
+        except (KeyError, ValueError, RuntimeError):  # torch has forgotten the group
+            is_there = False
+        if not is_there:
+            self._mesh = self.layout.make(self.device.type)
+        return self._mesh
+
+    # -- preparation
+
+    @override
+    def prepare(
+        self,
+        models: Sequence[ModelRequest],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        earlier: Iterable[torch.optim.Optimizer] = (),
+    ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        prepared = [self.prepare_model(request) for request in models]
+        for optimizer in (*earlier, *optimizers):
+            use_shards(optimizer)
+        return prepared, list(optimizers)
+
+    @abstractmethod
+    @override
+    def wrap(self, model: nn.Module) -> nn.Module: ...
+
+    # -- gradients
+
+    @override
+    def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        return [getattr(parameter, SHARDED_AS, parameter) for parameter in parameters]
+
+    @override
+    def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        # torch's own norm of DTensors fails on ranks whose shard is empty (norm_type=inf), for DTensors beside plain
+        # tensors, and for those of several meshes.
+        shards: dict[Any, list[Tensor]] = {}
+        for parameter in parameters:
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                parameter.grad = gradient = settled(gradient)
+                place = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+                shards.setdefault(place, []).append(local_part(gradient))
+        is_max = norm_type == float("inf")
+        norms = []
+        for place, gradients in shards.items():
+            norm = nn.utils.get_total_norm([one for one in gradients if one.numel()], norm_type).to(self.device)
+            if place is not None:
+                mesh, placements = place
+                part = norm if is_max else norm**norm_type
+                for dimension, placement in enumerate(placements):
+                    if is_split(placement):
+                        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+                        dist.all_reduce(part, op, group=mesh.get_group(dimension))
+                norm = part if is_max else part ** (1 / norm_type)
+            norms.append(norm)
+        return nn.utils.get_total_norm(norms, norm_type)
+
+    @override
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        norm = self.grad_norm(parameters, norm_type)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ computes it
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local = local_part(parameter.grad)
+                local.mul_(factor.to(local.device))
+        return norm
+
+    @override
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = settled(parameter.grad)
+                local_part(parameter.grad).clamp_(-clip_value, clip_value)
+
+    # -- state
+
+    @override
+    def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+        known: dict[int, Any] = {}  # tied weights stay one tensor
+        state = model.state_dict(keep_vars=True)
+        for value in state.values():
+            if id(value) not in known:
+                known[id(value)] = gather_whole(value, keep=keep)
+        return {name: known[id(value)] for name, value in state.items()} if keep else {}
+
+    @override
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **kwargs: Any) -> None:
+        now = model.state_dict()
+        model.load_state_dict({name: shard_like(value, now.get(name)) for name, value in state.items()}, **kwargs)
+
+    @override
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
+        whole: dict[str, Any] = tree_map(lambda value: gather_whole(value, keep=keep), optimizer.state_dict())
+        return whole if keep else {}
+
+    @override
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        sharded = dict(state["state"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in sharded:
+                sharded[number] = shard_state(sharded[number], parameter)
+        optimizer.load_state_dict({**state, "state": sharded})
+
+
+def use_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Replace, in the groups and in the state of an optimizer, parameters that were sharded since it was made.
+
+    A group with parameters on several meshes, or on one and on none, is stepped one by one: torch's loops over many
+    parameters at once (``foreach``, ``fused``) take no such mix.
+
+    Raises:
+        ConfigError: torch's own step of this optimizer fails on shards.
+    """
+    set_back: set[str] = set()
+    for group in optimizer.param_groups:
+        for number, old in enumerate(group["params"]):
+            new = getattr(old, SHARDED_AS, None)
+            if new is not None:
+                group["params"][number] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = shard_state(optimizer.state.pop(old), new)
+        meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
+        if len(meshes) > 1 and "foreach" in group:
+            given = {name for name in ("foreach", "fused") if group.get(name)}
+            group.update(dict.fromkeys({"foreach", *given}, False))
+            set_back |= given
+    if set_back:
+        logger.warning(
+            "%s of %s is set back to False: only some of its parameters are sharded, and torch steps such a mix one "
+            "parameter after the other. Leave it out.",
+            " and ".join(f"{name}=True" for name in sorted(set_back)),
+            type(optimizer).__name__,
+        )
+    _check_steps(optimizer)
+
+
+def _check_steps(optimizer: torch.optim.Optimizer) -> None:
+    parameters: list[Any] = [one for group in optimizer.param_groups for one in group["params"]]
+    shards = [one for one in parameters if is_shard(one)]
+    if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)) and shards:
+        why = "uses operations that torch does not have for shards"
+    elif (
+        isinstance(optimizer, torch.optim.LBFGS)
+        and shards
+        and (len(shards) < len(parameters) or any(map(_is_uneven, shards)))
+    ):
+        why = "joins all parameters, which torch cannot do with shards of unequal size"
+    else:
+        return
+    raise ConfigError(
+        f"torch.optim.{type(optimizer).__name__} {why}, so it cannot train a model that is sharded or parallelized "
+        "over ranks. Write another optimizer, AdamW, SGD or RMSprop say, or leave fsdp_plugin and parallelism_config "
+        "out."
+    )
+
+
+def _is_uneven(shard: Any) -> bool:
+    return any(
+        is_split(placement) and shard.shape[placement.dim] % shard.device_mesh.size(number)
+        for number, placement in enumerate(shard.placements)
+    )

@@ -1,0 +1,281 @@
+"""Train with shards of the model on every rank: FSDP2, torch's ``fully_shard``.
+
+Sharding changes a model in place: its class becomes one of torch's, and every parameter is replaced by a DTensor; see
+`training.strategies.dtensors`. Checkpoints are made of shards unless whole states are asked for
+(`training.checkpoint.sharded`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from packaging.version import parse
+from typing_extensions import override
+
+from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.options import note_use
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.comm.data_parallel import share_random_numbers
+from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
+from nb_accelerate.training.strategies.ddp import is_alive
+from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shards
+from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
+from nb_accelerate.training.strategies.model_memory import measure
+from nb_accelerate.training.strategies.sharding import is_sharded, shard_model
+from nb_accelerate.training.strategies.shards import is_shard
+from nb_accelerate.training.strategies.unwrapping import flattened, innermost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+    from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.precision import Precision
+    from nb_accelerate.training.strategies.mesh import MeshLayout
+    from nb_accelerate.training.strategies.model_memory import ModelMemory
+    from nb_accelerate.training.strategies.strategy import ModelRequest
+
+
+class ShardedModel(AveragesGradients):
+    """A sharded model: backward averages the gradients of shards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @override
+    def averaged(self) -> Iterable[Tensor]:
+        return [parameter for parameter in self._model.parameters() if is_shard(parameter)]
+
+    @override
+    def left_out(self) -> Iterable[Tensor]:
+        return [parameter for parameter in self._model.parameters() if not is_shard(parameter)]
+
+
+class FSDPStrategy(DTensorStrategy):
+    """Train with FSDP2.
+
+    Args:
+        device: where models are trained.
+        collectives: how ranks exchange data.
+        options: how.
+        layout: of the ranks.
+        plan: which layers are parallelized before the model is sharded; see `TensorParallelizer`.
+    """
+
+    refusals: ClassVar[Mapping[str, str]] = {
+        "LocalSGD": (
+            "LocalSGD lets every rank train a whole model for a while, and with FSDP a rank has a part only. Leave "
+            "LocalSGD out, or fsdp_plugin."
+        ),
+        "join_uneven_inputs": (
+            "join_uneven_inputs lets ranks end before the others, but with FSDP every forward and backward needs the "
+            "shards of all ranks. Write DataLoaderConfiguration(even_batches=True), the default, instead."
+        ),
+        "create_graph": (
+            "Gradients of gradients were asked for (create_graph=True), and with FSDP backward keeps no graph and "
+            "frees the weights that it has gathered. Leave fsdp_plugin out, and train with DDP."
+        ),
+    }
+
+    def __init__(
+        self,
+        device: torch.device,
+        collectives: Collectives,
+        *,
+        options: FullyShardedDataParallelPlugin,
+        layout: MeshLayout,
+        plan: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(device, collectives, DistributedType.FSDP, layout=layout)
+        self._options = options
+        self._plan = plan
+        self._dtype: torch.dtype | None = None
+        if options.cpu_ram_efficient_loading:
+            Environment.set_rank_0_loading()
+        self._no_sync_depth: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._holding: WeakSet[nn.Module] = WeakSet()  # may hold gradients that were not exchanged
+
+    @override
+    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
+        models = list(models)
+        # While a block is gathered, its parameters are the whole ones, and the shards are held besides.
+        shards = [one.sharded_param for model in map(innermost, models) for one in _fsdp_parameters(model)]
+        return measure(models, optimizers, parameters=shards)
+
+    # -- preparation
+
+    @override
+    def adapt_precision(self, precision: Precision) -> Precision:
+        self._dtype = precision.dtype
+        return precision
+
+    @override
+    def prepare_model(self, request: ModelRequest) -> nn.Module:
+        if request.training:
+            return self.wrap(request.model)  # which moves it, a block at a time
+        return super().prepare_model(request)
+
+    @override
+    def wrap(self, model: nn.Module) -> nn.Module:
+        inner = innermost(model)
+        if is_sharded(inner):
+            _check_group(inner)
+            return model
+        mesh = self.mesh
+        names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+        shard_model(
+            inner,
+            mesh=mesh[names],
+            options=self._options,
+            dtype=self._dtype,
+            collectives=self.collectives,
+            device=self.device,
+            parallelize=TensorParallelizer(mesh["tp"], self._plan).parallelize if self.layout.tp > 1 else None,
+        )
+        share_random_numbers(self.data_collectives)
+        note_use(self._options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
+        return model
+
+    # -- gradients
+
+    @override
+    def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        block = contextlib.ExitStack()
+        for model in flattened(models):
+            inner = innermost(model)
+            for one in [inner] if is_sharded(inner) else inner.modules():  # of nested ones, each counts by itself
+                if is_sharded(one):
+                    block.enter_context(self._without_sync(one))
+        return block
+
+    @contextlib.contextmanager
+    def _without_sync(self, model: Any) -> Iterator[None]:
+        self._no_sync_depth[model] = self._no_sync_depth.get(model, 0) + 1
+        self._holding.add(model)
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._no_sync_depth[model] -= 1
+            model.set_requires_gradient_sync(not self._no_sync_depth[model])
+
+    @override
+    @contextlib.contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        inner: Any = innermost(model)
+        if not is_sharded(inner):
+            yield
+            return
+        inner.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            inner.set_requires_gradient_sync(not self._no_sync_depth.get(inner, 0))
+
+    @override
+    def explain_backward(self, error: RuntimeError) -> None:
+        if "setStorage" in str(error):  # a second backward reads weights that the first has freed
+            raise ConfigError(self.refusals["create_graph"]) from error
+
+    @override
+    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        self.check_supports("join_uneven_inputs")
+        return super().join(models)
+
+    @override
+    def complete_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[bool], None] | None:
+        def sharded() -> list[ShardedModel]:
+            return [ShardedModel(model) for model in models if is_sharded(innermost(model))]
+
+        return GradientAverage(optimizer, self.collectives, sharded, renew=use_shards)
+
+    @override
+    def drop_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[], None] | None:
+        """Drop the whole gradients of an accumulation window that was left in its middle, by an interrupt say.
+
+        torch keeps gradients whole until they are exchanged, and ``zero_grad`` does not reach them. Those of other
+        optimizers stay: their window may close after this one's.
+        """
+
+        def drop() -> None:
+            if not self._holding:
+                return
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for model in list(self._holding):
+                held = [parameter for parameter in _fsdp_parameters(model) if _holds_gradient(parameter)]
+                for parameter in held:
+                    if id(parameter.sharded_param) in own:
+                        parameter.unsharded_accumulated_grad = None
+                        if _holds_gradient(parameter):
+                            parameter._unsharded_param.grad = None  # noqa: SLF001 - torch's
+                if not any(map(_holds_gradient, held)):
+                    self._holding.discard(model)
+
+        return drop
+
+    # -- state
+
+    @property
+    @override
+    def saves_shards(self) -> bool:  # type: ignore[override]
+        return self._options.saves_shards
+
+
+def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Refuse ranks that do not average the gradients of shards.
+
+    Args:
+        group: of all ranks.
+        device: of this one.
+
+    Raises:
+        ConfigError: they use gloo of PyTorch before 2.9, whose reduce_scatter adds up where it should average.
+    """
+    if group is None or parse(torch.__version__).release >= (2, 9):
+        return
+    backend: Any = group._get_backend(device)  # noqa: SLF001 - the one for this device, of maybe several
+    if backend.name() == "gloo":
+        raise ConfigError(
+            f"FSDP was asked for (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) on CPUs with PyTorch "
+            f"{torch.__version__}, which adds up the gradients of ranks there instead of averaging them, so the model "
+            "would train wrongly. Install a newer one (pip install 'torch>=2.9'), or leave FSDP out and train with DDP."
+        )
+
+
+def _check_group(model: nn.Module) -> None:
+    """Refuse a model whose process group has ended: shards of ranks that are gone are lost.
+
+    Raises:
+        ConfigError: it has.
+    """
+    meshes = [mesh for one in model.parameters() if (mesh := getattr(one, "device_mesh", None)) is not None]
+    if meshes and not is_alive(meshes[0].get_group(0)):
+        raise ConfigError(
+            f"This {type(model).__name__} was sharded over a process group that has ended, so its shards cannot be "
+            "gathered. Make the model anew and load a checkpoint: model = accelerator.prepare(Model()), "
+            "accelerator.load_state(...)."
+        )
+
+
+def _fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return torch's records of the parameters of a sharded model. There is no public way to them."""
+    parts: list[Any] = [part for part in model.modules() if is_sharded(part)]
+    groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]  # noqa: SLF001
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def _holds_gradient(parameter: Any) -> bool:
+    """Return whether torch's record of a parameter has a whole gradient that was not exchanged."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)

@@ -1,0 +1,68 @@
+"""Lay the ranks of a run out as a `DeviceMesh`, over which models are replicated, sharded and computed in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.base.config.parallelism import ParallelismConfig
+    from nb_accelerate.base.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshLayout:
+    """How many ranks each dimension of a mesh has, outermost first. Their product is the number of ranks.
+
+    Attributes:
+        dp_replicate: copies of the model.
+        dp_shard: ranks, or tensor-parallel groups, that hold the shards of one copy.
+        tp: ranks of a tensor-parallel group, which compute each layer together.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    def make(self, device_type: str) -> DeviceMesh:
+        """Lay all ranks out, those of a tensor-parallel group beside each other. Collective if there are dimensions.
+
+        Args:
+            device_type: torch's name for the type of device.
+
+        Returns:
+            A mesh of the dimensions that are longer than 1, and of ``dp_shard`` too where ``dp_replicate`` is among
+            them: torch's ``fully_shard`` takes no mesh of replicas alone.
+        """
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        kept = {name: size for name, size in sizes.items() if size > 1}
+        if self.dp_replicate > 1 or not kept:
+            kept = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        if len(kept) == 1:
+            assert dist.group.WORLD is not None  # there are several ranks
+            return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=tuple(kept))
+        return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def layout_for_fsdp(options: FullyShardedDataParallelPlugin, topology: Topology) -> MeshLayout:
+    """Return how ranks are laid out for FSDP if nobody has said."""
+    is_hybrid = (options.sharding_strategy or "").startswith("HYBRID")
+    replicas = topology.world_size // topology.local_world_size if is_hybrid else 1  # one on each machine
+    return MeshLayout(dp_replicate=replicas, dp_shard=topology.world_size // replicas)
+
+
+def layout_of(parallelism: ParallelismConfig, topology: Topology) -> MeshLayout:
+    """Return the layout that was asked for.
+
+    Raises:
+        ConfigError: it is one of another number of ranks.
+    """
+    parallelism.check_ranks(topology.world_size)
+    return MeshLayout(**parallelism.sizes)

@@ -1,0 +1,248 @@
+"""Shard a model in place: fill it with the weights of rank 0, block by block, and hand each block to ``fully_shard``.
+
+A block is whole on the device only until it has been sharded, so a model needs not fit there::
+
+    for each block, then for the rest:  on meta? -> memory on the device -> weights of rank 0 -> fully_shard
+
+Layers of a tensor-parallel plan are filled and parallelized before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.comm import operations
+from nb_accelerate.training.strategies.activation_checkpointing import CheckpointedForward
+from nb_accelerate.training.strategies.blocks import find_blocks
+from nb_accelerate.training.strategies.shards import is_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.training.comm import Collectives
+
+SHARDED_AS = "_sharded_as"
+"""An attribute of parameters that were replaced by shards: the parameter that is trained in their place."""
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether ``fully_shard`` was called for a module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    options: FullyShardedDataParallelPlugin,
+    dtype: torch.dtype | None,
+    collectives: Collectives,
+    device: torch.device,
+    parallelize: Callable[[nn.Module, Filler], object] | None = None,
+) -> None:
+    """Shard a model in place. Collective.
+
+    Args:
+        model: the user's, on any device; on ranks other than 0 also on ``meta``.
+        mesh: the ranks that it is sharded over, and in a first dimension those that each hold all of it.
+        options: how.
+        dtype: numbers that blocks compute in; None for those that the parameters have.
+        collectives: of all ranks.
+        device: where it is trained.
+        parallelize: applies tensor parallelism to layers before the model is sharded; None where there is none.
+
+    Raises:
+        ConfigError: rank 0 has no weights, blocks cannot be found, or parameters of a block are of several dtypes.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    check_weights(model, collectives)
+    blocks = find_blocks(model, options)
+    fill = Filler(collectives, device)
+    with note_replaced(model):
+        if parallelize is not None:
+            parallelize(model, fill)
+        ignored = ignored_parameters(model, options)
+        arguments: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, **_offload_policy(options, device)}
+        policies = _Policies(options, dtype)
+        reshard = options.reshard_after_forward
+        resharded: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
+        for block in (*blocks, model):
+            for part in _kept_precise(block, policies.converts):
+                fill(part)
+                fully_shard(part, mp_policy=policies.precise, **arguments, **resharded)
+            fill(block)
+            _check_dtypes(model, block, ignored)
+            if block is model:
+                fully_shard(block, mp_policy=policies.of_root, **arguments)
+            else:
+                if options.activation_checkpointing:
+                    offload = bool(options.activation_checkpointing_offload)
+                    block.forward = CheckpointedForward(block.forward, offload=offload)
+                fully_shard(block, mp_policy=policies.of_blocks, **arguments, **resharded)
+    if options.forward_prefetch:
+        order = [part for part in model.modules() if part is not model and is_sharded(part)]
+        for block, following in itertools.pairwise(order):
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # FSDPModule's
+
+
+class _Policies:
+    """The `MixedPrecisionPolicy` of blocks, of the rest of the model, and of what computes in float32 anyway.
+
+    Autocast surrounds the forward of the model, and converts what is not in its dtype where an operation needs it. So
+    the inputs of the model stay as they are: targets, say, would lose digits.
+    """
+
+    def __init__(self, options: FullyShardedDataParallelPlugin, dtype: torch.dtype | None) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        given = options.mixed_precision_policy
+        if given is not None:
+            self.of_blocks = self.of_root = given
+        elif dtype is not None:
+            self.of_blocks = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            self.of_root = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        else:
+            self.of_blocks = self.of_root = MixedPrecisionPolicy()
+        self.precise = MixedPrecisionPolicy(cast_forward_inputs=False)
+        self.converts = self.of_blocks.param_dtype not in {None, torch.float32}
+
+
+def _kept_precise(block: nn.Module, converts: bool) -> Iterator[nn.Module]:
+    """Yield the parts that compute in float32 in every precision: torch refuses batch norm with 16-bit weights."""
+    for part in block.modules():
+        is_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - the base of all of them
+        if converts and is_norm and part is not block and not is_sharded(part) and any(True for _ in part.parameters()):
+            yield part
+
+
+def _offload_policy(options: FullyShardedDataParallelPlugin, device: torch.device) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if isinstance(options.cpu_offload, CPUOffloadPolicy):
+        return {"offload_policy": options.cpu_offload}
+    if options.cpu_offload:
+        return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")}
+    return {}
+
+
+def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
+    """Return the parameters that stay whole on every rank: those of ``ignored_modules``, and scalars.
+
+    Raises:
+        ConfigError: ``ignored_modules`` names none.
+    """
+    own = set(model.parameters())
+    scalars = {parameter for parameter in own if not parameter.dim()}
+    chosen = options.ignored_modules
+    if chosen is None:
+        return scalars
+    if isinstance(chosen, str):
+        modules: Sequence[nn.Module] = [part for name, part in model.named_modules() if re.fullmatch(chosen, name)]
+        if not modules:
+            raise ConfigError(f"ignored_modules={chosen!r} matches the name of no part of {type(model).__name__}.")
+    else:
+        modules = list(chosen)
+    return scalars | {parameter for module in modules for parameter in module.parameters() if parameter in own}
+
+
+def check_weights(model: nn.Module, collectives: Collectives) -> None:
+    """Refuse a model without weights on rank 0, on all ranks alike.
+
+    Raises:
+        ConfigError: rank 0 has a tensor on ``meta``.
+    """
+    names = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+    lacking = collectives.broadcast_objects([names[0] if names else None], 0)[0]
+    if lacking is not None:
+        raise ConfigError(
+            f"{lacking} of this {type(model).__name__} is on the device meta on rank 0, so there are no weights to "
+            "train. Make the model with its weights on rank 0, and on meta on the others: "
+            "with torch.device('meta') if accelerator.process_index else torch.device('cpu'): model = Model()."
+        )
+
+
+class Filler:
+    """Gives parts of a model the parameters and buffers of rank 0, in memory of the device, each once.
+
+    Args:
+        collectives: of all ranks.
+        device: where.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives = collectives
+        self._device = device
+        self._new: dict[Tensor, Tensor] = {}  # in place of those on meta
+        self._filled: set[Tensor] = set()
+
+    @torch.no_grad()
+    def __call__(self, part: nn.Module) -> None:
+        """Fill a part, or the model. What is sharded has its values already. Collective."""
+        for module in part.modules():
+            tensors = []
+            for table in (module._parameters, module._buffers):  # noqa: SLF001 - torch replaces tensors there too
+                for name, old in table.items():
+                    if old is None or old in self._filled or is_shard(old):
+                        continue
+                    tensor = table[name] = self._on_device(old)  # type: ignore[assignment]
+                    if tensor not in self._filled:
+                        self._filled.add(tensor)
+                        tensors.append(tensor.detach())
+            if tensors:
+                for tensor, value in zip(tensors, operations.broadcast(self._collectives, tensors), strict=True):
+                    tensor.copy_(value)
+
+    def _on_device(self, old: Tensor) -> Tensor:
+        if old.is_meta:
+            if old not in self._new:
+                empty = torch.empty_like(old, device=self._device)
+                self._new[old] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+            return self._new[old]
+        if old.device != self._device:
+            old.data = old.data.to(self._device)
+        return old
+
+
+@contextlib.contextmanager
+def note_replaced(model: nn.Module) -> Iterator[None]:
+    """Run a block that replaces parameters of a model, and note on the old ones what is trained in their place."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    yield
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if before[name] is not parameter:
+            setattr(before[name], SHARDED_AS, parameter)
+
+
+def _check_dtypes(model: nn.Module, block: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Refuse a block that trains parameters of several dtypes, which are gathered as one.
+
+    Raises:
+        ConfigError: it does.
+    """
+    first: dict[torch.dtype, str] = {}
+    names = {id(one): name for name, one in model.named_parameters()}
+    for parameter in block.parameters():
+        if parameter.requires_grad and not is_shard(parameter) and parameter not in ignored:
+            first.setdefault(parameter.dtype, names[id(parameter)])
+    if len(first) > 1:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
+        raise ConfigError(
+            f"Parameters of a block are of several dtypes ({listed}), and a block is gathered as one. Convert the "
+            "model to one dtype before prepare: model.float()."
+        )

@@ -1,0 +1,371 @@
+"""`Strategy`: the interface of all distributed setups. Its defaults train in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.strategies.model_memory import describe_sharding, measure
+from nb_accelerate.training.strategies.unwrapping import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
+    from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.precision import Precision
+    from nb_accelerate.training.strategies.model_memory import ModelMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """A model that is to be prepared, and how.
+
+    Attributes:
+        model: the user's, on any device.
+        place: move it to the device of this rank.
+        training: False for a model that is only evaluated, so that no gradients need to be exchanged.
+        schedulers: those of the same call of ``prepare``, not prepared yet.
+        batch_sizes: rows of a batch on this rank, of each loader of the same call.
+        accumulation_steps: batches for one optimizer step.
+        scheduler_steps: how often a scheduler advances for one optimizer step.
+    """
+
+    model: nn.Module
+    place: bool = True
+    training: bool = True
+    schedulers: tuple[Any, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    accumulation_steps: int = 1
+    scheduler_steps: int = 1
+
+
+class Strategy:
+    """Train models on the ranks of a run: prepare, synchronise and clip gradients, save and load state.
+
+    An `Accelerator` chooses one with `select_strategy` and calls its methods without asking which one it is. Methods
+    that are marked *collective* exchange data: all ranks call them, in the same order.
+
+    Args:
+        device: where models are trained.
+        collectives: how ranks exchange data.
+        distributed_type: the name of the setup, as accelerate's scripts ask for it.
+
+    Attributes:
+        data_collectives: between ranks, or groups of ranks, that read rows of their own.
+        refusals: what cannot be done with this strategy: the name of a method or class of the API, and a sentence
+            that says why and what to write instead.
+        saves_shards: whether each rank saves the part that it holds; else one saves all of it.
+        is_replicated: whether every rank holds all weights and all optimizer state, so that one rank can save alone.
+        checks_optimizers: whether `prepare` refuses optimizers that train no prepared model.
+        owns_gradients: whether `drop_gradients` drops all gradients, in place of an optimizer's own ``zero_grad``.
+    """
+
+    refusals: ClassVar[Mapping[str, str]] = {}
+    is_replicated: ClassVar[bool] = True
+    saves_shards: bool = False
+    checks_optimizers: ClassVar[bool] = False
+    owns_gradients: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        device: torch.device,
+        collectives: Collectives,
+        distributed_type: DistributedType = DistributedType.NO,
+    ) -> None:
+        self.device = device
+        self.collectives = collectives
+        self.data_collectives = collectives
+        self.distributed_type = distributed_type
+
+    def check_supports(self, feature: str) -> None:
+        """Refuse what cannot be done with this strategy.
+
+        Args:
+            feature: a key of `refusals`, ``"LocalSGD"`` say.
+
+        Raises:
+            ConfigError: it is one of `refusals`.
+        """
+        if feature in self.refusals:
+            raise ConfigError(self.refusals[feature])
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """How ranks are laid out, over which models are sharded; None if they are not. May be collective."""
+        return None
+
+    def sharding(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+        """Return how models are spread over ranks, in a few words; "" if every rank has all of them.
+
+        Exchanges nothing. The arguments are those of `model_memory`.
+        """
+        return describe_sharding(models, optimizers)
+
+    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
+        """Return how many bytes this rank holds for models and optimizers. Exchanges nothing.
+
+        Args:
+            models: what `prepare` returned, perhaps compiled.
+            optimizers: what `prepare` returned.
+        """
+        return measure(models, optimizers)
+
+    # -- preparation
+
+    def adapt_precision(self, precision: Precision) -> Precision:
+        """Return the precision as this strategy computes in it. Called once, when the `Accelerator` is made.
+
+        An engine with a loss scaler or a ``backward`` of its own returns a `Precision` that calls them.
+
+        Raises:
+            ConfigError: models cannot be trained in this precision here.
+        """
+        return precision
+
+    def prepare(
+        self,
+        models: Sequence[ModelRequest],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        earlier: Iterable[torch.optim.Optimizer] = (),
+    ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        """Prepare the models and optimizers of one call of ``Accelerator.prepare``. Collective.
+
+        They come together because an engine may replace the parameters that an optimizer holds, or take over the
+        optimizer altogether. Either list may be empty: users may prepare a model and its optimizer in two calls, in
+        either order.
+
+        Args:
+            models: in the order of the arguments; the precision has been applied to them.
+            optimizers: the user's, in the order of the arguments.
+            earlier: optimizers of earlier calls, which may hold parameters of ``models``.
+
+        Returns:
+            What takes the place of each model, and of each optimizer.
+
+        Raises:
+            ConfigError: a model or an optimizer cannot be trained with this strategy.
+        """
+        del earlier
+        return [self.prepare_model(request) for request in models], list(optimizers)
+
+    def prepare_model(self, request: ModelRequest) -> nn.Module:
+        """Move one model to the device, and wrap it unless it is only evaluated. Collective."""
+        if request.place:
+            request.model.to(self.device)
+        return self.wrap(request.model) if request.training else request.model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return a model whose backward averages gradients over all ranks. Collective."""
+        return model
+
+    def unwrap(self, model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+        """Return the user's model inside a prepared one.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: False also restores the forward that mixed precision replaced.
+            keep_torch_compile: False also removes `torch.compile`.
+        """
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def engine_scheduler(self, scheduler: Any) -> Any | None:  # noqa: ARG002
+        """Return the scheduler that an engine has made in place of one, and advances by itself; None if none has.
+
+        Called by ``prepare``, after `prepare` of the optimizer.
+        """
+        return None
+
+    def use_ddp_options(self, options: DistributedDataParallelKwargs) -> None:
+        """Set the options for models that are wrapped in DistributedDataParallel from now on."""
+
+    # -- gradients
+
+    def replicated(self, models: Iterable[nn.Module]) -> list[Tensor]:  # noqa: ARG002
+        """Return the parameters of prepared models that are trained, and are now to be equal on all ranks."""
+        return []
+
+    def copy_rank_0(self, models: Iterable[nn.Module]) -> None:
+        """Give models that are prepared again the weights of rank 0, where each rank has whole ones. Collective."""
+
+    def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
+        """Return a block in which gradients are not exchanged, or None if they never are."""
+        del models
+        return None
+
+    def accumulate(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
+        """Return a block for a batch that does not close an accumulation window; None if there is nothing to do."""
+        return self.no_sync(models)
+
+    def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
+        """Return a block whose backward exchanges gradients, although the forward ran in a `no_sync` block."""
+        return contextlib.nullcontext()
+
+    def explain_backward(self, error: RuntimeError) -> None:
+        """Raise what says more about an error of backward than torch does; return if it says enough."""
+
+    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
+        """Return a block in which ranks may have different numbers of batches.
+
+        Raises:
+            ConfigError: backward needs all ranks.
+        """
+        return contextlib.nullcontext()
+
+    def complete_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[bool], None] | None:
+        """Return what averages the gradients that backward left alone; None if it leaves none.
+
+        Called by ``prepare``; the result is called before each step of the optimizer with True, and before clipping
+        with False.
+
+        Args:
+            optimizer: what `prepare` returned for it.
+            models: all prepared models, also those that are prepared later.
+        """
+        del optimizer, models
+        return None
+
+    def drop_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[], None] | None:
+        """Return what drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
+
+        The result is called after each ``zero_grad`` of the prepared optimizer, and drops those of its parameters.
+
+        Args:
+            optimizer: what `prepare` returned for it.
+            models: all prepared models, also those that are prepared later.
+        """
+        del optimizer, models
+        return None
+
+    def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters that are trained now in place of those that a model had before it was prepared."""
+        return list(parameters)
+
+    def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of all gradients together, over all ranks. Collective where gradients are sharded.
+
+        Args:
+            parameters: whose gradients; those without one do not count.
+            norm_type: 2 for the Euclidean norm, ``inf`` for the greatest absolute value.
+
+        Returns:
+            A tensor of shape ``()``.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return nn.utils.get_total_norm(gradients, norm_type)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale gradients so that their norm is at most ``max_norm``. Collective where gradients are sharded.
+
+        Returns:
+            The norm before clipping: a tensor of shape ``()``.
+        """
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Limit every element of the gradients to between ``-clip_value`` and ``clip_value``."""
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # -- state
+
+    def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+        """Return all weights of a model by name, each whole. Collective where weights are sharded.
+
+        Args:
+            model: prepared or not, unwrapped or not; names are those of ``model.state_dict()``.
+            keep: False on ranks that only take part: these return an empty dict where weights are sharded.
+        """
+        del keep
+        return model.state_dict()
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **kwargs: Any) -> None:
+        """Load whole weights, the same on all ranks, into a prepared model.
+
+        Args:
+            model: prepared or not.
+            state: as `model_state` returned it.
+            **kwargs: those of `torch.nn.Module.load_state_dict`.
+        """
+        model.load_state_dict(state, **kwargs)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
+        """Return the whole state of an optimizer, as plain PyTorch would. Collective where it is sharded.
+
+        Args:
+            optimizer: prepared or not.
+            keep: as in `model_state`.
+        """
+        del keep
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load a whole state, the same on all ranks, into a prepared optimizer."""
+        optimizer.load_state_dict(state)
+
+    # -- engines that save by themselves
+
+    def saves_itself(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Return whether an engine writes and reads the state of a prepared model, with its optimizer."""
+        return False
+
+    def owner_of(self, optimizer: torch.optim.Optimizer) -> nn.Module | None:  # noqa: ARG002
+        """Return the prepared model whose engine writes and reads the state of an optimizer; None if none does."""
+        return None
+
+    def save_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
+        """Write this rank's part of the state of a model for which `saves_itself`. Collective.
+
+        Args:
+            model: what `prepare` returned.
+            folder: is there; each rank has one of its own, and they are joined afterwards.
+            tag: the name of this model in the checkpoint.
+            **kwargs: arguments for the engine.
+        """
+        raise NotImplementedError
+
+    def check_engine(
+        self, model: nn.Module, folder: Path, tag: str, files: Collection[str], *, weights_only: bool, strict: bool
+    ) -> None:
+        """Look whether a checkpoint fits a model for which `saves_itself`, without changing anything.
+
+        Args:
+            model: what `prepare` returned.
+            folder: of the checkpoint.
+            tag: the name of this model in it.
+            files: its files, as paths that begin below the folder.
+            weights_only: whether files that run code are refused.
+            strict: whether it has to have exactly the weights of the model.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        raise NotImplementedError
+
+    def load_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
+        """Read the state of a model for which `saves_itself`. Collective.
+
+        Args:
+            model: what `prepare` returned.
+            folder: of the checkpoint.
+            tag: the name of this model in it.
+            **kwargs: ``weights_only`` and ``strict`` as in `check_engine`; others are arguments for the engine.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        raise NotImplementedError

@@ -1,0 +1,208 @@
+"""Train with the whole model on every rank; average gradients when the optimizer steps, in the program of the step."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch_xla
+from torch_xla import runtime
+from torch_xla.debug import metrics
+from typing_extensions import override
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from nb_accelerate.base.config.distributed import DistributedType
+    from nb_accelerate.training.comm.xla import XLACollectives
+    from nb_accelerate.training.strategies.strategy import ModelRequest
+
+_SUBMISSIONS = "MarkStep"
+"""XLA's counter of the programs that were submitted."""
+
+
+class XLAStrategy(Strategy):
+    """Train on devices of torch_xla.
+
+    Args:
+        device: where models are trained.
+        collectives: how ranks exchange data.
+        distributed_type: the name of the setup.
+    """
+
+    collectives: XLACollectives
+
+    def __init__(self, device: torch.device, collectives: XLACollectives, distributed_type: DistributedType) -> None:
+        super().__init__(device, collectives, distributed_type)
+        self._averaged: dict[int, tuple[int, int]] = {}
+
+    @override
+    def prepare(
+        self,
+        models: Sequence[ModelRequest],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        earlier: Iterable[torch.optim.Optimizer] = (),
+    ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        for optimizer in optimizers:
+            _follow(optimizer, [request.model for request in models])
+        return super().prepare(models, optimizers, earlier=earlier)
+
+    @override
+    def prepare_model(self, request: ModelRequest) -> nn.Module:
+        model = request.model
+        if request.place:
+            _move(model, self.device)
+        if self.collectives.world_size > 1:
+            held = {id(one): one for one in (*model.parameters(), *model.buffers())}
+            self.collectives.broadcast_([one.detach() for one in held.values() if one.device.type == "xla"])
+        return model
+
+    @override
+    def complete_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[bool], None] | None:
+        optimizer.register_step_post_hook(_SubmitsSteps())
+        if self.collectives.world_size == 1:
+            return None
+
+        def average(steps: bool) -> None:  # noqa: ARG001
+            parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+            new = [one for one in parameters if self._averaged.get(id(one)) != _version(one.grad)]
+            self.collectives.average_([one.grad for one in new])
+            self._note(new)
+
+        return average
+
+    def _note(self, parameters: Iterable[Tensor]) -> None:
+        """Note that gradients are averages, also after a change that was the same on all ranks."""
+        for one in parameters:
+            if one.grad is not None:
+                self._averaged[id(one)] = _version(one.grad)
+
+    @override
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        norm = super().clip_grad_norm(parameters, max_norm, norm_type)
+        self._note(parameters)
+        return norm
+
+    @override
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        super().clip_grad_value(parameters, clip_value)
+        self._note(parameters)
+
+    @override
+    def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+        torch_xla.sync()
+        # The parameters themselves, because a tied one has to be recognised: XLA tensors have no address to compare.
+        return _on_host(model.state_dict(keep_vars=True)) if keep else model.state_dict()
+
+    @override
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **kwargs: Any) -> None:
+        super().load_model_state(model, state, **kwargs)
+        torch_xla.sync()
+
+    @override
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
+        torch_xla.sync()
+        return _on_host(optimizer.state_dict()) if keep else optimizer.state_dict()
+
+    @override
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        super().load_optimizer_state(optimizer, state)
+        torch_xla.sync()
+
+
+class _SubmitsSteps:
+    """Submits the program of a step where no loader has done so since the step before.
+
+    XLA counts for the process. Where threads are ranks, each submits all its steps here: programs have to be those of
+    the others, whatever these have submitted meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._seen = -1
+        self._counts = runtime.addressable_device_count() == 1
+
+    def __call__(self, *_: object) -> None:
+        if not self._counts or metrics.counter_value(_SUBMISSIONS) == self._seen:
+            torch_xla.sync()
+        self._seen = metrics.counter_value(_SUBMISSIONS)
+
+
+def _version(gradient: Tensor) -> tuple[int, int]:
+    """Return what changes when a gradient is computed anew or changed in place."""
+    return torch_xla._XLAC._xla_get_tensor_id(gradient), gradient._version  # noqa: SLF001 - torch has no other name
+
+
+@contextlib.contextmanager
+def _swapping() -> Iterator[None]:
+    """Let ``module.to`` change parameters in place, so that tied ones stay tied and optimizers keep theirs."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    try:
+        with _swapping():
+            model.to(device)
+    except RuntimeError as error:
+        if "swap" not in str(error):
+            raise
+        raise ConfigError(
+            f"The weights of {type(model).__name__} cannot be moved to {device} as the same objects, because something "
+            f"holds weak references to them ({error}). Move the model before its optimizer is made: "
+            "model.to(accelerator.device), then tie weights that share memory again."
+        ) from error
+
+
+def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+    """Give a new optimizer the parameters of models that the user has moved to the device after it was made.
+
+    ``model.to("xla")`` makes new parameters. Those that an optimizer has are recognised by their shapes and values, in
+    order. Nothing is changed unless all of them are, nor where one has a gradient, is on the device already, or belongs
+    to a model as it is.
+    """
+    of_models = {id(one): one for model in models for one in model.parameters()}
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    if optimizer.state or any(id(one) in of_models or one.grad is not None or one.device.type == "xla" for one in held):
+        return
+    moved = (one for one in of_models.values() if one.device.type == "xla")
+    found: dict[int, nn.Parameter] = {}
+    for old in held:
+        value = old.detach().cpu()
+        alike = (one for one in moved if (one.shape, one.dtype) == (old.shape, old.dtype))
+        new = next((one for one in alike if torch.equal(one.detach().cpu(), value)), None)
+        if new is None:
+            return
+        found[id(old)] = new
+    for group in optimizer.param_groups:
+        group["params"] = [found[id(one)] for one in group["params"]]
+
+
+def _on_host(state: Any) -> Any:
+    """Return nested dicts and lists with all tensors on the CPU; what was one tensor stays one."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if id(item) not in copies:
+                copies[id(item)] = item.detach().cpu()
+            return copies[id(item)]
+        if isinstance(item, dict):
+            return type(item)((key, copied(value)) for key, value in item.items())
+        if isinstance(item, (list, tuple)):
+            return type(item)(map(copied, item))
+        return item
+
+    return copied(state)

@@ -1,0 +1,240 @@
+"""Choose trackers by name. A new one is a module of this folder and a row of `TRACKERS`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.base.config.installed import is_installed
+from nb_accelerate.base.config.profiling import ProfileKwargs
+from nb_accelerate.base.config.project import LoggerType, ProjectConfiguration, resolve_project
+from nb_accelerate.errors import ConfigError, MissingDependencyError
+from nb_accelerate.training.tracking.tracker import GeneralTracker
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackerEntry:
+    """One tracker of the table.
+
+    Attributes:
+        module: the module of this package that has the class; unused where ``registered`` is given.
+        cls: the name of the class.
+        libraries: import names of which one has to be installed; none for a tracker without a library.
+        registered: the class itself, if a program registered it.
+    """
+
+    module: str
+    cls: str
+    libraries: tuple[str, ...] = ()
+    registered: type[GeneralTracker] | None = None
+
+    @property
+    def is_available(self) -> bool:
+        """Whether one of its libraries is installed, or it needs none."""
+        return not self.libraries or any(map(is_installed, self.libraries))
+
+    def load(self) -> type[GeneralTracker]:
+        """Return the class, importing its module but not its library."""
+        if self.registered is not None:
+            return self.registered
+        found: type[GeneralTracker] = getattr(
+            importlib.import_module(f"nb_accelerate.training.tracking.{self.module}"), self.cls
+        )
+        return found
+
+
+TRACKERS = {
+    "tensorboard": TrackerEntry("tensorboard", "TensorBoardTracker", ("tensorboard", "tensorboardX")),
+    "wandb": TrackerEntry("wandb", "WandBTracker", ("wandb",)),
+    "trackio": TrackerEntry("trackio", "TrackioTracker", ("trackio",)),
+    "comet_ml": TrackerEntry("comet", "CometMLTracker", ("comet_ml",)),
+    "aim": TrackerEntry("aim", "AimTracker", ("aim",)),
+    "mlflow": TrackerEntry("mlflow", "MLflowTracker", ("mlflow",)),
+    "clearml": TrackerEntry("clearml", "ClearMLTracker", ("clearml",)),
+    "dvclive": TrackerEntry("dvclive", "DVCLiveTracker", ("dvclive",)),
+    "swanlab": TrackerEntry("swanlab", "SwanLabTracker", ("swanlab",)),
+    "jsonl": TrackerEntry("jsonl", "JSONLinesTracker"),
+    "notebook": TrackerEntry("notebook", "NotebookTracker"),
+}
+
+
+def get_available_trackers() -> list[str]:
+    """Return the names of the trackers whose library is installed."""
+    return [name for name, entry in TRACKERS.items() if entry.is_available]
+
+
+def tracker_class(name: str) -> type[GeneralTracker]:
+    """Return the class of a tracker.
+
+    Raises:
+        ConfigError: there is no tracker of that name.
+        MissingDependencyError: its library is not installed.
+    """
+    entry = TRACKERS.get(name)
+    if entry is None:
+        known = ", ".join(repr(one) for one in ("all", *TRACKERS))
+        raise ConfigError(
+            f"log_with={name!r} is not a tracker.{suggest(name, TRACKERS)} Write one of {known}, or an object of your "
+            "own subclass of GeneralTracker."
+        )
+    if not entry.is_available:
+        raise MissingDependencyError(entry.libraries[0], needed_for=f"log_with={name!r}")
+    return entry.load()
+
+
+def filter_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None = None
+) -> list[str | LoggerType | GeneralTracker]:
+    """Return the trackers that ``log_with`` selects.
+
+    Args:
+        log_with: a name, a `LoggerType`, a tracker object, a list of those, or None. ``"all"`` means every tracker
+            whose library is installed, without those that need a folder if ``logging_dir`` is None.
+        logging_dir: folder for trackers that write files.
+
+    Raises:
+        ConfigError: an item is neither a tracker object nor the name of a tracker, or a tracker needs a folder and
+            none was given.
+        MissingDependencyError: a library is not installed.
+    """
+    wanted = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
+    names = {str(one) for one in wanted if isinstance(one, str)}
+    chosen: list[str | LoggerType | GeneralTracker] = [one for one in wanted if isinstance(one, GeneralTracker)]
+    for one in wanted:
+        if isinstance(one, type) and issubclass(one, GeneralTracker):
+            raise ConfigError(f"log_with has the class {one.__name__}. Write an object: {one.__name__}('my run').")
+        if not isinstance(one, (str, GeneralTracker)):
+            raise ConfigError(f"log_with has {one!r}, which is neither the name of a tracker nor a GeneralTracker.")
+    if str(LoggerType.ALL) in names:
+        return [*chosen, *_all_that_work(logging_dir)]
+    for name in dict.fromkeys(str(one) for one in wanted if isinstance(one, str)):
+        if tracker_class(name).requires_logging_directory and logging_dir is None:
+            raise ConfigError(
+                f"log_with={name!r} writes files, and there is no folder for them. Write "
+                f"Accelerator(log_with={name!r}, project_dir='runs')."
+            )
+        chosen.append(name)
+    return chosen
+
+
+def _all_that_work(logging_dir: str | os.PathLike[str] | None) -> list[str]:
+    found = []
+    for name in get_available_trackers():
+        if logging_dir is None and tracker_class(name).requires_logging_directory:
+            logger.info("%s is left out: it writes files, and there is no project_dir", name)
+        else:
+            found.append(name)
+    return found
+
+
+def make_trackers(
+    chosen: Sequence[str | LoggerType | GeneralTracker],
+    project_name: str,
+    *,
+    logging_dir: str | os.PathLike[str] | None,
+    init_kwargs: dict[str, dict[str, Any]],
+) -> list[GeneralTracker]:
+    """Make a tracker for each name; tracker objects are returned as they are.
+
+    Args:
+        chosen: what `filter_trackers` returned.
+        project_name: the name of the run or of its project, depending on the tracker.
+        logging_dir: folder for trackers that write files.
+        init_kwargs: arguments for the library of a tracker, by the name of the tracker.
+
+    Raises:
+        ConfigError: ``init_kwargs`` has a name that is not chosen.
+    """
+    names = [one.name if isinstance(one, GeneralTracker) else str(one) for one in chosen]
+    _check_names("init_kwargs", init_kwargs, names)
+    made: list[GeneralTracker] = []
+    for one in chosen:
+        if isinstance(one, GeneralTracker):
+            made.append(one)
+            continue
+        cls: Any = tracker_class(str(one))
+        arguments = dict(init_kwargs.get(str(one), {}))
+        if cls.requires_logging_directory or cls.accepts_logging_directory:
+            arguments.setdefault("logging_dir", logging_dir)
+        made.append(cls(project_name, **arguments))
+    return made
+
+
+def _check_names(argument: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise ConfigError(
+                f"{argument} has arguments for {name!r}, which is not among the trackers of this run ({listed})."
+                f"{suggest(name, known)}"
+            )
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """The trackers, folders and profile options of an `Accelerator`.
+
+    Attributes:
+        project: the folders that the run writes to, and which checkpoints are kept.
+        log_with: trackers to open, by name or as objects.
+        profile: options of `Accelerator.profile`.
+        trackers: trackers that are open.
+        refused: names of trackers, and of values that they did not take, of which the user was told.
+    """
+
+    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
+    log_with: list[str | LoggerType | GeneralTracker] = field(default_factory=list)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+    trackers: list[GeneralTracker] = field(default_factory=list)
+    refused: set[tuple[str, str]] = field(default_factory=set)
+
+
+def resolve_recording(
+    log_with: Any,
+    project_dir: str | os.PathLike[str] | None,
+    project_config: ProjectConfiguration | None,
+    profile: ProfileKwargs,
+) -> Recording:
+    """Check the arguments of an `Accelerator` that are about recording.
+
+    Raises:
+        ConfigError: a tracker is not known, or has no folder to write to.
+        MissingDependencyError: the library of a tracker is not installed.
+    """
+    project = resolve_project(project_dir, project_config)
+    return Recording(project=project, log_with=filter_trackers(log_with, project.logging_dir), profile=profile)
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+    """Register your own tracker class, for ``log_with="its name"``. Use it as a decorator.
+
+    A cell that defines a tracker may run again. Another class with the same ``name`` replaces the first, with a
+    warning.
+
+    Raises:
+        ConfigError: the class is not a `GeneralTracker`, or lacks ``name`` or ``requires_logging_directory``.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ConfigError(f"{tracker_class!r} is not a GeneralTracker. Write class MyTracker(GeneralTracker).")
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{tracker_class.__name__} has no name to be found by. Write name = 'my_tracker' in it.")
+    if not isinstance(getattr(tracker_class, "requires_logging_directory", None), bool):
+        raise ConfigError(
+            f"{tracker_class.__name__} does not say whether it writes files. Write requires_logging_directory = False "
+            "in it, or True if it takes a folder as its second argument."
+        )
+    if name in TRACKERS and TRACKERS[name].cls != tracker_class.__name__:
+        warnings.warn(f"{tracker_class.__name__} takes the place of the tracker called {name!r}.", stacklevel=2)
+    TRACKERS[name] = TrackerEntry("", tracker_class.__name__, registered=tracker_class)
+    return tracker_class
