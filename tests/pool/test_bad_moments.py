@@ -19,7 +19,8 @@ def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
     shared_kernel.run(
-        "import os, signal, threading, time\nimport nb_accelerate.notebook.pool\nfrom nb_accelerate.notebook.ranks.loop import RankLoop\n"
+        "import os, signal, threading, time\nimport nb_accelerate.notebook.pool\n"
+        "from nb_accelerate.notebook.ranks.loop import RankLoop\n"
         "from nb_accelerate.notebook.ranks.steps import StepKind"
     ).ok()
     shared_kernel.run("%%distributed\nimport time, torch, torch.distributed as dist").ok()

@@ -84,7 +84,8 @@ def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(lo
 
 def test_a_rank_that_waits_for_its_next_request_is_outside_of_users_code() -> None:
     dump = (
-        'Stack (most recent call first):\n  File "/x/nb_accelerate/notebook/protocol/channel.py", line 155 in _recv_fds\n'
+        "Stack (most recent call first):\n"
+        '  File "/x/nb_accelerate/notebook/protocol/channel.py", line 155 in _recv_fds\n'
         '  File "/x/nb_accelerate/notebook/worker/rank.py", line 9 in serve\n  File "<string>", line 1 in <module>\n'
     )
     assert where(dump) == "outside your code"

@@ -1,4 +1,8 @@
-"""The rules of the picture in ``CONTRIBUTING.md``, checked by reading sources, importing nothing."""
+"""The rules of the picture in ``CONTRIBUTING.md``, checked by reading sources, importing nothing.
+
+A room is a package, or a module, below ``training/``, ``base/`` or ``notebook/``. What stands beside these folders is a
+room too: a package by its name, a module with its ``.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,14 @@ if TYPE_CHECKING:
 PACKAGE = "nb_accelerate"
 PAGE = "CONTRIBUTING.md"
 TRAINING, BASE, NOTEBOOK = HALVES = ("training half", "base", "notebook half")
+FOLDERS = {"training": TRAINING, "base": BASE, "notebook": NOTEBOOK}
 IMPORTS_TORCH = {"torch", "torch_xla", "accelerate", "deepspeed"}
 SAYS_NOTHING = {"utils", "util", "helpers", "common", "misc"}
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where a package stands in the picture."""
+    """Where a room stands in the picture."""
 
     level: int
     half: str
@@ -66,14 +71,19 @@ def broken_rules(root: Path) -> list[str]:
     package = root / PACKAGE
     rooms = read_picture(root)
     files = sorted(package.rglob("*.py"))
-    present = {_room_of(file, package) for file in files}
+    present = {room for file in files if (room := room_of(file, package)) is not None}
     found = [f"{name} is not in the picture" for name in sorted(present - rooms.keys())]
     found += [f"{name} is in the picture, but does not exist" for name in sorted(rooms.keys() - present)]
     for file in files:
         where = file.relative_to(root).as_posix()
         if file.stem in SAYS_NOTHING:
             found.append(f"{where}: the name says nothing about the subject")
-        room = _room_of(file, package)
+        room = room_of(file, package)
+        if room is None:
+            continue
+        folder = FOLDERS.get(file.relative_to(package).parts[0])
+        if room in rooms and folder not in (None, rooms[room].half):
+            found.append(f"{where}: {room} is drawn in the {rooms[room].half}")
         if room in rooms:
             found += (f"{where}:{line} {fault}" for line, fault in _faults(file, root, room, rooms))
     return found
@@ -129,14 +139,21 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 def _target(module: str, rooms: dict[str, Room]) -> str | None:
     """The room an imported name is in; None if it is not ours. What `__init__` names itself is in `__init__`."""
-    parts = module.split(".")
-    if parts[0] != PACKAGE:
+    first, *parts = module.split(".")
+    if first != PACKAGE:
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in rooms else "__init__"
+    if parts[:1] and parts[0] in FOLDERS:
+        return parts[1] if parts[1:] else None
+    named = (name for part in parts[:1] for name in (part, f"{part}.py") if name in rooms)
+    return next(named, "__init__")
 
 
-def _room_of(file: Path, package: Path) -> str:
-    return file.relative_to(package).with_suffix("").parts[0]
+def room_of(file: Path, package: Path) -> str | None:
+    """The room that a file is in; None for what says what a half is."""
+    first, *rest = file.relative_to(package).parts
+    if first in FOLDERS:
+        return None if rest == ["__init__.py"] else rest[0].removesuffix(".py")
+    return first if rest else first.removesuffix(".py") if first.startswith("__") else first
 
 
 def circles(root: Path) -> list[set[str]]:

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "nb_accelerate"
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PATH = re.compile(r"[\w.]+(?:/[\w.]+)*(?:/|\.pyi?|\.toml|\.md)")
 NEW = "NAME"
-EXAMPLE = "tracking/diary.py"
+EXAMPLE = "training/tracking/diary.py"
 
 
 def _rows() -> dict[str, list[str]]:
@@ -43,12 +43,12 @@ def _exists(path: str) -> bool:
 
 def test_every_file_it_names_exists():
     named = _paths(PAGE)
-    assert {"launch/plan.py", "tracking/NAME.py", "tests/structure/test_layers.py"} <= set(named)
+    assert {"notebook/launch/plan.py", "training/tracking/NAME.py", "tests/structure/test_layers.py"} <= set(named)
     assert [path for path in named if not _exists(path) and path != EXAMPLE] == []
 
 
 def test_a_file_that_is_not_there_is_noticed():
-    assert not _exists("launch/plans.py")
+    assert not _exists("notebook/launch/plans.py")
     assert not _exists("no_such_room/NAME.py")
     assert _paths("`launch/plans.py` and `Accelerator(...)` and `decks/`") == ["launch/plans.py", "decks/"]
 
@@ -119,7 +119,7 @@ def _new_and_changed(copy: Path) -> list[str]:
 def test_a_tracker_is_added_by_the_files_of_its_row(copy: Path):
     module, row = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (copy / "nb_accelerate" / EXAMPLE).write_text(module, encoding="utf-8")
-    _insert(copy / "nb_accelerate" / "tracking" / "select.py", '    "notebook": ', row)
+    _insert(copy / "nb_accelerate" / "training" / "tracking" / "select.py", '    "notebook": ', row)
     new, lines, _ = _rows()["tracker"]
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
 
@@ -153,9 +153,10 @@ def test_a_command_is_added_by_the_files_of_its_row(copy: Path):
 
 
 def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
-    _insert(copy / "nb_accelerate" / "display" / "view.py", '    step: str = ""', '    retries: str = ""\n')
-    _insert(copy / "nb_accelerate" / "display" / "view.py", '    ("step", ', '    ("retries", "retries"),\n')
-    _insert(copy / "nb_accelerate" / "display" / "state.py", "            step=", '            retries="3",\n')
+    display = copy / "nb_accelerate" / "notebook" / "display"
+    _insert(display / "view.py", '    step: str = ""', '    retries: str = ""\n')
+    _insert(display / "view.py", '    ("step", ', '    ("retries", "retries"),\n')
+    _insert(display / "state.py", "            step=", '            retries="3",\n')
     new, lines, _ = _rows()["panel column"]
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
     shown = _run(
@@ -191,7 +192,7 @@ class MirrorStrategy(Strategy):
 
 @pytest.mark.slow
 def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
-    strategies = copy / "nb_accelerate" / "strategies"
+    strategies = copy / "nb_accelerate" / "training" / "strategies"
     (strategies / "mirror.py").write_text(MIRROR)
     _insert(
         copy / "nb_accelerate" / "__init__.pyi",
@@ -217,7 +218,7 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
         "    if engines.fsdp is not None",
         "    if engines.mirror is not None:\n        return MirrorStrategy(process, collectives, engines.mirror)\n",
     )
-    accelerator = copy / "nb_accelerate" / "accelerator" / "accelerator.py"
+    accelerator = copy / "nb_accelerate" / "training" / "accelerator" / "accelerator.py"
     _insert(accelerator, "        fsdp_plugin: FullyShardedDataParallelPlugin", "        mirror_plugin: Any = None,\n")
     passed = accelerator.read_text(encoding="utf-8").replace("plugins={", "plugins={'mirror_plugin': mirror_plugin, ")
     accelerator.write_text(passed, encoding="utf-8")
@@ -253,9 +254,9 @@ ABACUS = DeviceKind(
 
 @pytest.mark.slow
 def test_a_device_is_added_by_the_files_of_its_row(copy: Path):
-    if not _exists("devices/table.py"):
+    if not _exists("base/devices/table.py"):
         pytest.skip("there is no table of devices yet")
-    table = copy / "nb_accelerate" / "devices" / "table.py"
+    table = copy / "nb_accelerate" / "base" / "devices" / "table.py"
     (table.parent / "abacus.py").write_text(ABACUS)
     _insert(table, "from nb_accelerate.base.devices.kind", "from nb_accelerate.base.devices.abacus import ABACUS\n")
     listed = table.read_text(encoding="utf-8").replace("DEVICE_KINDS: list[DeviceKind] = [", "DEVICE_KINDS = [ABACUS, ")
@@ -275,9 +276,9 @@ def test_a_device_is_added_by_the_files_of_its_row(copy: Path):
 
 @pytest.mark.slow
 def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
-    if not _exists("start_methods.py"):
+    if not _exists("base/start_methods.py"):
         pytest.skip("there is no table of start methods yet")
-    (copy / "nb_accelerate" / "launch" / "careful.py").write_text(
+    (copy / "nb_accelerate" / "notebook" / "launch" / "careful.py").write_text(
         "import contextlib\n"
         "from nb_accelerate.notebook.launch.servers import ColdServer\n"
         "@contextlib.contextmanager\n"
@@ -287,7 +288,7 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
         "        yield server\n"
     )
     _insert(
-        copy / "nb_accelerate" / "start_methods.py",
+        copy / "nb_accelerate" / "base" / "start_methods.py",
         '        StartMethod(name="inline"',
         '        StartMethod(name="careful", starter="nb_accelerate.notebook.launch.careful:careful"),\n',
     )

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from structure.layers import TRAINING, read_picture
+from structure.layers import TRAINING, read_picture, room_of
 
 import nb_accelerate
 
@@ -53,10 +53,9 @@ def test_no_module_of_the_notebook_half_or_the_base_brings_torch_along():
     rooms = read_picture(PACKAGE.parent)
     names = [
         "nb_accelerate." + ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        for room, place in rooms.items()
-        if place.half != TRAINING
-        for file in [*PACKAGE.glob(f"{room}.py"), *(PACKAGE / room).rglob("*.py")]
-        if file.stem != "__main__"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if (room := room_of(file, PACKAGE)) is not None
+        if rooms[room].half != TRAINING and file.stem != "__main__"
     ]
     assert "nb_accelerate.cli.launch" in names
     code = f"""

@@ -28,10 +28,9 @@ def tree(tmp_path: Path) -> Path:
     package.mkdir()
     (tmp_path / "CONTRIBUTING.md").write_text(PICTURE)
     (package / "__init__.py").write_text("")
-    for name in ("cli", "trainer", "maths", "launch", "wire"):
+    for name in ("cli", "trainer", "maths", "launch", "wire", "errors"):
         (package / name).mkdir()
         (package / name / "__init__.py").write_text("")
-    (package / "errors.py").write_text("")
     (package / "maths" / "sums.py").write_text("import torch\nfrom nb_accelerate.errors import Oops\n")
     (package / "trainer" / "loop.py").write_text("from nb_accelerate.maths.sums import add\n")
     (package / "wire" / "send.py").write_text("def send():\n    import torch\n")
@@ -93,20 +92,25 @@ def test_a_tree_that_keeps_the_rules_passes(tree: Path):
             "try:\n    from torch import nn\nexcept ImportError:\n    pass",
             "wire (notebook half) imports torch.nn when it is imported",
         ),
-        ("errors.py", "class A:\n    import torch", "errors (base) imports torch when it is imported"),
+        ("errors/oops.py", "class A:\n    import torch", "errors (base) imports torch when it is imported"),
         ("wire/utils.py", "", "the name says nothing about the subject"),
         ("pool/pool.py", "", "pool is not in the picture"),
+        ("pool.py", "", "pool.py is not in the picture"),
+        ("training/pool.py", "", "pool is not in the picture"),
+        ("notebook/maths/sums.py", "", "maths is drawn in the training half"),
+        ("training/maths/sums.py", "from nb_accelerate.notebook.wire import send", "imports wire (notebook half)"),
+        ("training/maths/sums.py", "import nb_accelerate.training.trainer.loop", "imports trainer (level 2)"),
     ],
 )
 def test_a_broken_rule_is_reported(tree: Path, file: str, line: str, fault: str):
     path = tree / "nb_accelerate" / file
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(line)
     assert any(fault in found for found in broken_rules(tree)), broken_rules(tree)
 
 
 def test_a_room_that_is_drawn_and_does_not_exist_is_reported(tree: Path):
-    (tree / "nb_accelerate" / "errors.py").unlink()
+    (tree / "nb_accelerate" / "errors" / "__init__.py").unlink()
     assert "errors is in the picture, but does not exist" in broken_rules(tree)
 
 

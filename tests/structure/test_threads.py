@@ -8,10 +8,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "nb_accelerate"
 
 ALLOWED = {
-    "helper_threads.py": {"Thread"},
-    "worker/stack_writer.py": {"start_new_thread"},  # Python prints why it has failed, and C code answers instead
+    "base/helper_threads.py": {"Thread"},
+    # Python prints why it has failed, and C code answers instead.
+    "notebook/worker/stack_writer.py": {"start_new_thread"},
     # Whoever has submitted something to a pool asks for its result.
-    "checkpoint/checksums.py": {"ThreadPoolExecutor"},
+    "training/checkpoint/checksums.py": {"ThreadPoolExecutor"},
 }
 STARTING = {"Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "ThreadPool", "to_thread", "run_in_executor"}
 

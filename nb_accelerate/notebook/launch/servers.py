@@ -320,7 +320,8 @@ class WarmStatus:
 
     def __str__(self) -> str:
         held = f" with {len(self.idle)} idle processes, {size(self.memory)} of their own" if self.memory else ""
-        return f"warm server {self.pid}{held}; nb_accelerate.notebook.launch.close() ends it, NB_ACCELERATE_KEEP_WARM=0 keeps none"
+        ends = "nb_accelerate.notebook.launch.close() ends it, NB_ACCELERATE_KEEP_WARM=0 keeps none"
+        return f"warm server {self.pid}{held}; {ends}"
 
 
 def warm_status() -> WarmStatus | None:
