@@ -26,7 +26,6 @@ class HelperThread(threading.Thread):
     """A daemon thread whose exception is told.
 
     Args:
-        target: what it does.
         args: of `target`.
         name: what it is for, in a word.
         on_failure: takes the name of the thread and what it has raised, in that thread.

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def cell_number(shell: InteractiveShell, filename: str) -> int | None:
-    """Return the number of the cell that is compiled under a file name; None if it is no cell.
-
-    Args:
-        shell: that has run the cell.
-        filename: of its code.
-    """
+    """Return the number of the cell that is compiled under a file name; None if it is no cell."""
     compiler: Any = shell.compile
     known: dict[str, int] | None = getattr(compiler, "_filename_map", None)
     if known is not None:
@@ -89,7 +84,6 @@ def add_completer(shell: InteractiveShell, complete: Callable[[Cursor], Completi
     """Have a shell ask for completions too.
 
     Args:
-        shell: of a kernel.
         complete: is called each time that somebody asks.
 
     Returns:

@@ -121,7 +121,6 @@ def choose_method(conditions: Conditions, *, may_copy: bool = True) -> tuple[Sta
     """Choose the first start method that suits, as ``"auto"`` does.
 
     Args:
-        conditions: what it depends on.
         may_copy: ranks may have a copy of this process.
 
     Returns:

@@ -46,8 +46,6 @@ def read_value(asker: Asker, question: str, default: T, convert: Callable[[str],
     """Ask until the answer can be converted.
 
     Args:
-        asker: who is asked.
-        question: what to ask.
         default: the value of an empty answer; "" if there is none, and then ``convert`` gets the empty answer.
         convert: makes a value of text; raises ValueError where it cannot.
     """

@@ -26,8 +26,6 @@ def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[
     """Print what `run` would start, and start nothing.
 
     Args:
-        job: what to run.
-        options: how.
         wants_gpus: GPUs were asked for; where none is visible the lines are those of a machine that has enough.
     """
     facts = look(options.env)

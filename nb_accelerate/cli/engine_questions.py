@@ -32,7 +32,6 @@ def ask_engine(asker: Asker, *, is_alone: bool, has_deepspeed: bool) -> str:
     """Ask how the model is distributed over the processes.
 
     Args:
-        asker: asks the question.
         is_alone: whether there is only one process; then FSDP and tensor parallelism are not offered.
         has_deepspeed: whether DeepSpeed is installed.
 
@@ -89,8 +88,6 @@ def ask_layout(asker: Asker, num_processes: int, *, is_sharded: bool) -> dict[st
     """Ask how the processes are laid out, and return the section ``parallelism_config``.
 
     Args:
-        asker: who is asked.
-        num_processes: on all machines.
         is_sharded: FSDP keeps the model; otherwise its layers are split (tensor parallel), and copied.
     """
     from nb_accelerate.cli.asking import read_value

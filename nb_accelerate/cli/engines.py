@@ -54,8 +54,6 @@ def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, eng
     """Return the variables for an engine. Flags come before the environment, which comes before the file.
 
     Args:
-        arguments: the flags.
-        file: the configuration file.
         engine: as `chosen_engine` has found it.
 
     Raises:
@@ -97,7 +95,6 @@ def mesh_of(arguments: argparse.Namespace, file: ConfigFile | None, engine: str)
     """Return the variables about how ranks are laid out, as flags say it.
 
     Args:
-        arguments: the flags.
         file: the configuration file. What it says counts no more when flags ask for another engine than FSDP.
         engine: as `chosen_engine` has found it.
 
@@ -121,7 +118,6 @@ def check_mesh(variables: Mapping[str, str], world_size: int | None) -> None:
     """Refuse a layout of ranks that cannot be, before any is started.
 
     Args:
-        variables: of the ranks.
         world_size: how many ranks there will be; None if that is not known yet.
 
     Raises:

@@ -356,7 +356,6 @@ def add_flags(parser: argparse.ArgumentParser, *, without: str = "") -> None:
     """Add all flags to a parser, in groups; those that are refused are not in its help.
 
     Args:
-        parser: gets them.
         without: title of a group to leave out.
     """
     for title, flags in GROUPS:

@@ -22,7 +22,6 @@ def flag_of_the_target(target: str, arguments: Sequence[str]) -> str:
     """Return a sentence about a flag for more processes that stands after the target; "" if there is none.
 
     Args:
-        target: the script, module or notebook.
         arguments: of the target, as they were typed.
     """
     for place, argument in enumerate(arguments):

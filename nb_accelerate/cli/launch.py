@@ -369,7 +369,6 @@ def _change_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Callab
     """Return the changes that the flags make to the copy of the notebook that is executed.
 
     Args:
-        arguments: the flags.
         options: of `notebook_launcher`, for one function.
     """
     from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters

@@ -26,7 +26,6 @@ def read_parameters(pairs: Sequence[str], file: Path | None) -> dict[str, Any]:
 
     Args:
         pairs: such as ``lr=0.1``; values are YAML. They count more than those of the file.
-        file: YAML with a line for each.
 
     Raises:
         ConfigError: something cannot be read, or is no parameter.
@@ -84,11 +83,6 @@ def keep_function(notebook: NotebookNode, name: str, call: str) -> None:
     """Leave the cells up to the one that defines a function, and add one that launches it.
 
     Cells that launch something themselves are left out.
-
-    Args:
-        notebook: changed in place.
-        name: of the function.
-        call: the source of the new cell.
 
     Raises:
         ConfigError: no cell defines the function.

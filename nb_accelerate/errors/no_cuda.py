@@ -10,10 +10,5 @@ ADVICE = "These ranks have no CUDA device. Write accelerator.device where the co
 
 
 def says_no_cuda(type_name: str, text: str) -> bool:
-    """Return whether an exception says that there is no CUDA device.
-
-    Args:
-        type_name: the name of its type.
-        text: its text.
-    """
+    """Return whether an exception says that there is no CUDA device."""
     return type_name in ("AssertionError", "RuntimeError") and any(words in text for words in _TEXTS)

@@ -22,12 +22,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def says_out_of_memory(type_name: str, text: str) -> bool:
-    """Return whether an exception says that memory did not suffice, on a device or on the host.
-
-    Args:
-        type_name: the name of its type.
-        text: its text.
-    """
+    """Return whether an exception says that memory did not suffice, on a device or on the host."""
     name = type_name.rpartition(".")[2]
     return name in _TYPES or (name in _TYPES_WITH_TEXT and any(words in text for words in _TEXTS))
 

@@ -187,8 +187,6 @@ def frame_lines(frame: FrameLine, style: Style = PLAIN, *, context: int = 0) -> 
     """Yield where a frame is, and its line of code.
 
     Args:
-        frame: of a cell or a file.
-        style: colours.
         context: lines of a cell that are shown before and after it.
     """
     cell = cell_name(frame.filename)

@@ -166,7 +166,6 @@ def filled(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     A key without a value is left out, so that DeepSpeed's default counts.
 
     Args:
-        config: nested dicts.
         values: for keys that are ``"auto"``, by dotted names; None is no value.
 
     Raises:

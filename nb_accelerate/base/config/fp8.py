@@ -67,11 +67,6 @@ def resolve_fp8(
 ) -> AORecipeKwargs | None:
     """Choose how layers compute in 8 bits: the argument, and for what it leaves open ``ACCELERATE_FP8_*`` variables.
 
-    Args:
-        precision: that was chosen.
-        given: the handler of the user.
-        environment: of this process.
-
     Returns:
         None if they compute in another precision.
 

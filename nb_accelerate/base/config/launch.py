@@ -151,10 +151,6 @@ def _check_rdzv_conf(conf: Mapping[str, Any]) -> None:
 def check_start_method(value: object, names: Iterable[str]) -> str:
     """Return a start method if it is ``"auto"`` or one of ``names``.
 
-    Args:
-        value: what the user gave.
-        names: of the start methods that exist.
-
     Raises:
         ConfigError: there is no such start method.
     """

@@ -94,7 +94,6 @@ def note_use(options: Options, made: str, *, advice: str) -> None:
     """Record that an object was made from options, so that setting them afterwards gives a warning.
 
     Args:
-        options: the options.
         made: the object, with an article: ``"the model that was prepared"``.
         advice: a sentence that says where to set the options instead.
     """

@@ -222,11 +222,6 @@ def resolve_parallelism(
 ) -> ParallelismConfig | None:
     """Choose how ranks are laid out: the argument, and for what it leaves open ``PARALLELISM_CONFIG_*`` variables.
 
-    Args:
-        config: as given.
-        plugin: asks for tensor parallelism alone.
-        environment: of this process.
-
     Returns:
         None if none of them says anything.
 

@@ -106,11 +106,7 @@ class Command:
 
 
 class CommandReader:
-    """The commands of a page, in the process of the rank. Only the main thread uses it.
-
-    Args:
-        memory: the whole page.
-    """
+    """The commands of a page, in the process of the rank. Only the main thread uses it."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -190,7 +186,6 @@ class CommandReader:
 
         Args:
             after: the epoch after which it was, from 1.
-            epochs: how many there are.
         """
         self._words[_ENDED_OF] = epochs
         self._words[_ENDED_AFTER] = after
@@ -232,7 +227,6 @@ class CommandWriter:
 
         Args:
             number: greater than those of all commands before.
-            command: what to do.
             after: optimizer step after which it is to be done.
         """
         self._set(_KIND, command.kind)

@@ -126,12 +126,10 @@ class ProgressPage:
         """Begin a loop over a loader, perhaps inside another one. Give what this returns to `end_loop`.
 
         Args:
-            total: batches of this rank.
             rows: rows of all ranks together in one batch.
             epoch: which of the loader, from 1.
             evaluates: no gradients are computed where it begins.
             step: batches that are left out at its beginning.
-            num_workers: of its loader.
             spans_epochs: it goes over all epochs of the run: `total` and `step` are those of the run.
         """
         words = self._words

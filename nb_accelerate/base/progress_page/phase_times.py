@@ -90,7 +90,6 @@ def seconds_in(words: Sequence[int], now: int) -> dict[Phase, float]:
     """Return the seconds that were spent in each phase of `WORK` that took any.
 
     Args:
-        words: of the page.
         now: `time.monotonic_ns` of the machine that the rank is on.
     """
     found = {}

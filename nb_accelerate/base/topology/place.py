@@ -27,10 +27,6 @@ def place_of(variables: Mapping[str, str], topology: Topology) -> tuple[str, int
     jobs on one node use different ones. Processes of MPI know nothing of the other machines: they meet on their own,
     at a port that follows from the process that has started them all.
 
-    Args:
-        variables: the environment.
-        topology: of this process.
-
     Returns:
         None where it cannot be known: processes of MPI on several machines, or no launcher of these.
     """
@@ -47,10 +43,6 @@ def place_of(variables: Mapping[str, str], topology: Topology) -> tuple[str, int
 
 def place_in_step(variables: Mapping[str, str], num_nodes: int) -> tuple[int, str] | None:
     """Return the number of this node in a step of SLURM that has one task on each node, and the name of its first node.
-
-    Args:
-        variables: the environment.
-        num_nodes: machines that were asked for.
 
     Returns:
         None where there is no such step, or it has another number of nodes.

@@ -56,14 +56,7 @@ class Topology:
 
     @classmethod
     def of_machine(cls, local_rank: int, local_world_size: int, *, node_rank: int = 0, num_nodes: int = 1) -> Topology:
-        """Number a process by its machine, where all machines have equally many.
-
-        Args:
-            local_rank: its number on its machine.
-            local_world_size: processes on each machine.
-            node_rank: the number of its machine.
-            num_nodes: machines.
-        """
+        """Number a process by its machine, where all machines have equally many."""
         return cls(
             rank=node_rank * local_world_size + local_rank,
             local_rank=local_rank,
@@ -172,9 +165,6 @@ def read_topology(variables: Mapping[str, str]) -> Topology:
     """Read the numbers of a process from its environment.
 
     Launchers that do not say how many processes share a machine are taken to have spread them evenly.
-
-    Args:
-        variables: the environment.
 
     Raises:
         ConfigError: a number is not a number, or the numbers contradict each other.

@@ -73,7 +73,6 @@ def in_exchange(dump: str, *, or_backward: bool = False) -> bool:
     """Return whether the main thread of a rank is where it can only wait for other ranks, until they come.
 
     Args:
-        dump: its stacks.
         or_backward: a backward counts too: it may wait for gradients of other ranks, or compute.
     """
     frames = main_thread(dump)

@@ -77,7 +77,6 @@ def advice(times: Mapping[int, RankTimes], *, cores: int, on_host: bool = True) 
 
     Args:
         times: of all ranks, by rank.
-        cores: of this machine.
         on_host: the ranks compute on the processor. If not, the time between steps is also that in which the loop waits
             for the device, in ``loss.item()`` say, and nothing is said about it.
     """

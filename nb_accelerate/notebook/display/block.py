@@ -29,9 +29,6 @@ class Block(Drawing):
 
     What was printed last may be an unfinished line: then `show` is called after the rest of it, and nothing is drawn
     until then.
-
-    Args:
-        stream: the terminal.
     """
 
     every = 0.25

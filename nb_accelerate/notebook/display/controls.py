@@ -48,11 +48,8 @@ class Controls:
     """The widgets of a panel. `make` them, in any thread; the rest is for the thread that draws, but for clicks.
 
     Args:
-        kernel: that they belong to.
         ranks: those whose log one can look at.
-        watched: what the buttons are about.
         where: returns the frames of a rank, users' and others, innermost first, from a dump of its stacks.
-        key: of the panel, in its page.
     """
 
     def __init__(
@@ -116,12 +113,7 @@ class Controls:
         return {"application/vnd.jupyter.widget-view+json": model, "text/plain": _NO_WIDGETS}
 
     def draw(self, view: View, number: int) -> None:
-        """Bring them up to date.
-
-        Args:
-            view: what the panel shows.
-            number: of the drawing.
-        """
+        """Bring them up to date."""
         self._memory_table = view.memory
         self._show_in_title(percent_of(view), number)
         if self._pause is not None:

@@ -59,7 +59,6 @@ def render(view: View, *, at: str = "") -> str:
     """Return the panel, without its style sheet and its charts.
 
     Args:
-        view: what to show.
         at: time of day of a panel that is drawn again soon. If that does not happen, since the kernel has ended, say,
             a sentence with it appears, and what looks alive goes: by the style sheet alone, so that it does in a saved
             notebook too.
@@ -160,7 +159,6 @@ def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = 
     """Return a table.
 
     Args:
-        rows: of it.
         standing: names of columns that it has also if no row has a value for them.
         failed: the run has failed, so that rows that are bad say why.
     """

@@ -42,7 +42,6 @@ class Lines(Drawing):
     What was shorter leaves nothing but its bars, since those were not printed.
 
     Args:
-        paper: takes them.
         is_notebook: what was shown last is kept, as a table.
     """
 
@@ -92,7 +91,6 @@ def bundle(view: View, *, with_style: bool = True) -> dict[str, Any]:
     """Return a view as the content of a message that displays it, good for ever: nothing in it needs a kernel.
 
     Args:
-        view: of a run.
         with_style: with its style sheet; False where the page has that already.
     """
     at = time.strftime("%H:%M:%S on %d %B") if view.state in ("starting", "running") else ""

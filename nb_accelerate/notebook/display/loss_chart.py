@@ -121,7 +121,6 @@ def breaks(points: Points, gaps: Gaps) -> list[int]:
     """Return the indices of the points before which a curve is interrupted.
 
     Args:
-        points: of the curve.
         gaps: (first, last) steps at which it has no value; infinity for a last one to come.
     """
     middles = (first + (min(last, _HUGE) - first) / 2 for first, last in gaps)
@@ -144,7 +143,6 @@ def draw_losses(
     Args:
         loss: (step, mean loss of the ranks), in order.
         logged: other values by step. Losses of validation share the chart of the loss.
-        before: losses of earlier runs.
         gaps: (first, last) steps at which the loss was not finite; infinity for now.
         is_on: the run is on, so that the chart is drawn again soon.
     """

@@ -84,7 +84,6 @@ def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]
     Args:
         held: by the rank on which it did not.
         rows: of a batch on each rank; 0 if that is not known.
-        ranks: number of all.
         wanted: bytes that could not be had.
     """
     if held.limit and wanted > held.limit:
@@ -134,7 +133,6 @@ def rows_that_fit(held: RankMemory, *, rows: int, wanted: int) -> int | None:
 
     Args:
         held: by the rank on which it did not fit.
-        rows: of a batch then.
         wanted: bytes that could not be had.
     """
     of_rows = held.activations + wanted

@@ -65,11 +65,7 @@ class NotFiniteLosses:
         return (*self._gaps, *open_gap)
 
     def sentences(self, num_ranks: int) -> tuple[str, ...]:
-        """Return a sentence about losses that are not finite, else about those that were; none if all ever were.
-
-        Args:
-            num_ranks: number of ranks that are watched.
-        """
+        """Return a sentence about losses that are not finite, else about those that were; none if all ever were."""
         if self._now:
             whose = _on(self._now, num_ranks)
             since = words.count(min(span.first for span in self._now.values()))

@@ -49,10 +49,7 @@ class NotebookPanel(Drawing):
     """A panel in a cell.
 
     Args:
-        paper: the cell.
-        kernel: it runs in.
         ranks: those whose log one can look at.
-        watched: what the buttons are about.
         where: returns the frames of a rank, users' and others, innermost first, from a dump of its stacks.
         place: id of a display that this takes the place of; "" for a new one.
     """

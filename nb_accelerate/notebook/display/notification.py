@@ -50,7 +50,6 @@ def notify_script(key: str, view: View) -> str:
 
     Args:
         key: as for `notify_button`.
-        view: of a run that has ended.
     """
     title = escape(f"{view.facts.name}: {view.state}")
     body = escape(", ".join((view.elapsed, *view.summary)))

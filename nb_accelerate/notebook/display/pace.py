@@ -68,8 +68,6 @@ def outlook(tracks: Mapping[int, Track], pace: Pace, now: float, *, stall: float
     """Return what is to be expected of a run that goes on: time left and samples per second, or what it waits for.
 
     Args:
-        tracks: of its ranks.
-        pace: of the run.
         now: `time.monotonic`.
         stall: seconds without a step after which that is said instead.
     """
@@ -99,7 +97,6 @@ def summary(tracks: Mapping[int, Track], rate: float | None, rows: int) -> tuple
     """Return what a run came to: whether it ended early as asked, steps, samples per second, loss, compiled programs.
 
     Args:
-        tracks: of its ranks.
         rate: steps per second.
         rows: of all ranks together in one step; 0 if not known.
     """
@@ -123,7 +120,6 @@ def remarks(tracks: Mapping[int, Track], peak: int) -> tuple[str, ...]:
     """Return what there is to say about the ranks of a run that has ended.
 
     Args:
-        tracks: of them.
         peak: most bytes that one of them used.
     """
     parts = [words.plural(len(tracks), "rank")]

@@ -135,9 +135,6 @@ class Panel:
 
     Args:
         facts: what does not change.
-        ranks: to be seen.
-        drawing: where.
-        watched: the ranks.
 
     Attributes:
         due: `time.monotonic` at which `refresh` wants to be called.
@@ -207,7 +204,6 @@ class Panel:
         """Show a sentence about ranks that wait for others, until one moves or the panel can say it by itself.
 
         Args:
-            text: the sentence.
             outcome: another one about how it will end; may be empty. It is shown with what the panel says by itself.
 
         Returns:

@@ -28,11 +28,7 @@ moment only, and nothing of it belongs into a notebook; what is there beside it 
 
 
 class Relay(Drawing):
-    """Sends the panel to a front end that has asked for it, see `FROM_TERMINAL`.
-
-    Args:
-        paper: the cell.
-    """
+    """Sends the panel to a front end that has asked for it, see `FROM_TERMINAL`."""
 
     every = Block.every
 

@@ -44,7 +44,6 @@ class Standstill:
         """Say what a rank does: the collective in which it waits, by its stack.
 
         Args:
-            rank: its number.
             otherwise: what to say without a stack, or of a rank that does not wait.
         """
         stack = self.stacks.get(rank)

@@ -66,7 +66,6 @@ class PanelState:
 
     Args:
         facts: what does not change.
-        ranks: those to show.
         now: `time.monotonic` at the beginning.
     """
 

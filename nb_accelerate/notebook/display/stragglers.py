@@ -75,7 +75,6 @@ def slow_sentences(slow: Mapping[int, Straggler], num_ranks: int) -> list[str]:
 
     Args:
         slow: by rank.
-        num_ranks: number of ranks that are watched.
     """
     others = "the other" if num_ranks == 2 else "the median"
     slowest = sorted(slow.items(), key=lambda item: -item[1].factor)[:_MOST_SENTENCES]

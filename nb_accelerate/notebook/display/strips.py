@@ -29,7 +29,6 @@ def strip(times: Sequence[TimePart], whose: str) -> str:
     """Return a strip; its place, empty, if nothing is known.
 
     Args:
-        times: parts of the time.
         whose: ``rank 3``, say.
     """
     if not times:
@@ -47,7 +46,6 @@ def legend(times: Sequence[TimePart], kept: Collection[str] = ()) -> str:
     """Return the line that says what the colours are, with the time of all ranks together; "" if none is known.
 
     Args:
-        times: parts of the time.
         kept: kinds of parts that are named however small they are, because they were named before.
     """
     if not times:

@@ -35,14 +35,7 @@ def can_color(stream: TextIO) -> bool:
 
 
 def lines(view: View, width: int, *, color: bool, bars: bool = False) -> list[str]:
-    """Return the panel in lines of which none is wider than a terminal.
-
-    Args:
-        view: what to show.
-        width: characters of a line.
-        color: use colours.
-        bars: draw bars, for somebody who watches.
-    """
+    """Return the panel in lines of which none is wider than a terminal."""
     head, *below = text.table(view).split("\n")
     rows = (*view.bars, *view.rows)
     remarks = below[len(rows) + 1 :] if rows else below

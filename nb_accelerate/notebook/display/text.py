@@ -37,12 +37,7 @@ def line(view: View) -> str:
 
 
 def table(view: View, *, bars: bool = False) -> str:
-    """Return the whole panel, in lines.
-
-    Args:
-        view: what to show.
-        bars: draw bars, for somebody who watches.
-    """
+    """Return the whole panel, in lines."""
     head = f"{view.mark} {view.facts.name} · {' · '.join(view.facts.setup)}"
     time = " · ".join((view.elapsed, *(view.summary or view.outlook)))
     rows = (*view.bars, *view.rows)

@@ -43,7 +43,6 @@ class Answers:
     """Answers messages of the shell channel. All but `own` is for the thread that reads the channel.
 
     Args:
-        kernel: they were sent to.
         has_waiting_cell: returns whether a cell runs, so that a message that is passed on has to wait.
 
     Attributes:

@@ -87,11 +87,8 @@ class ElasticRendezvous:
     """Machines that find one another, again and again. `close` it.
 
     Args:
-        options: of the launch.
         place: address and port of the first machine.
-        own: address of this machine.
         listener: a socket that listens there, if this is the first machine; it is then this object's.
-        num_processes: ranks on this machine.
         check: called again and again while machines are waited for; raises why nobody waits any more.
 
     Attributes:

@@ -31,8 +31,6 @@ def rank_environ(
     """Return the whole environment of one rank.
 
     Args:
-        plan: the launch.
-        rendezvous: where its ranks meet.
         local_rank: number of the rank on this machine.
         base: the kernel's environment as it is now.
         extra: the user's variables; they override all others but those that select among devices.

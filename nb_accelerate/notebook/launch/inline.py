@@ -21,8 +21,6 @@ def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink, **_: object
     """Call the function in this process, in the environment of a single rank, which is undone afterwards.
 
     Args:
-        options: what was asked for.
-        plan: what was decided.
         sink: shows nothing: the function prints into the cell by itself.
 
     Raises:

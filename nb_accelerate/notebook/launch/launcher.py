@@ -270,12 +270,8 @@ def run_in_processes(
     """Run a launch in processes of its own. The runner of start methods that have a starter.
 
     Args:
-        options: what was asked for.
-        plan: what was decided.
         sink: the cell or stream that shows its output.
-        front_end: how its panel is drawn.
         place: id of the display that the panel takes the place of; "" for none.
-        block: wait for its end.
 
     Returns:
         The values of the ranks; the launch with ``block=False``.

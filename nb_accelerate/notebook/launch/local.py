@@ -53,7 +53,6 @@ class LocalRank(RankHandle):
     """Owns the kernel's ends of a rank's pipes and channel; see `RankEnds` for the rank's own.
 
     Args:
-        rank: its number among all ranks.
         local_rank: its number among those of this machine.
         store_fd: descriptor of the store that it is born with, which this closes; -1 if there is none.
 
@@ -145,7 +144,6 @@ class LocalRank(RankHandle):
 
         Args:
             send_signal: has the server send a signal to the rank.
-            owner: the server's process.
         """
         self._close_start_fds()
         self._signal, self.owner = send_signal, owner

@@ -42,7 +42,6 @@ class MachineWatch:
 
     Args:
         elastic: the rendezvous that the ranks have gone through.
-        request: to the ranks of this machine.
         say: shows a line to the user. Any thread.
     """
 

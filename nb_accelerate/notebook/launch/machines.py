@@ -91,11 +91,8 @@ def not_all_came(
     """Build the error about machines that are missing.
 
     Args:
-        here: those that have come.
         gone: those that took part before.
         expected: how many there should be, at least.
-        place: where they were to come to.
-        seconds: how long they were waited for.
     """
     numbers = {one.node_rank for one in here}
     if None not in numbers:
@@ -115,7 +112,6 @@ def no_first_machine(place: str, seconds: float, error: BaseException) -> StartE
     """Build the error about the machine that all others come to.
 
     Args:
-        place: its address and port.
         seconds: how long it is tried, at most.
         error: of the last attempt.
     """

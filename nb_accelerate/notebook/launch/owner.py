@@ -38,7 +38,6 @@ class Owner:
 
     Args:
         pid: a child of this process that was not reaped yet.
-        channel: this end of its control channel.
         serves: it takes messages at once, because it has nothing to import first.
         log: returns what it wrote, which is nothing unless something is wrong with it.
 
@@ -117,11 +116,7 @@ class Owner:
 
 
 class Watch:
-    """Reports servers that are stopped while their ranks are waited for.
-
-    Args:
-        say: shows a line to the user.
-    """
+    """Reports servers that are stopped while their ranks are waited for."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -34,12 +34,7 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
 
 
 def facts_of(name: str, plan: LaunchPlan) -> Facts:
-    """Return what a panel says about a launch or cell that does not change.
-
-    Args:
-        name: name of the function or cell.
-        plan: how it runs.
-    """
+    """Return what a panel says about a launch or cell that does not change."""
     return Facts(name=name, setup=_setup(plan), brief=plan.brief, details=plan.describe(), cores=num_cpus())
 
 

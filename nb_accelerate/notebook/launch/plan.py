@@ -88,12 +88,7 @@ class LaunchPlan:
         return self.topology_of(0).world_size
 
     def topology_of(self, local_rank: int, *, node_rank: int = 0) -> Topology:
-        """Return the numbers of a rank.
-
-        Args:
-            local_rank: its number on its machine.
-            node_rank: the number of its machine.
-        """
+        """Return the numbers of a rank."""
         return Topology.of_machine(local_rank, self.num_processes, node_rank=node_rank, num_nodes=self.num_nodes)
 
     def with_nodes(self, number: int) -> LaunchPlan:
@@ -132,8 +127,6 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
     """Return the plan of a launch: decide what its options leave open.
 
     Args:
-        options: what was asked for.
-        facts: about this machine.
         may_copy: ranks may have a copy of this process. Not where it would be out of date with the next cell, nor where
             nothing in it is of use to them.
 

@@ -145,8 +145,6 @@ def repeated_rendezvous(
     """Return a context manager with what is called at each start of the ranks, and does what `open_rendezvous` does.
 
     Args:
-        options: of the launch.
-        plan: how many ranks on what.
         check: called while other machines are waited for; raises why nobody waits any more.
 
     Raises what `open_rendezvous` and `check` do.
@@ -202,7 +200,6 @@ def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
 
     Args:
         port: which; 0 finds a free one.
-        stack: closes the socket.
         alone: there is one rank, which can do without the loopback interface.
 
     Returns:

@@ -107,9 +107,7 @@ class RankServer(ABC):
         """Tell a handle that its rank is being started, and how to signal it.
 
         Args:
-            handle: of the rank.
             key: names the rank in `SignalRank`.
-            owner: the process of the server.
         """
         channel = self._channel
 
@@ -295,11 +293,7 @@ def warm_up() -> None:
 
 
 def warm_up_for(method: StartMethod) -> None:
-    """Start the warm server if ranks that come to be by this method are forked from it. Returns at once.
-
-    Args:
-        method: of a launch that follows.
-    """
+    """Start the warm server if ranks that come to be by this method are forked from it. Returns at once."""
     if method.forks and not method.copies_notebook and Environment().keep_warm:
         warm_server()
 

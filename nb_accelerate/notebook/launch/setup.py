@@ -44,10 +44,6 @@ def make_setup(
     """Return the `Setup` of a rank: with the environment, working directory and search path of this process as of now.
 
     Args:
-        handle: the rank.
-        options: of the launch.
-        plan: how many ranks on what.
-        rendezvous: where they meet.
         notebook: of `pack_notebook`.
         store: through which they meet; None if a `Join` will tell.
         attempt: how often the launch was started before.

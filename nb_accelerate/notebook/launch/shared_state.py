@@ -42,7 +42,6 @@ class SharedState:
     """torch elastic's backend, whose state can be read here, and whose waits end when they are given up.
 
     Args:
-        backend: torch's.
         fewest: number of machines without which there is no round.
         is_given_up: whether waits are to end.
     """

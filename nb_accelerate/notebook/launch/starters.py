@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_server(method: StartMethod, options: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
-    """Return a context manager with the process that starts the ranks of a launch.
-
-    Args:
-        method: how they come to be.
-        options: of the launch.
-    """
+    """Return a context manager with the process that starts the ranks of a launch."""
     return cast("contextlib.AbstractContextManager[RankServer]", named(method.starter)(options))
 
 

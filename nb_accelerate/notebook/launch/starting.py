@@ -36,10 +36,6 @@ def started_ranks(
     """Start the ranks of this machine. When the block is left, those that live are killed and their handles closed.
 
     Args:
-        server: starts them.
-        options: of the launch.
-        plan: how many ranks on what.
-        rendezvous: where they find one another.
         wants_rows: whether a panel shows their progress bars as rows.
         births: closed when all of them are on their way.
 
@@ -82,9 +78,6 @@ def sender(
     """Return a function that sends a rank its `Setup` and its `Call`.
 
     Args:
-        options: of the launch.
-        plan: how many ranks on what.
-        rendezvous: where they find one another.
         stores: the store that each is to use, by local rank.
         notebook: of `pack_notebook`.
         call: the function with its arguments, packed; None if ranks have it in memory.

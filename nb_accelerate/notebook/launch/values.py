@@ -39,8 +39,6 @@ def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
     """Pickle the function of a launch with its arguments. The caller closes what is returned.
 
     Args:
-        options: of the launch.
-        name: what the user calls the function.
         can_fork: whether ranks could be forked, which needs no pickling.
 
     Raises:
@@ -81,12 +79,7 @@ _told: set[str] = set()
 
 
 def note_of_dropped(request: Request, function: str) -> str:
-    """Return what is to be said of models that were trained on the ranks, and that nobody gets back; "" if nothing is.
-
-    Args:
-        request: to which all ranks have answered.
-        function: the name of what was launched.
-    """
+    """Return what is to be said of models that were trained on ranks, and that nobody gets back; "" if nothing is."""
     results = [answer for answer, _ in request.answers.values() if isinstance(answer, Result)]
     names = {name: None for result in results for name in result.dropped if name not in _told}
     if not names or len(results) < len(request.ranks):
@@ -104,11 +97,7 @@ def note_of_dropped(request: Request, function: str) -> str:
 
 
 def note_of_exits(request: Request) -> str:
-    """Return what is to be said of ranks that ended with ``sys.exit()`` where others returned; "" if nothing is.
-
-    Args:
-        request: to which all ranks have answered.
-    """
+    """Return what is to be said of ranks that ended with ``sys.exit()`` where others returned; "" if nothing is."""
     exited = [rank for rank, (answer, _) in request.answers.items() if isinstance(answer, Result) and answer.exited]
     if not exited or len(exited) == len(request.answers):
         return ""

@@ -62,8 +62,6 @@ def parse(line: str, options: Sequence[Option], *, words: tuple[int, int | None]
     """Read a line.
 
     Args:
-        line: what follows the magic's name.
-        options: those there are.
         words: how many words may stand alone, at least and at most.
         usage: how it is written, for the error about missing words.
 
@@ -224,13 +222,7 @@ def parse_rank(line: str) -> Parsed:
 
 
 def help_text(usage: str, about: str, options: Iterable[Option]) -> str:
-    """Return a help text in the manner of IPython's magics.
-
-    Args:
-        usage: how it is written.
-        about: what it does.
-        options: those it has.
-    """
+    """Return a help text in the manner of IPython's magics."""
     lines = [f"{usage}\n", about, ""]
     rows = [
         (", ".join(f"{flag} {option.meta}".rstrip() for flag in option.flags), option.help)

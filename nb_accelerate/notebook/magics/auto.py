@@ -97,12 +97,7 @@ def _failed_on_ranks() -> bool:
 
 
 def route(lines: list[str], *, everything: bool) -> list[str]:
-    """Decide where a cell runs. Pure.
-
-    Args:
-        lines: of the cell.
-        everything: auto mode is on.
-    """
+    """Decide where a cell runs. Pure."""
     first = lines[0].split() if lines else []
     word = first[0] if first else ""
     if word in _OURS and not "".join(lines[1:]).strip():

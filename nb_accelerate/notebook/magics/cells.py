@@ -29,7 +29,6 @@ class Cells:
     """The cell magics.
 
     Args:
-        shell: of the kernel.
         auto: is paused while a cell is read.
         seeding: knows whether the notebook has been seeded.
         defaults: options that `%distributed config` has set.

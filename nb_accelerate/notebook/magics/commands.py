@@ -88,8 +88,6 @@ class Commands:
     """The line magic.
 
     Args:
-        shell: of the kernel.
-        auto: turned on and off here.
         defaults: options for cells to come, set here.
     """
 

@@ -37,7 +37,6 @@ class RankNames:
     """Adds itself to a shell's completer and inspector; `register`, `unregister`.
 
     Args:
-        shell: of the kernel.
         auto: while it is on, every cell is one for the ranks.
     """
 

@@ -21,7 +21,6 @@ class Seeding:
     """Sends ranks the states of the notebook's random numbers once a cell has seeded them; `register`, `unregister`.
 
     Args:
-        shell: of the kernel.
         auto: while it is on, a plain cell seeds the ranks by itself.
     """
 

@@ -47,14 +47,8 @@ class Cell:
     """A cell that is ready to run: the variables that ranks lack are packed. `begin` it, or `close` it.
 
     Args:
-        source: the cell.
-        options: how to run it.
-        group: the ranks of the pool.
         syncs: which names of the notebook each rank has, by rank.
-        numbers: of the notebook's objects.
         ask: asks ranks which objects of the notebook they have changed.
-        variables: variables of the notebook.
-        output: shows what the ranks print.
         sink: where that is shown.
         in_background: whether nobody waits for it, so that its failure is said in the cell.
 

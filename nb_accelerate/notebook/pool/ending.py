@@ -38,7 +38,6 @@ def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[St
     A rank that has variables is killed only if the user interrupts again.
 
     Args:
-        timeouts: of the pool.
         cut: takes a rank out of its collective, see `cut_from`.
     """
     notice = _BUSY if timeouts.wait == NEVER else ""
@@ -70,7 +69,6 @@ def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tu
     No code of users runs then, and new ranks, which have no variables yet, are killed at once.
 
     Args:
-        timeouts: of the pool.
         cut: takes a rank out of its collective, see `cut_from`.
     """
     return (
@@ -87,7 +85,6 @@ def stop_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
     """Return the steps that end ranks for good.
 
     Args:
-        timeouts: of the pool.
         seconds: how long ranks that were told to end have for it; 0 if they were not told.
     """
     by_signal = (
@@ -111,7 +108,6 @@ def cut_from(ranks: Sequence[RankProxy], rendezvous: int) -> Callable[[RankProxy
     """Return a function that takes a rank out of a collective, by breaking its connections to other ranks.
 
     Args:
-        ranks: all ranks of the pool.
         rendezvous: number of the rendezvous in which they made the connections, or are making them.
     """
     pids = [one.handle.pid for one in ranks if one.handle.pid and not one.is_gone]

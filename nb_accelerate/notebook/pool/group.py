@@ -53,8 +53,6 @@ class RankGroup:
     Create it inside `Interrupts`: an interrupt must not come between two of its steps.
 
     Args:
-        options: of the launch.
-        plan: how many ranks on what.
         on_rank_end: called, in the loop's thread, with what happened when a rank has ended.
         timeouts: gives how long the steps of what begins now may take.
 

@@ -68,7 +68,6 @@ def check(state: PoolState, action: str) -> None:
     """Check that an action is possible.
 
     Args:
-        state: the state of the pool.
         action: ``start``, ``run`` or ``repair``.
 
     Raises:

@@ -47,9 +47,6 @@ def free_names(tree: ast.Module) -> set[str]:
 class _Reading:
     """Follows statements, with the set of names that are bound by then. None is the set of a place never reached.
 
-    Args:
-        flags: of the compiler.
-
     Attributes:
         free: names that were read before they were bound.
     """

@@ -74,12 +74,7 @@ class NamespaceSync:
         self._seen: set[str] = set()
 
     def judge(self, name: str, value: object) -> Verdict:
-        """Decide whether to send a name.
-
-        Args:
-            name: the name.
-            value: its value in the notebook.
-        """
+        """Decide whether to send a name."""
         if name in SHELL_NAMES:
             return Verdict.HAS_IT
         self._seen.add(name)
@@ -92,9 +87,7 @@ class NamespaceSync:
         """Return which of the objects in a value hold something else than when they were sent.
 
         Args:
-            name: of the value.
             snapshot: of the value, as it is now.
-            is_new: the name had another value then.
         """
         sent = self._sent.get(name)
         if sent is not None and snapshot.is_as(sent.tokens):
@@ -218,7 +211,6 @@ class NamespaceSync:
         """Note names that a cell on the rank has bound.
 
         Args:
-            names: all of them.
             modules: full names of the modules among their values, by name.
         """
         for name in names:

@@ -120,12 +120,8 @@ def make_manifest(
     """Pack what ranks lack.
 
     Args:
-        free: names that the cell reads.
-        namespace: variables of the notebook.
         syncs: what each rank that runs the cell has, by rank.
-        numbers: of the notebook's objects.
         ask: asks ranks which of some objects they have changed.
-        forced: names to send in any case.
         limit: bytes that may be sent; None for any number.
 
     Raises:
@@ -351,7 +347,6 @@ def of_pulled(error: ShippingError, names: Sequence[str]) -> ShippingError:
 
     Args:
         error: about a part of the list that the rank was to return.
-        names: of the variables in that list.
     """
     place = re.search(r"\[(\d+)\]", error.path)
     if place is None:

@@ -48,8 +48,6 @@ def read_cell(
     """Return a cell as data.
 
     Args:
-        code: its body.
-        filename: its name in tracebacks.
         head: the line above the body, without its newline; None if there is none.
         transform: replaces magics by Python.
 

@@ -90,8 +90,6 @@ def send_join(rank: PoolRank, rendezvous: Rendezvous, number: int) -> None:
     """Send a rank the `Join` that has it enter a new process group.
 
     Args:
-        rank: the rank.
-        rendezvous: where the ranks find one another.
         number: the number of that rendezvous in this pool.
     """
     alarm = rank.take_alarm()

@@ -113,8 +113,6 @@ class Snapshot:
     """What a value holds at this moment. It keeps the objects in the value alive, so it is not to be kept.
 
     Args:
-        value: the value.
-        numbers: of objects.
         deep: read the objects in it too, and what they hold.
         moves: a tensor that is moved to another place in memory has not changed.
 

@@ -29,12 +29,6 @@ def find_unpicklable(
 ) -> tuple[str, str, str, ShippingError | None]:
     """Find the smallest part of a value that cannot be pickled.
 
-    Args:
-        value: which cannot.
-        name: what the path begins with.
-        error: what pickling it raised.
-        dumps: pickles a part, or raises.
-
     Returns:
         Its path (``args[0].lock``), a short description of it, the reason, and the error of this package that is the
         reason, if it is one: it says what to write instead.

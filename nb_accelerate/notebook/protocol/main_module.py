@@ -36,11 +36,6 @@ class Globals(enum.Enum):
 class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with a choice of the globals that functions of ``__main__`` have where they are unpickled.
 
-    Args:
-        file: to write to.
-        globals_there: the choice.
-        options: of a pickler.
-
     Attributes:
         names: at which pickle finds in ``__main__`` the classes and functions that were pickled, unless with
             `Globals.OWN`.

@@ -59,19 +59,13 @@ def frame(mark: bytes, payload: bytes | memoryview, kind: Kind = "stderr") -> by
     """Return a frame, to be written in one call.
 
     Args:
-        mark: of the rank.
         payload: at most `MAX_PAYLOAD` bytes.
-        kind: what the payload is.
     """
     return mark + _FIELDS.pack(_KINDS.index(kind), len(payload)) + bytes(payload)
 
 
 class Decoder:
-    """Splits what is read from the pipe into chunks.
-
-    Args:
-        mark: of the rank that writes.
-    """
+    """Splits what is read from the pipe into chunks."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark

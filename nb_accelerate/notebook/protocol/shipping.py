@@ -190,7 +190,6 @@ def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
     """Return the object in a parcel.
 
     Args:
-        parcel: from a message.
         fds: descriptors that came with it; taken over.
 
     Raises:
@@ -206,7 +205,6 @@ def unpack_numbered(
     """Return the object in a parcel that was packed with references, and the objects in it by their numbers.
 
     Args:
-        parcel: from a message.
         fds: descriptors that came with it; taken over.
         find: returns what this process has, by its number or by the name of a variable.
     """

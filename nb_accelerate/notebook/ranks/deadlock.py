@@ -33,7 +33,6 @@ class DeadlockWatch:
     ranks use devices: waits for those may take no time of a processor.
 
     Args:
-        request: one that has begun.
         longest: seconds between two looks that count, at most. More have passed where this process was suspended, say,
             and perhaps the ranks too.
     """

@@ -25,7 +25,6 @@ def ended_as(
     raised, the panel keeps the traceback.
 
     Args:
-        request: what the ranks were asked.
         others: requests to the same ranks that followed it.
         error: what is raised for them, if anything is: a value may have failed to unpickle when all ranks had answered.
     """

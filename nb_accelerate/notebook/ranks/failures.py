@@ -174,7 +174,6 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     Users' code may run in it, where an exception of theirs is unpickled, so it is not for the loop's thread.
 
     Args:
-        request: what the ranks were asked.
         others: requests to the same ranks that followed: an interrupt may have come in one of them.
     """
     for one in (request, *others):
@@ -234,8 +233,6 @@ def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: b
     """Return the error about a rank that has ended, or is of no use any more.
 
     Args:
-        rank: the rank.
-        wording: phrases of the request.
         tail: its last output.
         out_of_memory: whether the system's out-of-memory killer has killed a process meanwhile.
     """
@@ -273,8 +270,6 @@ def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> B
     """Return the exception that a rank has answered with. Users' code may run, when it is unpickled.
 
     Args:
-        rank: the rank.
-        failure: its answer.
         fds: descriptors that came with it; closed.
         output: the rank's last output.
 
@@ -306,12 +301,7 @@ def _remote(rank: int, report: ErrorReport, output: str) -> RemoteError:
 
 
 def interrupted(text: str, places: str = "") -> KeyboardInterrupt:
-    """Return a KeyboardInterrupt that a notebook shows without the traceback of the wait.
-
-    Args:
-        text: one line.
-        places: where the ranks were.
-    """
+    """Return a KeyboardInterrupt that a notebook shows without the traceback of the wait."""
     error = KeyboardInterrupt(text)
     add_note(error, places)
     show_instead(error, functools.partial(text_lines, error))
@@ -342,10 +332,6 @@ def show_traceback_of_rank(
     """Have IPython and plain Python print the traceback on the rank, and not that of the wait for it.
 
     Args:
-        error: the exception to raise.
-        report: what the rank has reported.
-        ranks: those that have raised it.
-        world_size: number of all ranks.
         footer: what other ranks were doing, or "".
     """
     title = whose(ranks, world_size)

@@ -73,7 +73,6 @@ class GuardedOutput:
     """A `RequestOutput` whose methods never raise.
 
     Args:
-        output: shows what ranks print.
         sink: takes the line about the first error.
 
     Attributes:

@@ -42,7 +42,6 @@ class HangWatch:
     they show for ``deadlock`` seconds that the ranks wait for ever, the request fails with a `DeadlockError`.
 
     Args:
-        request: one that has begun.
         timeouts: its ``quiet``, ``stacks``, ``told`` and ``deadlock`` are used.
 
     Attributes:
@@ -165,7 +164,6 @@ def verdict(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[in
     Args:
         dumps: stacks of the ranks that are still busy, by rank.
         finished: ranks that have come to the end of what they were asked.
-        idle: ranks that were asked nothing.
     """
     waits = who_waits(dumps)
     if not waits.waiting or (not finished and not idle and not waits.elsewhere and len(waits.waiting) == 1):

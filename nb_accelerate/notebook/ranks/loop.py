@@ -158,7 +158,6 @@ class RankLoop:
         If the thread has ended, the request is done at once, with a failure.
 
         Args:
-            request: what to ask of the ranks.
             output: shows what all ranks print from now on, also after the request; None leaves it as it is.
             hangs: of waits of ranks for one another: after ``told`` seconds one is told, after ``deadlock`` seconds in
                 which nobody is left to come the request fails with a `DeadlockError`. None turns both off.
@@ -173,7 +172,6 @@ class RankLoop:
 
         Args:
             requests: in the order in which they are begun.
-            kind: the step to go to.
             how: what the user did, as a participle.
         """
         self.post(lambda: self._interrupt(requests, kind, how))
@@ -375,7 +373,6 @@ class RankLoop:
         Args:
             what: a few words for what `action` does.
             action: to be called.
-            arguments: of it.
         """
         try:
             action(*arguments)

@@ -80,7 +80,6 @@ class Merge(Generic[T]):
     """Takes items of ranks, and passes them on in the order in which they are to be shown.
 
     Args:
-        ranks: the ranks.
         show: called with ranks that have the same items, and with these items, one list for each of these ranks.
         hold: seconds that an item waits for an equal one of the other ranks; infinity waits until `finish`. Ranks
             that do the same are milliseconds apart.
@@ -111,8 +110,6 @@ class Merge(Generic[T]):
         """Take items of a rank.
 
         Args:
-            rank: the rank.
-            items: in their order.
             now: `time.monotonic`.
         """
         self._waiting[rank].add(items, now)

@@ -69,7 +69,6 @@ class Overflow:
 
         Args:
             lines: how many lines the cell shows in full.
-            size: how many characters these have.
         """
         if self._file is not None:
             try:

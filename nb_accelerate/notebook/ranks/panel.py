@@ -41,7 +41,6 @@ class RequestView:
 
     Args:
         request: the request, before it begins.
-        actions: the panel's buttons.
     """
 
     def __init__(self, request: Request, actions: Sequence[Action]) -> None:
@@ -105,10 +104,7 @@ def make_panel(
     """Return a panel, or None if the front end is ``"off"``.
 
     Args:
-        facts: what runs, and how.
-        ranks: the ranks to show.
         sink: the cell or stream that it belongs to.
-        watched: gives their state.
         front_end: how it is drawn, see `choose_front_end`.
         place: id of a display that the panel replaces, see `announce`; "" for none.
     """

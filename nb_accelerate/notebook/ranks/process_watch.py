@@ -40,7 +40,6 @@ class ProcessWatch:
         """Look at the processes of ranks.
 
         Args:
-            ranks: those that were started.
             say: shows a line about one that was suspended or continued.
             is_ending: whether ranks are being ended; then it does not matter if one is suspended.
 
@@ -60,12 +59,7 @@ class ProcessWatch:
 
 
 def look_whether_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
-    """Note whether a rank is suspended, and say so if that has changed.
-
-    Args:
-        rank: the rank.
-        say: shows a line.
-    """
+    """Note whether a rank is suspended, and say so if that has changed."""
     pid = rank.handle.pid
     if pid is None:
         return

@@ -27,7 +27,6 @@ class RankProxy:
     """Owns a rank's handle, and keeps what came from the rank until it is wanted.
 
     Args:
-        handle: the rank's connections.
         loop: shows its output. The rank is read from once it was given to `RankLoop.add`.
 
     Attributes:

@@ -64,10 +64,6 @@ class RankEvents(Protocol):
 class RankReader:
     """Reads the descriptors of ranks that were added.
 
-    Args:
-        sources: wait for the descriptors.
-        events: takes what was read.
-
     Attributes:
         has_read_little: stdout of a rank was read, and only a few bytes were there. Whoever waits resets it.
     """
@@ -206,7 +202,6 @@ class RankReader:
         """Kill a rank that is of no use any more.
 
         Args:
-            rank: the rank.
             why: see `RankProxy.why_lost`.
             error: see `RankProxy.lost_by`.
         """

@@ -228,8 +228,6 @@ class Request:
         """Note an answer.
 
         Args:
-            rank: the rank.
-            message: the answer.
             fds: descriptors that came with it; taken over.
         """
         if isinstance(message, CellEnd):
@@ -281,7 +279,6 @@ class Request:
         """End it early for the user. A second time, go to the step that the current one has for that.
 
         Args:
-            kind: the step to go to.
             how: what the user did, as a participle.
         """
         again = self.was_interrupted
@@ -352,11 +349,7 @@ class Request:
         self.input_requests.close()
 
     def fail(self, error: BaseException) -> None:
-        """Note that the loop has ended, and wake up whoever waits.
-
-        Args:
-            error: why.
-        """
+        """Note that the loop has ended, and wake up whoever waits."""
         self.failure = error
         self.finish()
 

@@ -72,12 +72,9 @@ class RequestOutput:
     """Takes lines and displays of ranks, and shows them in a cell.
 
     Args:
-        ranks: the ranks of the request.
-        sink: shows output in the cell.
         ids: display ids of the ranks, if they live longer than the request.
         style: ``fold`` shows equal output once, as it comes. ``group`` waits for the end, so that the output of each
             rank is in one place. ``raw`` passes every line on as it comes.
-        quiet: show nothing.
         prefix: returns the text in front of lines that some ranks have in common; by default it names the ranks,
             unless these are all, or the first of them has printed the line for all.
         has_bars: draw lines that redraw themselves (progress bars) in a display of their own.
@@ -238,13 +235,7 @@ class RequestOutput:
         return "" if is_for_all else whose
 
     def _publish(self, ranks: tuple[int, ...], shown: list[_Shown], whose: str = "") -> None:
-        """Show a display of several ranks once.
-
-        Args:
-            ranks: the ranks.
-            shown: their displays, which look the same.
-            whose: the prefix that names them.
-        """
+        """Show a display of several ranks once."""
         kind, content = shown[0].kind, dict(shown[0].content)
         if kind == "clear_output":
             if self._ranks[0] in ranks:

@@ -18,7 +18,6 @@ def shortage_on(rank: RankProxy, ranks: Sequence[RankProxy], report: ErrorReport
     """Return who held what, and what to turn on; "" if memory did suffice, or no rank has prepared a model.
 
     Args:
-        rank: that failed.
         ranks: all of them. Their progress pages are read, so this is for the loop's thread.
         report: what it raised; None if it was killed because memory did not suffice.
     """

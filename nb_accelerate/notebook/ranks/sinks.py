@@ -56,7 +56,6 @@ class Sink(Protocol):
 
         Args:
             kind: type of a Jupyter message: ``display_data``, ``update_display_data`` or ``clear_output``.
-            content: content of that message.
         """
 
     def flush(self) -> None:
@@ -118,7 +117,6 @@ class CellSink(Sink):
     What the cell has redirected, with ``%%capture`` or `contextlib.redirect_stdout`, goes where its own prints go.
 
     Args:
-        kernel: the ipykernel of this process.
         line_limit: lines that the cell shows in full.
         size_limit: characters that the cell shows in full.
     """

@@ -62,9 +62,7 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
     """Look at the process of a rank of a pool that has not ended.
 
     Args:
-        rank: the rank.
         busy: whether it runs a cell.
-        device: what it computes on, as text.
     """
     state, memory = "running" if busy else "idle", 0
     with contextlib.suppress(psutil.Error):

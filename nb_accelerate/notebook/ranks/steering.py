@@ -215,8 +215,6 @@ class RequestSteering(Steerable):
     """Steers the ranks of a request.
 
     Args:
-        request: what they do.
-        world_size: how many ranks train together.
         say: shows a line to the user. Any thread.
     """
 
@@ -249,8 +247,6 @@ def steering_actions(
     could not obey, says why. Commands that had no effect are named when the request ends.
 
     Args:
-        request: what they do.
-        world_size: how many ranks train together.
         note: shows a line that says what was done. Any thread.
         say: shows one that says why nothing was done. Any thread.
     """
@@ -366,8 +362,6 @@ class _Attempts:
     """Gives one command, again if ranks do not agree.
 
     Args:
-        request: what the ranks do.
-        command: what they are told.
         timeout: seconds from the call to the deadline, for messages.
         deadline: `time.monotonic` at which to give up.
         at_end: what to do when training has ended, for messages; see `Steerable`.

@@ -148,7 +148,6 @@ def quit_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
     """Return the steps that end the ranks of a launch.
 
     Args:
-        timeouts: of the launch.
         seconds: how long they have to leave by themselves, before they are sent signals.
     """
     return (

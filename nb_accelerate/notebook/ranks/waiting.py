@@ -46,10 +46,6 @@ def wait(event: threading.Event, timeout: float | None = None) -> bool:
 def goes_on_if_interrupted(what: str, *, ends_by: str) -> Iterator[None]:
     """Say in one line, if a wait inside the block is interrupted, that what it waits for goes on.
 
-    Args:
-        what: that is waited for.
-        ends_by: how the user ends it.
-
     Raises:
         KeyboardInterrupt: the wait was interrupted.
     """

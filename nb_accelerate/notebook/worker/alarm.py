@@ -52,9 +52,6 @@ class Alarm:
     def begin_rendezvous(self, rendezvous: int) -> None:
         """Begin a rendezvous: alarms about those before it have no effect from now on.
 
-        Args:
-            rendezvous: its number.
-
         Raises:
             ConnectionAbortedError: the other ranks gave it up before this rank came to it.
         """
@@ -95,9 +92,6 @@ class Alarm:
 
 def cut_connections(peers: tuple[int, ...]) -> int:
     """Break every TCP connection between this process and others.
-
-    Args:
-        peers: process ids of the others.
 
     Returns:
         How many were broken.

@@ -75,11 +75,7 @@ class Bindings:
         return found + (sorted(set(unclear) & stored_names(source)) if unclear else [])
 
     def unbound(self, names: Iterable[str]) -> set[str]:
-        """Return the names that are no longer there.
-
-        Args:
-            names: those that are.
-        """
+        """Return the names that are no longer there."""
         return {*self._references, *self._values, *self._addresses}.difference(names)
 
 

@@ -97,7 +97,6 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
     """Return the message that reports an exception, and the packed exception if it can be pickled. Never raises.
 
     Args:
-        error: what was raised.
         result_of_call: False if the rank failed before it ran the user's function.
         returned: the function did return, and it is its value that cannot be pickled.
     """
@@ -135,7 +134,6 @@ def _pack_as(candidate: tuple[Any, ...], text: str) -> Packed | None:
 
     Args:
         candidate: the function, and the tuple of its arguments.
-        text: of the original exception.
     """
     packed: Packed | None = None
     try:

@@ -60,9 +60,7 @@ class PersistentRank:
     """Runs cells in one shell, and joins process groups; keeps variables and groups between cells.
 
     Args:
-        channel: to the kernel.
         gate: lets interrupts in while users' code runs.
-        mark: mark of the output frames.
     """
 
     def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
@@ -78,7 +76,6 @@ class PersistentRank:
         """Answer a message of the kernel.
 
         Args:
-            message: what to do.
             fds: descriptors that came with it; taken over.
 
         Returns:

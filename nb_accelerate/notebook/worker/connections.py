@@ -11,10 +11,6 @@ if TYPE_CHECKING:
 def connections(process: psutil.Process, kind: str = "tcp") -> list[Any]:
     """Return the sockets of a process, as psutil describes them.
 
-    Args:
-        process: of this user.
-        kind: of sockets, in psutil's words.
-
     Raises:
         psutil.Error: the process has ended, or may not be asked.
     """

@@ -19,11 +19,7 @@ _PROMPT = "ipdb> "
 
 
 class InputRequests:
-    """Asks the user for lines, over the channel that cells and calls come by. Nothing else arrives while one runs.
-
-    Args:
-        channel: to the kernel.
-    """
+    """Asks the user for lines, over the channel that cells and calls come by. Nothing else arrives while one runs."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -97,11 +93,7 @@ class _Commands:
 
 
 def debug_with(requests: InputRequests) -> None:
-    """Let ``breakpoint()`` stop in a debugger from now on.
-
-    Args:
-        requests: where it gets its commands.
-    """
+    """Let ``breakpoint()`` stop in a debugger from now on."""
     RankDebugger.requests = requests
     sys.breakpointhook = _set_breakpoint
 

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 class DisplayPort:
-    """Sends displays of this process to the kernel.
-
-    Args:
-        channel: to the kernel.
-        mark: mark of the output frames.
-    """
+    """Sends displays of this process to the kernel."""
 
     def __init__(self, channel: Channel, mark: bytes) -> None:
         self._channel = channel

@@ -18,8 +18,6 @@ class WatchedModels:
 
     Args:
         function: what is called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

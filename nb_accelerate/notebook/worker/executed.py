@@ -69,8 +69,6 @@ class _ExecutedServer(Server):
     """Forks a rank for each `StartRank`.
 
     Args:
-        control: this end of the control channel.
-        parent: process id of the kernel.
         preload: modules to import first.
     """
 
@@ -262,9 +260,6 @@ def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoRetu
     SIGINT stays blocked until that one has a handler.
 
     Args:
-        ends: descriptors of the rank.
-        mark: mark of its output frames.
-        server: process id of the server.
         scratch: a folder for the files of multiprocessing.
     """
     for fd in ends.as_tuple():

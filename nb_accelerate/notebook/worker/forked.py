@@ -59,11 +59,6 @@ def serve_forked(
     Nothing of the kernel's may be used from here on: its streams, its event loop, its exit handlers.
 
     Args:
-        control_fd: this end of the control channel.
-        parent: process id of the kernel.
-        ranks: the ranks.
-        scratch: their folders.
-        call: function, positional and keyword arguments.
         own_path: where ranks import what this package needs.
     """
     signal.set_wakeup_fd(-1)

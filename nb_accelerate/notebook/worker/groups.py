@@ -85,7 +85,6 @@ def reach_store(store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lam
     """Make every process group that this process opens from now on meet the other ranks through a store.
 
     Args:
-        store: which.
         fd: the descriptor that belongs to it, taken over; -1 if there is none.
         is_given_up: called while this rank waits for others; True ends the wait.
 

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def send_displays(port: DisplayPort) -> None:
-    """Send to the notebook what a launched function displays.
-
-    Args:
-        port: takes it.
-    """
+    """Send to the notebook what a launched function displays."""
     if not InteractiveShell.initialized():
         _make_when_asked_for(port)
         return

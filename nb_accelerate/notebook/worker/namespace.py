@@ -85,12 +85,7 @@ def memory() -> dict[str, int]:
 
 
 def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
-    """Return where the part that can be completed begins and ends, and the candidates for it.
-
-    Args:
-        code: of a cell.
-        cursor: position in it, in characters.
-    """
+    """Return where the part that can be completed begins and ends, and the candidates for it."""
     start = cursor
     while start > 0 and (code[start - 1].isalnum() or code[start - 1] in "_."):
         start -= 1

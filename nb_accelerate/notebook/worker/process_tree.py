@@ -117,8 +117,6 @@ def send_signal(pid: int, signum: int, *, process: int = -1) -> bool:
     """Send a signal to a process; do nothing if it has ended.
 
     Args:
-        pid: its process id.
-        signum: the signal.
         process: its descriptor, or -1. It is used instead of `pid` where it can be: the system may have given the id to
             another process meanwhile.
 
@@ -146,11 +144,7 @@ def leave_group() -> None:
 
 
 def join_group_of(pid: int) -> None:
-    """Move this process to the group of another one, so that a hard shutdown of a kernel's group ends it too.
-
-    Args:
-        pid: the other process.
-    """
+    """Move this process to the group of another one, so that a hard shutdown of a kernel's group ends it too."""
     with contextlib.suppress(PermissionError, ProcessLookupError):  # it has gone, or to another session
         os.setpgid(0, os.getpgid(pid))
 

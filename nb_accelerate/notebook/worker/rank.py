@@ -69,8 +69,6 @@ def run_rank(
     """Run a rank in a prepared process (see `prepare_process`) until the kernel sends `Quit` or ends.
 
     Args:
-        ends: descriptors, taken over.
-        mark: mark of the output frames.
         parent: process id of whoever forked this process.
         scratch: a folder for what multiprocessing puts into files. Whoever forked this process removes it, also when
             the rank was killed and could not.
@@ -146,8 +144,6 @@ def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterato
     """Send what a function displays to the notebook, and show its figures when it has returned; stop at breakpoints.
 
     Args:
-        channel: to the kernel.
-        mark: mark of the output frames.
         own_path: where IPython is imported from, if it has not been.
     """
     with imports_from(own_path):
@@ -177,10 +173,7 @@ def _tell_failure(channel: Channel, rank: int, name: str, error: BaseException) 
     """Tell the kernel that a helper thread of this rank has failed, for which the kernel ends the rank.
 
     Args:
-        channel: to the kernel.
         rank: process id of the rank. A process that users' code has forked from it has the same channel, and is not it.
-        name: of the thread.
-        error: what it has raised.
     """
     if os.getpid() != rank:
         raise error
@@ -240,7 +233,6 @@ def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, 
     """Set environment, folder, path, sources, random numbers and threads of this process as `setup` says.
 
     Args:
-        setup: from the kernel.
         sources: text of notebook cells, by file name.
         random: states of the notebook's random numbers; None if those of this process stay.
         store_fd: descriptor of the store; taken over.
@@ -292,7 +284,6 @@ def _end_if_forked(rank: int, answer: object) -> None:
     It has come to the end of its code. It is not the rank, so it neither answers nor takes the next call or cell.
 
     Args:
-        rank: process id of the rank.
         answer: what came of the code; decides the exit code.
     """
     if os.getpid() == rank:

@@ -50,7 +50,6 @@ class Received(Numbers):
         Args:
             parcel: holds a `Names`.
             fds: descriptors that came with it; taken over.
-            names: variables of this rank.
 
         Raises:
             ShippingError: something refers to an object that this rank has no more.

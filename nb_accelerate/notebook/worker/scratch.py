@@ -95,11 +95,7 @@ def _base() -> str:
 
 
 def _is_marked(folder: int) -> bool:
-    """Return whether a folder has the marker.
-
-    Args:
-        folder: its descriptor.
-    """
+    """Return whether a folder has the marker."""
     try:
         marker = os.stat(_MARKER, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

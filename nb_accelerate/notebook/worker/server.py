@@ -95,7 +95,6 @@ def refuse_rank(status_fd: int, fds: Sequence[int], error: OSError) -> None:
     Args:
         status_fd: write end of its status pipe; closed.
         fds: its `RankEnds`; the caller closes them.
-        error: why.
     """
     reason = StartError(f"a rank could not be forked: {': '.join(filter(None, (error.strerror, why_no_room(error))))}")
     failure, packed = fail(reason, result_of_call=False)
@@ -107,13 +106,7 @@ def refuse_rank(status_fd: int, fds: Sequence[int], error: OSError) -> None:
 
 
 class Server:
-    """Signals ranks, reaps them, and ends what they leave behind.
-
-    Args:
-        control: this end of the control channel.
-        parent: process id of the kernel.
-        scratch: folders of its ranks.
-    """
+    """Signals ranks, reaps them, and ends what they leave behind."""
 
     def __init__(self, control: Channel, parent: int, scratch: Scratch) -> None:
         leave_group()
@@ -131,7 +124,6 @@ class Server:
         """Reap a rank that was forked from here, and report its exit status.
 
         Args:
-            pid: its process id.
             key: names it in `SignalRank`, and its folder.
             status_fd: write end of its status pipe; taken over.
         """
@@ -182,7 +174,6 @@ class Server:
         """Handle a message that not every server knows.
 
         Args:
-            message: from the kernel.
             fds: descriptors that came with it; taken over.
         """
 

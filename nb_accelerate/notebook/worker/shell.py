@@ -35,7 +35,6 @@ def make_shell(port: DisplayPort, names: dict[str, Any] | None = None) -> RankSh
     """Create the shell of this process.
 
     Args:
-        port: where displays go.
         names: its variables, among which it puts some of its own. Default: those of ``__main__``.
     """
     config = Config()

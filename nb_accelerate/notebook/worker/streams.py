@@ -30,8 +30,6 @@ class _Frames(io.RawIOBase):
     """Writes to descriptor 1, in frames of one kind.
 
     Args:
-        mark: of the frames.
-        kind: of the frames.
         fd: the descriptor that C code and subprocesses write to in the place of this.
     """
 
@@ -95,7 +93,6 @@ def send_record(mark: bytes, record: bytes) -> None:
     """Send logged values, in their place among what is printed.
 
     Args:
-        mark: mark of the output frames.
         record: the values as JSON; at most `notebook.protocol.output.MAX_PAYLOAD` bytes.
     """
     os.write(1, frame(mark, record, "record"))

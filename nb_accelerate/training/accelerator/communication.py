@@ -49,7 +49,6 @@ class CommunicationSlice(Slice):
         Args:
             tensor: a tensor, or a structure of tensors, of the same shapes on all processes. It is not changed.
             reduction: ``"sum"``, ``"mean"``, ``"max"`` (of each element) or ``"none"``.
-            scale: what the result is multiplied with.
         """
         return operations.reduce(self.core.data_collectives, tensor, reduction, scale)
 
@@ -64,9 +63,6 @@ class CommunicationSlice(Slice):
 
         Args:
             tensor: a tensor, or a structure of tensors, alike on all processes except in the size of ``dim``.
-            dim: which dimension.
-            pad_index: what to pad with.
-            pad_first: pad at the beginning.
         """
         return operations.pad_across_processes(self.core.data_collectives, tensor, dim, pad_index, pad_first)
 
@@ -148,9 +144,7 @@ def _rows_of_group(data: Any, loops: Sequence[TrackedLoop], ranks: int) -> Group
     """Return the numbers of rows of the group that data were computed for.
 
     Args:
-        data: of one batch.
         loops: over loaders that advance together, outer ones first.
-        ranks: number of ranks.
     """
     if len({loop.rows for loop in loops}) == 1:
         return loops[0].rows

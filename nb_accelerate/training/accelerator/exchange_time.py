@@ -24,7 +24,6 @@ def time_exchange(loss: Tensor, page: ProgressPage) -> None:
 
     Args:
         loss: before its backward. On a device that computes asynchronously the times say nothing.
-        page: of this process.
     """
     if loss.requires_grad:
         page.times_waits()

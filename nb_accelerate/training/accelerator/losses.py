@@ -35,7 +35,6 @@ class LossReport:
     copy has finished, usually that of the report before.
 
     Args:
-        page: the progress page of this process.
         kind: the row of its device in the device table.
         held: reports what is held in memory, at some of these steps.
     """

@@ -112,7 +112,6 @@ class PreparingSlice(PreparedSlice):
         """Prepare a model. `prepare` takes it together with its optimizer, which some strategies need.
 
         Args:
-            model: on any device.
             device_placement: move it to the device; by default as the `Accelerator` says.
             evaluation_mode: it will not be trained, so its gradients are not exchanged.
 
@@ -178,8 +177,6 @@ class PreparingSlice(PreparedSlice):
         """Return the request for a model.
 
         Args:
-            model: as given.
-            place: move it to the device.
             together: all arguments of the call of ``prepare``.
         """
         core = self.core
@@ -270,7 +267,6 @@ class PreparingSlice(PreparedSlice):
         """Return a loader that yields this process's part of the data.
 
         Args:
-            data_loader: the same on all processes.
             device_placement: move batches to the device; by default as the `Accelerator` says.
             slice_fn_for_dispatch: splits a batch, with ``dispatch_batches=True``: called as
                 ``slice_fn(batch, slice(first, end), process_index=..., num_processes=...)``.

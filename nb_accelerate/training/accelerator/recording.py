@@ -139,7 +139,6 @@ class RecordingSlice(Slice):
 
         Args:
             values: numbers by name; some trackers take text and other values too.
-            step: the number of the step.
             log_kwargs: arguments for the library of a tracker, by the name of the tracker.
         """
         self.core.page.log(values)
@@ -187,7 +186,6 @@ class RecordingSlice(Slice):
 
         Args:
             obj: the object; with ``safe_serialization`` a dict of tensors.
-            f: the path of the file.
             safe_serialization: write safetensors instead of what `torch.save` writes.
         """
         self.core.page.enter(Phase.SAVING)

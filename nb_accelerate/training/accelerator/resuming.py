@@ -104,8 +104,6 @@ class ResumingSlice(CheckpointSlice):
         ``total_limit`` of `ProjectConfiguration`. All processes call it together, after ``prepare``.
 
         Args:
-            dataloader: prepared. Other loaders begin anew.
-            epochs: how many in all.
             resume: whether to look for a checkpoint. By default as `notebook_launcher` was told, or if it starts the
                 ranks again after a failure; elsewhere yes.
 

@@ -52,7 +52,6 @@ class Steering:
     """Obeys the commands of a progress page, for one `Accelerator`.
 
     Args:
-        commands: those of the page.
         shared: has the optimizers, and the tracker of loaders, of this process.
         prepared: has the schedulers of the `Accelerator`. It is not kept alive: loaders know this object as long as
             the process lives.
@@ -193,9 +192,7 @@ def change_learning_rate(
     Schedules go on from there: what they begin with is changed by the same factor.
 
     Args:
-        rate: the new one.
         optimizers: all whose learning rate is to change.
-        schedulers: those of them.
 
     Returns:
         The learning rate before.

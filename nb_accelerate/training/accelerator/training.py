@@ -245,7 +245,6 @@ class TrainingSlice(Slice):
 
         Args:
             parameters: usually ``model.parameters()``.
-            max_norm: the greatest norm allowed.
             norm_type: 2 for the Euclidean norm, ``inf`` for the greatest absolute value.
 
         Returns:
@@ -267,7 +266,6 @@ class TrainingSlice(Slice):
 
         Args:
             parameters: usually ``model.parameters()``.
-            clip_value: the greatest absolute value allowed.
         """
         core = self.core
         clip_grad_value(
@@ -292,7 +290,6 @@ class TrainingSlice(Slice):
 
         Args:
             buffers: tensors with a dimension for positions in the sequence.
-            buffer_seq_dims: which dimension that is, of each.
             no_restore_buffers: which of them may stay split.
         """
         del buffers, buffer_seq_dims, no_restore_buffers

@@ -40,10 +40,6 @@ def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraini
     Called by each `Accelerator`.
 
     Nothing is said where the gradients may be averaged by somebody else: `DistributedDataParallel`, FSDP or DeepSpeed.
-
-    Args:
-        collectives: of the ranks that train together.
-        shared: what was prepared in this process.
     """
     if collectives.world_size == 1 or collectives.rank or shared.watches_first_step:
         return

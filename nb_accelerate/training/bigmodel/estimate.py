@@ -65,7 +65,6 @@ def make_model(target: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     Args:
         target: ``module:Class``, a class or function that is called without arguments; otherwise an argument of
             ``transformers.AutoConfig.from_pretrained``: a folder, a ``config.json`` or a name on the Hub.
-        dtype: of the weights.
 
     Raises:
         ConfigError: the class or configuration cannot be found, or the class needs arguments.
@@ -121,7 +120,6 @@ def estimate_memory(
     """Return the bytes of weights, gradients, optimizer state and activations.
 
     Args:
-        model: with fake or real tensors.
         precision: see `MemoryEstimate`; for ``bf16 weights`` the model must have bfloat16 weights already.
         inputs: returns the keyword arguments of a forward pass for a model. The pass is run once, to count the
             activations.
@@ -149,7 +147,6 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
 
     Args:
         model: switched to training mode and called once.
-        inputs: keyword arguments of the call.
     """
     own = {_key(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -167,10 +164,6 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
 
 def token_inputs(batch_size: int, sequence_length: int) -> Callable[[nn.Module], Mapping[str, Any]]:
     """Return a function that makes inputs of a language model: ``input_ids``, and ``labels`` if it takes them.
-
-    Args:
-        batch_size: number of sequences.
-        sequence_length: number of tokens in each.
 
     Raises:
         ConfigError: (the returned function) the model takes no ``input_ids``.

@@ -83,7 +83,6 @@ def device_of(
     """Return the device of a tensor: that of the innermost enclosing module that a device map names.
 
     Args:
-        name: the full name of the tensor.
         device_map: devices by names of modules and tensors; ``""`` is the whole model.
         default: the device if the map names no such module.
 

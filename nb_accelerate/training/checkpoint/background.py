@@ -55,7 +55,6 @@ class StoreExchange:
 
     Args:
         store: that all of them share; of this thread alone.
-        group: the process group.
         timeout: in seconds, for what a rank says.
 
     Attributes:
@@ -293,7 +292,6 @@ class BackgroundSaves:
         """Write in a thread. `join` comes before.
 
         Args:
-            folder: which is to be published.
             write: does it; given what it tells other ranks with.
             exchange: that; None where there are no others.
         """

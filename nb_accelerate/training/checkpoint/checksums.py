@@ -47,8 +47,6 @@ class RecordingFile:
 
     Args:
         path: of the file; must not be there.
-        pool: of threads that compute.
-        waiting: others, that wait for the disk.
     """
 
     def __init__(self, path: Path, pool: ThreadPoolExecutor, waiting: ThreadPoolExecutor) -> None:
@@ -140,11 +138,7 @@ class RecordingFile:
 
 
 class Recorder:
-    """The files that one rank writes into its folder, and what is known about them.
-
-    Args:
-        folder: where it writes.
-    """
+    """The files that one rank writes into its folder, and what is known about them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -196,9 +190,6 @@ class Verification:
     """Compares a part of the blocks of some files with what they were, in threads of its own, while they are loaded.
 
     Args:
-        folder: where the files are.
-        files: what they were.
-        rank: of this process on its machine.
         num_ranks: how many there are on the machine; each reads its part of the blocks.
     """
 
@@ -223,12 +214,7 @@ class Verification:
 
 
 def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """Return a sentence for each file that is missing, is a link, or has another size, without reading any.
-
-    Args:
-        folder: where the files are.
-        files: what they were.
-    """
+    """Return a sentence for each file that is missing, is a link, or has another size, without reading any."""
     found = []
     for name, was in files.items():
         path = folder / name

@@ -162,8 +162,6 @@ def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **
     """Do as `load` does, and say which file it was that could not be loaded, and why.
 
     Args:
-        file: its path.
-        map_location: where tensors go.
         if_trusted: what to write to allow a file to run any code.
         **kwargs: those of `torch.load`.
 

@@ -47,7 +47,6 @@ def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
 
     Args:
         file: where the state comes from, for messages.
-        state: as read.
         optimizer: of the user's; or as prepared.
 
     Raises:
@@ -112,9 +111,7 @@ def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module) -> None
     """Compare the shapes of weights with those that a model has.
 
     Args:
-        file: where they come from, for messages.
         shapes: by the names of the model; None for what is no tensor.
-        model: as prepared.
 
     Raises:
         CheckpointError: one differs.
@@ -158,9 +155,6 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
     """Return how many batches of its epoch a loader is to leave out, on this number of ranks.
 
     Args:
-        manifest: of the checkpoint.
-        number: of the loader, among all.
-        loader: as prepared now.
         world_size: how many ranks, or groups that share rows, there are now.
 
     Raises:

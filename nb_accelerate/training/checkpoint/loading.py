@@ -69,7 +69,6 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
     """Read everything but the weights of models, and look whether it fits.
 
     Args:
-        checkpoint: where it is.
         parts: see `parts_of`.
         this_rank: which one it is, of how many.
         **kwargs: those of `torch.load`.
@@ -144,9 +143,7 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
     """Look whether all is there that is needed, and all is needed that is there.
 
     Args:
-        checkpoint: where it is.
         parts: see `parts_of`.
-        num_models: how many there are now.
         strict: whether what nobody takes is an error, where training goes on.
 
     Raises:
@@ -219,7 +216,6 @@ def read_weights(
     """Read the weights of models, under the names that these have for them, and look whether they fit.
 
     Args:
-        checkpoint: where it is.
         models: as prepared; they may be wrapped or compiled otherwise than when they were saved.
         map_location: where weights are read to, before they are copied.
         strict: see `fit`.
@@ -273,12 +269,7 @@ def apply(
     those that were loaded before get back what they had.
 
     Args:
-        checkpoint: where it is.
-        states: as read.
-        models: as prepared.
         weights: what `read_weights` returned for them.
-        loaders: as prepared.
-        collectives: of all ranks.
         this_rank: which one it is, of how many.
         load_weights: `training.strategies.Strategy.load_model_state`.
         **kwargs: those of `torch.nn.Module.load_state_dict`.

@@ -52,7 +52,6 @@ def write_model(
     """Write the weights of a model into a folder, in place of those that are there.
 
     Args:
-        state_dict: of the model.
         folder: made if it is not there; what else is in it stays.
         max_shard_size: bytes of a file, or text such as ``"5GB"``. A single weight may be larger.
         safe_serialization: safetensors, or else what `torch.save` writes.
@@ -224,9 +223,6 @@ def fit(tensors: Mapping[str, Tensor], model: nn.Module, source: str, *, strict:
     on another number of ranks.
 
     Args:
-        tensors: as saved.
-        model: as prepared.
-        source: where they come from, for messages.
         strict: whether none may be missing or left over. Of names that are tied, one is enough.
 
     Raises:

@@ -101,7 +101,6 @@ def read_newest(
     Args:
         parent: the folder that the numbered ones are in.
         read: see `read_checkpoint`.
-        collectives: of all ranks.
         this_rank: which one it is, of how many.
         first: the number of the first that may be read.
 

@@ -61,9 +61,6 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Find the files of a checkpoint, without reading more than its manifest.
 
-    Args:
-        folder: of the checkpoint.
-
     Returns:
         The checkpoint, and a sentence for each file of it that is obviously damaged; there is one or the other.
     """
@@ -89,9 +86,7 @@ def read_checkpoint(
     Ranks of one machine share the comparing.
 
     Args:
-        folder: of the checkpoint.
         read: reads what this rank needs, and changes nothing.
-        collectives: of all ranks.
         this_rank: which one it is, of how many.
 
     Returns:
@@ -136,12 +131,7 @@ def read_checkpoint(
 
 
 def _found_on_all(damage: list[list[str]], folder: Path) -> list[str]:
-    """Return the sentences of all ranks, each once, with a hint if there are several.
-
-    Args:
-        damage: the sentences of each rank.
-        folder: of the checkpoint.
-    """
+    """Return the sentences of all ranks, each once, with a hint if there are several."""
     found = list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
     hint = f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint."
     return [*found, hint] if len(found) > 1 else found

@@ -58,7 +58,6 @@ class ShardedFolder:
     """A state, and the folder that it is saved to.
 
     Args:
-        name: of the folder.
         content: the key that the state has there, ``"model"`` say.
         state: nested dicts, lists, tensors and `DTensor` objects.
 
@@ -98,7 +97,6 @@ class ShardedFolder:
 
         Args:
             own: the folder that this rank writes to.
-            recorder: of that folder.
             notes: a folder that all ranks see. What `finish` needs to know of this rank's file is put there.
         """
         assert self._plan is not None
@@ -116,7 +114,6 @@ class ShardedFolder:
 
         Args:
             path: the folder that the parts will be joined in, and where `write` has put notes.
-            ranks: those that wrote.
         """
         assert self._metadata is not None
         results = []
@@ -187,7 +184,6 @@ def read_model(folder: Path, model: nn.Module, *, strict: bool) -> dict[str, Any
     """Read what this rank holds of the weights of a model, under the names that the model has for them.
 
     Args:
-        folder: of the shards.
         model: as prepared: sharded in any way, or not.
         strict: see `training.checkpoint.model.fit`.
 
@@ -212,11 +208,6 @@ def read_model(folder: Path, model: nn.Module, *, strict: bool) -> dict[str, Any
 
 def read_optimizer(folder: Path, parameters: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> Any:
     """Read what this rank holds of the state of an optimizer, in the form of ``optimizer.state_dict()``.
-
-    Args:
-        folder: of the shards.
-        parameters: of each of its groups.
-        names: of these parameters.
 
     Raises:
         CheckpointError: they are damaged, or those of other parameters.
@@ -246,7 +237,6 @@ def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str,
 
     Args:
         state: as ``optimizer.state_dict()`` returns it.
-        names: of the parameters of each group.
     """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, itertools.chain.from_iterable(names), strict=True))

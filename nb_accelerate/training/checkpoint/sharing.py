@@ -92,8 +92,6 @@ def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_eac
     """Make a staging folder. All ranks call it together.
 
     Args:
-        folder: what is to be published.
-        collectives: of those that save.
         this_rank: which one it is, of how many.
         on_each_machine: machines do not share their disks, so that each is to have a checkpoint.
 

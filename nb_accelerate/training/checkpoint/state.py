@@ -250,7 +250,6 @@ def save_state(writer: StateWriter, collectives: Collectives) -> None:
     """Write a checkpoint and wait for it. All ranks that save call it together.
 
     Args:
-        writer: of this rank.
         collectives: of those that save: all ranks, or the main one alone.
 
     Raises:
@@ -277,9 +276,6 @@ def save_state_in_background(
     """Write a checkpoint in a thread; return when all states have been copied to host memory.
 
     Args:
-        writer: of this rank.
-        collectives: of those that save.
-        folder: what it will be, for messages.
         copies: buffers; not used by another save at this time.
 
     Raises:

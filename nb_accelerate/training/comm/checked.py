@@ -34,7 +34,6 @@ class CheckedCollectives(TorchCollectives):
     """Run collectives of torch.distributed; raise an error naming the rank and tensor that differ, instead of hanging.
 
     Args:
-        device: the device of this rank.
         device_ids: passed to ``torch.distributed.barrier``.
         thorough: check broadcasts too. Their source does not wait for the other ranks; a check makes it wait.
     """

@@ -76,7 +76,6 @@ class Collectives(ABC):
         Args:
             parts: on rank ``source`` a tensor of shape (world_size, *like.shape), elsewhere None.
             like: a tensor with shape, dtype and device of one row. May be overwritten.
-            source: the rank that sends.
         """
 
     @abstractmethod
@@ -89,7 +88,6 @@ class Collectives(ABC):
 
         Args:
             items: the objects on rank ``source``; elsewhere a list of the same length.
-            source: the rank that sends.
         """
 
     @abstractmethod

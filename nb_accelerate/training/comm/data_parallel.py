@@ -32,7 +32,6 @@ class DataParallelCollectives(Collectives):
     """Collectives in which ranks that read the same rows count once. What they give is the same on all of them.
 
     Args:
-        ranks: collectives of all ranks.
         num_sharing: ranks of a group; it divides the number of all.
     """
 
@@ -98,12 +97,7 @@ class DataParallelCollectives(Collectives):
 
 
 def between_groups(ranks: Collectives, num_sharing: int) -> Collectives:
-    """Return collectives between groups of ranks that read the same rows; ``ranks`` itself if each reads its own.
-
-    Args:
-        ranks: collectives of all ranks.
-        num_sharing: ranks of a group.
-    """
+    """Return collectives between groups of ranks that read the same rows; ``ranks`` itself if each reads its own."""
     return ranks if num_sharing == 1 else DataParallelCollectives(ranks, num_sharing)
 
 

@@ -44,7 +44,6 @@ def gather(collectives: Collectives, data: Any) -> Any:
     process gets its argument back. Several get tensors without gradients, with a warning if embeddings, say, had some.
 
     Args:
-        collectives: of this process.
         data: a tensor, or a structure of tensors, of the same shapes on all ranks.
 
     Raises:
@@ -77,11 +76,9 @@ def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: 
     ``data`` is not changed.
 
     Args:
-        collectives: of this process.
         data: a tensor, or a structure of tensors, of the same shapes on all ranks.
         reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``. The mean of integers is a float32 tensor, unless
             there is one process: that one gets ``data`` back, multiplied by ``scale``.
-        scale: multiplies the result.
 
     Raises:
         ConfigError: ``reduction`` is none of these.
@@ -120,9 +117,7 @@ def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any
     """Return ``data`` with every tensor replaced by that of rank ``from_process``.
 
     Args:
-        collectives: of this process.
         data: a tensor, or a structure of tensors, of the same shapes on all ranks.
-        from_process: the rank that sends.
 
     Raises:
         TypeError: something in ``data`` is not a tensor.
@@ -143,7 +138,6 @@ def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
     """Return, on every rank, the tensor of the one rank that has it. The others need not know shape and dtype.
 
     Args:
-        collectives: of this process.
         tensor: the tensor on one rank, None on all others.
 
     Raises:
@@ -177,7 +171,6 @@ def gather_lists(collectives: Collectives, items: Sequence[Any]) -> list[list[An
     """Return the items of each rank as a list, in rank order.
 
     Args:
-        collectives: of this process.
         items: the items of this rank; anything that can be pickled.
 
     Raises:
@@ -195,9 +188,7 @@ def broadcast_object_list(collectives: Collectives, items: list[Any], from_proce
     """Replace the items of a list by those of rank ``from_process``, in place, and return the list.
 
     Args:
-        collectives: of this process.
         items: a list of the same length on all ranks; anything that can be pickled.
-        from_process: the rank that sends.
     """
     items[:] = collectives.broadcast_objects(items, from_process)
     return items
@@ -209,11 +200,9 @@ def pad_across_processes(
     """Return ``data`` with every tensor padded along ``dim`` to its greatest size on any rank, ready for `gather`.
 
     Args:
-        collectives: of this process.
         data: a tensor, or a structure of tensors, of shapes that differ between ranks in ``dim`` only. Tensors
             without that dimension are returned unchanged, and so are nested tensors, with a warning.
         dim: the dimension to pad; negative counts from the last.
-        pad_index: the value to pad with.
         pad_first: pad at the beginning instead of the end.
 
     Raises:

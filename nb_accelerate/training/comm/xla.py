@@ -32,9 +32,6 @@ class XLACollectives(Collectives):
 
     Operations are recorded, and ranks meet when they are submitted. Ranks must submit the same program, so each
     collective is a program of its own: what a rank alone has recorded before is submitted before.
-
-    Args:
-        device: the XLA device of this rank.
     """
 
     packs_bytes = False
@@ -106,7 +103,6 @@ class XLACollectives(Collectives):
 
         Args:
             tensors: on the device; as many, of the same shapes, on all ranks.
-            source: the rank that sends.
         """
         truths = [tensor for tensor in tensors if tensor.dtype is torch.bool]
         numbers = [tensor for tensor in tensors if tensor.dtype is not torch.bool]

@@ -71,7 +71,6 @@ def pieces_of(batch: Any, ranks: int) -> list[CountedBatch]:
 
     Args:
         batch: the pieces that `CountingCollate` made, or a batch.
-        ranks: number of ranks.
 
     Raises:
         CannotCutError: it is a batch that cannot be cut.
@@ -125,9 +124,7 @@ def parts_of_last_group(
     """Give each rank a part of an incomplete last group.
 
     Args:
-        group: its batches.
         start: the first batches of the epoch, with which it is filled up.
-        ranks: number of ranks.
         even: give all ranks something, and equally many rows if rows can be taken out.
         by_row: take out rows, where that is possible; otherwise batches stay whole.
 

@@ -115,7 +115,6 @@ class DispatchingReader(CollectiveReader):
     """Reads all data on rank 0 and sends the others their part. With ``even_batches`` the last parts are filled up.
 
     Args:
-        source: the user's loader, whole.
         split_batches: give each rank a part of each batch, the rows of which `CountingCollate` makes a batch of;
             otherwise each rank gets a batch.
         slice_fn: cuts a batch: called with the batch, a slice, ``process_index`` and ``num_processes``. A batch is that
@@ -245,7 +244,6 @@ class DispatchingReader(CollectiveReader):
         """Read groups, send the other ranks their parts, and yield that of rank 0. Runs on rank 0.
 
         Args:
-            source: yields batches.
             numbers: the block in which random numbers are drawn that the others do not draw.
         """
         collectives = self.collectives

@@ -27,7 +27,6 @@ class EpochProgress:
     """The progress of one epoch of a loader: all that belongs to one iteration, and not to the loader.
 
     Args:
-        reader: reads the epoch.
         position: batches that were left out at its beginning.
         epoch: its number, from 0.
 
@@ -123,11 +122,7 @@ class EpochCounter:
         return vars(self) | {"_current": None}
 
     def listen(self, *things: Any) -> None:
-        """Replace the samplers and datasets whose ``set_epoch`` is called.
-
-        Args:
-            *things: as for the constructor.
-        """
+        """Replace the samplers and datasets whose ``set_epoch`` is called."""
         self._listeners = _listeners(things)
         self._told = [_epochs_in(one) for one in self._listeners]
 
@@ -168,12 +163,7 @@ class EpochCounter:
 
 
 class _Part:
-    """A rank's part of a dataset, and the whole one.
-
-    Args:
-        whole: the user's.
-        part: what is read.
-    """
+    """A rank's part of a dataset, and the whole one."""
 
     def __init__(self, whole: Any, part: Any) -> None:
         self._whole = whole

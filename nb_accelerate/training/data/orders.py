@@ -106,7 +106,6 @@ def order_of(loader: DataLoader[Any], began: Mapping[str, Any] | None) -> Order 
     """Return what the order is drawn from, for a position that is saved now; None if it is not drawn.
 
     Args:
-        loader: the one that reads.
         began: what `numbers_of` returned when the epoch began; None between epochs.
     """
     order = Order(began, {name: _get(one) for name, one in _held_by(loader).items()})

@@ -119,8 +119,6 @@ def write(layout: BatchLayout, tensors: list[Tensor], buffer: Tensor) -> None:
     """Copy the tensors of a batch into a buffer.
 
     Args:
-        layout: that of the batch.
-        tensors: those of the batch, strided.
         buffer: uint8, of at least ``layout.size`` bytes, which begin at a multiple of `ALIGNMENT_BYTES` in memory.
     """
     for slot, tensor in zip(layout.slots, tensors, strict=True):

@@ -130,7 +130,6 @@ class ShardPlan:
 
         Args:
             order: all rows, in the order of the sampler; ``rows`` of them.
-            rank: whose batches.
             start: how many groups to leave out at the beginning. They cost nothing.
         """
         local, group = self.local_size, self.group_size
@@ -156,9 +155,6 @@ def piece_of_last_group(
     Args:
         last: the real rows of the group, at least one.
         start: rows from the beginning of the data to fill up with, again and again if they are few.
-        rank: whose piece.
-        local_size: rows of a full piece.
-        group_size: rows of a full group.
         even_batches: fill up; otherwise the last ranks get fewer rows, or none.
     """
     first = rank * local_size
@@ -179,7 +175,6 @@ def round_of_batches(last: list[T], start: Sequence[T], world_size: int, *, even
     Args:
         last: the real batches of the round, at least one and fewer than ranks.
         start: the batches of the first round to fill up with, again and again if they are few.
-        world_size: how many ranks there are.
         even_batches: fill up; otherwise the last ranks get none.
     """
     missing = world_size - len(last) if even_batches else 0
@@ -191,11 +186,6 @@ def part_bounds(rows: int, world_size: int, *, even: bool) -> list[tuple[int, in
 
     With ``even``, the group is filled up with as few copies as possible, so ends may exceed ``rows``; otherwise the
     last ranks may get fewer rows, or none.
-
-    Args:
-        rows: real rows of the group.
-        world_size: how many ranks there are.
-        even: give all ranks equally many.
     """
     each = -(-rows // world_size)
     bounds = [(rank * each, (rank + 1) * each) for rank in range(world_size)]

@@ -55,7 +55,6 @@ def encode(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
     """Return a position in the form in which it is saved: torchdata's state, and our key where it is needed.
 
     Args:
-        position: in the data.
         per_batch: how many batches are read for one that is handed out.
     """
     reading, repeat = position.reading, position.repeat

@@ -64,7 +64,6 @@ def prepare_data_loader(
     Args:
         loader: the user's. Its samplers are copied before they are changed, where that is possible.
         collectives: those of the ranks; also used to synchronise random states.
-        config: how data is divided among ranks.
         device: where batches go; None leaves them where they are.
         gradient_state: has the tracker that is told when epochs begin and end.
         rng_types: which random states are set to those of rank 0 before each epoch.

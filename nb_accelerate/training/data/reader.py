@@ -69,7 +69,6 @@ class Reader:
     """Reads this rank's batches, where each rank reads what its sampler or dataset gives it.
 
     Args:
-        source: the loader of torch.
         shard: the rank's part of the data; None if the rank reads everything.
         dropped: batches to read and leave out at the beginning of every epoch, counted in positions.
 
@@ -224,9 +223,7 @@ class CollectiveReader(Reader):
     """Reads in lockstep with the other ranks, by collectives. Base of `DispatchingReader` and `StreamReader`.
 
     Args:
-        source: the loader of torch.
         collectives: connect the ranks; by default there are no others.
-        even_batches: give all ranks equally many batches.
         dropped: batches of each rank to read and leave out at the beginning of every epoch.
         drop_reads: batches of ``source`` to read and leave out at the beginning of every epoch.
     """

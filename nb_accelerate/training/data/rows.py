@@ -38,7 +38,6 @@ class CannotCutError(Exception):
     """A part of a batch is neither a column nor a single value.
 
     Args:
-        path: of the part, in Python's notation.
         reason: continues a sentence that begins with the path.
     """
 
@@ -84,8 +83,6 @@ def row_taker(batches: Sequence[Any], rows: Sequence[int], *, careful: bool = Tr
     """Return what takes rows out of batches of the same structure, as if they were one: called with a slice.
 
     Args:
-        batches: at least one.
-        rows: how many each has.
         careful: raise the error also where something may be about all rows together: a number (how many they are), a
             list that is the same in all batches (a size in pixels).
 

@@ -42,8 +42,6 @@ def check_loaders(collectives: Collectives, given: Sequence[DataLoader[Any]], ma
 
     Args:
         collectives: those of the ranks that share out rows.
-        given: the user's.
-        made: what takes their place.
 
     Raises:
         CollectiveMismatchError: some are longer on one rank than on another.

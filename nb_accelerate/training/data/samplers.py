@@ -315,9 +315,6 @@ class SamplerShard(PassesEpochOn, Sampler[Any]):
     """One rank's part of a sampler whose items are batches by themselves (loaders with ``batch_size=None``).
 
     Args:
-        sampler: that of the user's loader.
-        num_processes: how many ranks there are.
-        process_index: the number of this one.
         even_batches: start again from the beginning at the end, so that all ranks have equally many.
         make_sync: as for `BatchSamplerShard`.
 

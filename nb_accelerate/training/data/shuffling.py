@@ -136,7 +136,6 @@ class SharedStart:
     """Give ranks that read the same rows the same random states at the start of each epoch.
 
     Args:
-        collectives: between groups of such ranks.
         others: what else is called before each epoch; None for nothing. Called first.
     """
 
@@ -160,7 +159,6 @@ def sampler_sync(sampler: Any, broadcast: Broadcast) -> SamplerSync | None:
     """Return a function that makes a sampler shuffle alike on all ranks, or None if it has no generator of torch.
 
     Args:
-        sampler: that of a loader.
         broadcast: returns rank 0's tensor on every rank.
     """
     # Others may have a generator that is not torch's, or none and no use for one.

@@ -66,7 +66,6 @@ def skipping(sampler: Any, batches: int, *, reread: int = 0) -> Any:
 
     Args:
         sampler: a rank's, or the user's own.
-        batches: number of batches to leave out.
         reread: how many of these to yield all the same, before the others.
     """
     later: Any

@@ -71,7 +71,6 @@ class TorchSource:
         Both sources share the samplers inside. If the dataset is read in order, the new loader leaves out nothing.
 
         Args:
-            batches: number of batches to leave out.
             reread: how many of these are yielded all the same, before the others.
         """
         loader = self.loader

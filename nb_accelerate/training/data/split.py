@@ -28,8 +28,6 @@ def split_between(inputs: Any, rank: int, world_size: int, *, pad: bool) -> Any:
     Args:
         inputs: the same on all ranks. Of a mapping, every value is split; of a ``datasets.Dataset`` or a pandas
             object, the rows.
-        rank: whose part.
-        world_size: how many ranks there are.
         pad: repeat the last item, so that all parts are equally long.
 
     Raises:

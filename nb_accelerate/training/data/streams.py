@@ -39,12 +39,7 @@ _FULL, _OTHER, _FAILED = range(3)  # codes for what a rank has for the next step
 
 
 def shards_itself(dataset: Any, world_size: int) -> bool:
-    """Return whether a stream can give each rank shards of its own: ``datasets.IterableDataset``, or the like.
-
-    Args:
-        dataset: the user's.
-        world_size: how many ranks there are.
-    """
+    """Return whether a stream can give each rank shards of its own: ``datasets.IterableDataset``, or the like."""
     return is_split(dataset) or 1 < world_size <= _shards(dataset)
 
 
@@ -110,7 +105,6 @@ class StreamReader(CollectiveReader):
     """Reads this rank's shards of a stream, in lockstep with the other ranks; without ``even_batches``, independently.
 
     Args:
-        source: a loader of this rank's shards.
         drop_last_group: leave out the incomplete last group of all ranks. ``drop_last`` would leave out the last rows
             of each.
         **kwargs: those of `CollectiveReader`.

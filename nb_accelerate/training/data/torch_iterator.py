@@ -28,7 +28,6 @@ def accelerated(batches: Any, loader: DataLoader[Any]) -> Iterator[Any]:
 
     Args:
         batches: what ``iter(loader)`` returned.
-        loader: any.
     """
     if type(batches) is not _SingleProcessDataLoaderIter:
         return batches  # type: ignore[no-any-return]

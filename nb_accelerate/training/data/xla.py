@@ -47,7 +47,6 @@ class StepEnd:
 
         Args:
             step: its number in its epoch, from 1.
-            batch: with tensors on any device.
         """
         sizes = tuple([tensor.size() for tensor in tensors_in(batch)])
         is_known = sizes in self._compiled_before

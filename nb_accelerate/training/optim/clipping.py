@@ -51,8 +51,6 @@ def clip_grad_norm(
     Inside an accumulation window gradients are not complete: the norm is returned, and they are not changed.
 
     Args:
-        parameters: whose gradients.
-        max_norm: the greatest norm allowed.
         norm_type: 2 for the Euclidean norm, ``inf`` for the greatest absolute value.
         optimizers: those that may own the parameters.
         accumulation: knows whether the window closes.
@@ -83,8 +81,6 @@ def clip_grad_value(
     Does nothing inside an accumulation window, where gradients are not complete.
 
     Args:
-        parameters: whose gradients.
-        clip_value: the greatest absolute value allowed.
         optimizers: see `clip_grad_norm`.
         accumulation: see `clip_grad_norm`.
         precision: see `clip_grad_norm`.

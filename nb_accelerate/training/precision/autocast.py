@@ -26,7 +26,6 @@ class AutocastPrecision(Precision):
     Args:
         device_type: torch's name for the type of device.
         dtype: the 16-bit dtype.
-        options: arguments of autocast.
 
     Attributes:
         has_float8_layers: whether layers that compute in 8 bits are part of it.

@@ -16,7 +16,6 @@ def warn_of_float8_layers(model: nn.Module, precision: str) -> None:
     """Warn of layers that an earlier ``mixed_precision="fp8"`` put in a model, which is prepared without it now.
 
     Args:
-        model: to be prepared.
         precision: the name of the one that was asked for.
     """
     library = sys.modules.get("torchao.float8.float8_linear")

@@ -29,8 +29,6 @@ class FP16Precision(AutocastPrecision):
 
     Args:
         device_type: torch's name for the type of device.
-        options: arguments of autocast.
-        scaler_options: arguments of the scaler.
         scaler: that of an earlier `Accelerator` of this process, if there is one. Its scale is kept until an optimizer
             that it does not know is prepared, since a new training begins with a new scale.
 

@@ -32,7 +32,6 @@ class FP8Precision(AutocastPrecision):
 
     Args:
         device_type: torch's name for the type of device.
-        options: arguments of autocast.
         recipe: how layers compute in 8 bits.
 
     Raises:

@@ -30,9 +30,6 @@ def select_precision(
     """Return the chosen precision, for a kind of device.
 
     Args:
-        chosen: which.
-        kind: of device.
-        autocast: arguments of autocast.
         scaler: arguments of the loss scaler of fp16.
         fp8: how layers compute in 8 bits; None takes the defaults.
         scaler_before: the one of this process, if there is one already.

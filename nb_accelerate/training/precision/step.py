@@ -43,7 +43,6 @@ class GivenScalerStep(OptimizerStep):
     """Take the steps of one optimizer with the user's own scaler, and update its scale after each.
 
     Args:
-        optimizer: the user's.
         scaler: scales the losses of this optimizer only; the user calls ``scaler.scale(loss)``.
     """
 

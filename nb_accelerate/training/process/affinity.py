@@ -44,7 +44,6 @@ def near_cores(address: str, devices: Path = _DEVICES) -> set[int]:
 
     Args:
         address: such as ``0000:3b:00.0``.
-        devices: where the system describes devices.
     """
     try:
         text = (devices / address.lower() / "local_cpulist").read_text(encoding="ascii")

@@ -45,8 +45,6 @@ def choose_device(topology: Topology, *, cpu: bool, name: str | None = None) -> 
     device is visible it is this process' own: ``srun --gpus-per-task=1`` shows every task another one.
 
     Args:
-        topology: the numbers of this process.
-        cpu: choose the CPU.
         name: choose this type of device, and in a single process the one with its number; None for the best there is.
 
     Raises:
@@ -78,9 +76,7 @@ def device_of_group(
 
     Args:
         bound: the one that the group was told of.
-        topology: the numbers of this process.
         guessed: whether its local rank is a guess.
-        cpu: use the CPU.
 
     Raises:
         ConfigError: there are more processes on this machine than devices.

@@ -125,9 +125,6 @@ def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
 
     Args:
         store: of the group that is about to be made.
-        rank: of this process.
-        device: as this process calls it.
-        uuid: its name among all devices.
 
     Raises:
         ConfigError: another rank has claimed it.

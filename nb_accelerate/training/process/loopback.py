@@ -242,7 +242,6 @@ def _strangers(listeners: Sequence[socket.socket], before: Collection[str]) -> s
     """Return the user ids of those who are connected to a port of ours and are not this user.
 
     Args:
-        listeners: which listen there.
         before: descriptors that were open before these, and that are no connections to them.
     """
     ports = {listener.getsockname()[:2] for listener in listeners}

@@ -22,7 +22,6 @@ def only_if(chosen: bool | Callable[[], bool], function: Callable[P, R]) -> Call
 
     Args:
         chosen: whether to run it here; a function is asked at each call.
-        function: what to run.
     """
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(only_if(chosen, function.__func__))

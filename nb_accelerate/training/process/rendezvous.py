@@ -165,9 +165,6 @@ class _Waiting:
     """Waits for keys of a store, and names the ranks that have not come.
 
     Args:
-        store: of one process group.
-        rank: of this process.
-        world_size: number of ranks.
         is_given_up: called between two looks; True ends the wait.
     """
 

@@ -85,7 +85,6 @@ def restore(states: Mapping[str, Any], kind: DeviceKind) -> None:
 
     Args:
         states: by name.
-        kind: of the devices of this process.
     """
     if "random_state" in states:
         version, numbers, gauss = states["random_state"]
@@ -122,7 +121,6 @@ def synchronize(
     """Give this rank the random states of rank 0. All ranks call it together.
 
     Args:
-        rng_types: which states.
         broadcast: returns rank 0's tensor on every rank.
         generator: the one that `RNGType.GENERATOR` means; skipped if None.
     """

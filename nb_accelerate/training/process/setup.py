@@ -45,7 +45,6 @@ def setup_process(
 
     Args:
         cpu: train on the CPU; None leaves it to the environment and to the devices there are.
-        options: arguments for the process group.
         environment: variables to read; those of this process by default.
         needs_group: make a process group also where this process is alone, for an engine that wants one.
 

@@ -30,9 +30,6 @@ def children_of(data: Any) -> tuple[list[Any], Rebuild] | None:
 
     Containers keep their types, and what mappings such as ``BatchEncoding`` and dataclasses know besides their items.
     Mappings that cannot be changed become dicts.
-
-    Args:
-        data: any object.
     """
     kind = type(data)
     if isinstance(data, (list, tuple)):
@@ -67,7 +64,6 @@ def map_tensors(function: Callable[[Any], Any], data: Any, *, strict: bool = Fal
 
     Args:
         function: called with each tensor, depth first, in the order of the containers.
-        data: any structure.
         strict: refuse leaves that are not tensors.
         movable: call ``function`` with other objects that have a ``to`` method as well, instead of looking inside.
 
@@ -131,7 +127,6 @@ def paths_of_children(data: Any, path: str) -> list[tuple[str, Any]]:
     """Return what is inside a container, as `children_of` does, each with its path; nothing for other objects.
 
     Args:
-        data: any object.
         path: of ``data``, as for `paths_of_tensors`.
     """
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -166,7 +161,6 @@ def send_to_device(data: Any, device: torch.device | str | int, *, non_blocking:
     Args:
         data: any structure. Objects in it that know how to move themselves (``.to(device)``) do so: graphs, packed
             sequences, a tokenizer's encodings.
-        device: where to.
         non_blocking: do not wait for the copy; of use with pinned memory.
     """
 

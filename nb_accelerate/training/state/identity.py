@@ -133,7 +133,6 @@ class Identity(ABC):
         Use it as a decorator: ``@accelerator.on_process(process_index=1)``.
 
         Args:
-            function: what to run there.
             process_index: the number of the process; 0 by default.
         """
         if function is None:
@@ -152,7 +151,6 @@ class Identity(ABC):
         Use it as a decorator: ``@accelerator.on_local_process(local_process_index=1)``.
 
         Args:
-            function: what to run there.
             local_process_index: the number of the process on its machine; 0 by default.
             local_process_idx: the same, as tutorials of accelerate spell it.
         """

@@ -18,7 +18,6 @@ class SharedState:
 
     Args:
         known: returns whether the state was set up.
-        names: the attributes to show.
     """
 
     def __init__(self, known: Callable[[], bool], *names: str) -> None:

@@ -16,10 +16,6 @@ class CheckpointedForward:
     """Call the forward of a block; in training, keep its inputs alone. Pickles and deep-copies with the block.
 
     It takes the place of ``block.forward``, so that names of parameters stay as they are.
-
-    Args:
-        forward: of the block.
-        offload: keep the inputs in host memory.
     """
 
     def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:

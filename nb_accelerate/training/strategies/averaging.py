@@ -98,8 +98,6 @@ class GradientAverage:
     """Averages what backward left alone of the gradients of one optimizer. Collective: called before each step.
 
     Args:
-        optimizer: whose gradients.
-        collectives: how ranks exchange data.
         wrappers: returns the prepared models whose backward averages gradients.
         renew: puts what is trained now in the place of parameters that users have from before ``prepare``.
     """

@@ -172,7 +172,6 @@ def check_ties(model: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Refuse a parameter that belongs to several blocks: each would be given a shard of its own, no longer tied.
 
     Args:
-        model: the whole.
         blocks: parts of it; what is in none of them is one more block.
 
     Raises:

@@ -183,10 +183,7 @@ class DDPStrategy(Strategy):
     """Train with DistributedDataParallel.
 
     Args:
-        device: where models are trained.
-        collectives: how ranks exchange data.
         distributed_type: the name of the setup, which depends on the kind of device.
-        options: arguments of DistributedDataParallel.
         pass_device_ids: whether to give it the index of the device; on a CPU it takes none.
     """
 

@@ -55,10 +55,7 @@ class DTensorStrategy(Strategy):
     """Train models of which each rank holds parts.
 
     Args:
-        device: where models are trained.
-        collectives: how ranks exchange data.
         distributed_type: see `Strategy`.
-        layout: of the ranks.
     """
 
     is_replicated: ClassVar[bool] = False

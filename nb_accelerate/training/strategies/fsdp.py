@@ -62,10 +62,6 @@ class FSDPStrategy(DTensorStrategy):
     """Train with FSDP2.
 
     Args:
-        device: where models are trained.
-        collectives: how ranks exchange data.
-        options: how.
-        layout: of the ranks.
         plan: which layers are parallelized before the model is sharded; see `TensorParallelizer`.
     """
 
@@ -234,10 +230,6 @@ class FSDPStrategy(DTensorStrategy):
 
 def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Refuse ranks that do not average the gradients of shards.
-
-    Args:
-        group: of all ranks.
-        device: of this one.
 
     Raises:
         ConfigError: they use gloo of PyTorch before 2.9, whose reduce_scatter adds up where it should average.

@@ -54,7 +54,6 @@ class TensorParallelizer:
         """Parallelize layers in place. Those that the user has parallelized over this mesh stay as they are.
 
         Args:
-            model: the user's.
             fill_layer: gives a layer the weights of rank 0 before it is parallelized.
 
         Raises:

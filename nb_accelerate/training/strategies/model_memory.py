@@ -40,7 +40,6 @@ def measure(
     """Return what is held for models and optimizers.
 
     Args:
-        models: prepared ones.
         optimizers: those inside of prepared ones. What they train and no model has, such as the float32 weights of an
             engine, counts as their state.
         parameters: tensors that an engine keeps instead of those of the models.
@@ -76,7 +75,6 @@ def describe_sharding(models: Iterable[nn.Module], optimizers: Iterable[torch.op
     """Return the axes of the mesh that models are sharded over: ``FSDP, dp_replicate 2 x dp_shard 4``; "" if none is.
 
     Args:
-        models: prepared ones.
         optimizers: that train them; they know the shards also while a model is gathered.
     """
     stepped = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])

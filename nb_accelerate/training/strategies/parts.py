@@ -58,7 +58,6 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
     """Return the names of the parameters of an optimizer, by group.
 
     Args:
-        optimizer: the user's.
         models: the user's. The first one that it trains has plain names, others have ``model_1.`` before them, say;
             tensors of no model have a number.
     """

@@ -106,9 +106,7 @@ def resolve_engines(
 
     Args:
         plugins: arguments of the `Accelerator` by name, such as ``fsdp_plugin``; None for what was not given.
-        ddp: arguments of DistributedDataParallel.
         before: the options of the newest `Accelerator` of this process, if it is to be followed.
-        environment: variables that ask for an engine.
 
     Raises:
         ConfigError: a value is not supported.
@@ -178,7 +176,6 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
     """Return how models are trained in this process.
 
     Args:
-        process: its device and its process group.
         engines: the options of each engine; which of them are given decides.
 
     Raises:

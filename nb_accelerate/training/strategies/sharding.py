@@ -58,10 +58,7 @@ def shard_model(
     Args:
         model: the user's, on any device; on ranks other than 0 also on ``meta``.
         mesh: the ranks that it is sharded over, and in a first dimension those that each hold all of it.
-        options: how.
         dtype: numbers that blocks compute in; None for those that the parameters have.
-        collectives: of all ranks.
-        device: where it is trained.
         parallelize: applies tensor parallelism to layers before the model is sharded; None where there is none.
 
     Raises:
@@ -178,12 +175,7 @@ def check_weights(model: nn.Module, collectives: Collectives) -> None:
 
 
 class Filler:
-    """Gives parts of a model the parameters and buffers of rank 0, in memory of the device, each once.
-
-    Args:
-        collectives: of all ranks.
-        device: where.
-    """
+    """Gives parts of a model the parameters and buffers of rank 0, in memory of the device, each once."""
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
         self._collectives = collectives

@@ -57,8 +57,6 @@ class Strategy:
     that are marked *collective* exchange data: all ranks call them, in the same order.
 
     Args:
-        device: where models are trained.
-        collectives: how ranks exchange data.
         distributed_type: the name of the setup, as accelerate's scripts ask for it.
 
     Attributes:
@@ -334,7 +332,6 @@ class Strategy:
             model: what `prepare` returned.
             folder: is there; each rank has one of its own, and they are joined afterwards.
             tag: the name of this model in the checkpoint.
-            **kwargs: arguments for the engine.
         """
         raise NotImplementedError
 
@@ -345,7 +342,6 @@ class Strategy:
 
         Args:
             model: what `prepare` returned.
-            folder: of the checkpoint.
             tag: the name of this model in it.
             files: its files, as paths that begin below the folder.
             weights_only: whether files that run code are refused.
@@ -361,7 +357,6 @@ class Strategy:
 
         Args:
             model: what `prepare` returned.
-            folder: of the checkpoint.
             tag: the name of this model in it.
             **kwargs: ``weights_only`` and ``strict`` as in `check_engine`; others are arguments for the engine.
 

@@ -39,10 +39,7 @@ class TensorParallelStrategy(DTensorStrategy):
     """Train one model on all ranks together, each of which computes a part of every layer of a plan.
 
     Args:
-        device: where models are trained.
-        collectives: how ranks exchange data.
         distributed_type: see `Strategy`.
-        layout: of the ranks.
         plan: see `TensorParallelizer`.
     """
 

@@ -28,13 +28,7 @@ _SUBMISSIONS = "MarkStep"
 
 
 class XLAStrategy(Strategy):
-    """Train on devices of torch_xla.
-
-    Args:
-        device: where models are trained.
-        collectives: how ranks exchange data.
-        distributed_type: the name of the setup.
-    """
+    """Train on devices of torch_xla."""
 
     collectives: XLACollectives
 

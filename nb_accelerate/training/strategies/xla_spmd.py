@@ -32,13 +32,7 @@ _AXIS = "fsdp"
 
 
 class XLASpmdStrategy(XLAStrategy):
-    """Train a model whose weights are sharded over the devices of this process.
-
-    Args:
-        device: the one that stands for all.
-        collectives: those of a single rank.
-        distributed_type: the name of the setup.
-    """
+    """Train a model whose weights are sharded over the devices of this process."""
 
     def __init__(self, device: torch.device, collectives: XLACollectives, distributed_type: DistributedType) -> None:
         super().__init__(device, collectives, distributed_type)

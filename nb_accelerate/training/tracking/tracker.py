@@ -163,7 +163,6 @@ def load_library(
     """Import the library of a tracker.
 
     Args:
-        module: its dotted name.
         tracker: the name in ``log_with``.
         package: its name on the package index, if that differs from ``module``.
         missing_ok: return None if it is not installed.

@@ -33,9 +33,7 @@ def save_engine(engine: Any, folder: Path, tag: str, **kwargs: Any) -> None:
     """Write what this rank holds of an engine's state into a folder of this rank. Collective.
 
     Args:
-        engine: of DeepSpeed.
         folder: is there; each rank may have one of its own.
-        tag: the name of the folder below.
         **kwargs: those of ``engine.save_checkpoint``.
 
     Raises:
@@ -64,9 +62,6 @@ def check_engine(
     """Look whether the files of a checkpoint fit an engine. Of tensors, only shapes are read.
 
     Args:
-        engine: of DeepSpeed.
-        folder: of the checkpoint.
-        tag: the folder below.
         files: all files of the checkpoint, by paths that begin below ``folder``.
         weights_only: refuse files that would run code, and do not open any otherwise.
         strict: whether all weights of the model must be there, and no others.
@@ -169,10 +164,6 @@ def load_engine(
     """Read an engine's state. Collective.
 
     Args:
-        engine: of DeepSpeed.
-        folder: of the checkpoint.
-        tag: the folder below.
-        weights_only: refuse files that would run code.
         strict: whether it has to have exactly the weights of the model.
         **kwargs: those of ``engine.load_checkpoint``.
 
@@ -192,9 +183,6 @@ def load_engine(
 
 class LateErrors:
     """Write files for DeepSpeed, and keep the first error instead of raising it; all else is left to its own writer.
-
-    Args:
-        inner: DeepSpeed's reader and writer of files.
 
     Attributes:
         error: the first one; None if all went well.
@@ -224,11 +212,7 @@ class LateErrors:
 
 
 class WeightsOnly:
-    """Read files for DeepSpeed without running code that is in them; all else is left to its own reader.
-
-    Args:
-        inner: DeepSpeed's reader and writer of files.
-    """
+    """Read files for DeepSpeed without running code that is in them; all else is left to its own reader."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -245,8 +229,6 @@ def read(path: str, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
     """Read one file of DeepSpeed's without running code that is in it.
 
     Args:
-        path: of the file.
-        map_location: where tensors are put.
         mmap: leave tensors on the disk until they are used.
 
     Raises:

@@ -34,9 +34,6 @@ _TALKATIVE = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "du
 def import_deepspeed(device_type: str) -> Any:
     """Return the module ``deepspeed``, for a type of device.
 
-    Args:
-        device_type: torch's name for it.
-
     Raises:
         ConfigError: it was imported before, for another type.
         MissingDependencyError: it is not installed.
@@ -99,9 +96,6 @@ def set_loudness(config: Mapping[str, Any]) -> None:
     """Make DeepSpeed say errors only, unless a configuration asks for more.
 
     Its logger writes to standard output.
-
-    Args:
-        config: that of DeepSpeed.
     """
     logger = logging.getLogger("DeepSpeed")
     level = logging.INFO if any(config.get(key) for key in _TALKATIVE) else logging.ERROR

@@ -17,7 +17,6 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     """Return the optimizer that trains a model; None if there is none.
 
     Args:
-        model: as the user made it.
         optimizers: those that are prepared with it, and with other models.
 
     Raises:

@@ -35,7 +35,6 @@ class HalfForward(Float32Forward):
 
     Args:
         forward: the model's own forward.
-        dtype: of the weights.
     """
 
     def __init__(self, forward: Callable[..., Any], dtype: torch.dtype) -> None:

@@ -55,10 +55,7 @@ def engine_config(
     """Return the configuration for one engine: a copy of the user's, checked and completed.
 
     Args:
-        plugin: what the user says.
-        run: what is prepared.
         optimizer: of the model; None if it is only evaluated.
-        schedulers: of that optimizer.
 
     Raises:
         ConfigError: values contradict each other, or one is missing.

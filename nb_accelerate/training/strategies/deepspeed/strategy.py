@@ -57,8 +57,6 @@ class DeepSpeedStrategy(Strategy):
     """Train with DeepSpeed.
 
     Args:
-        device: where models are trained.
-        collectives: how ranks exchange data.
         local_rank: number of this process on its machine.
         plugins: how, by name; the selected one counts for what is prepared.
 
