@@ -185,6 +185,20 @@ def test_what_one_rank_alone_adds_is_averaged_and_no_rank_waits(run_ranks: RunRa
     assert first == second
 
 
+def test_a_step_without_gradients_is_nothing_to_tell(run_ranks: RunRanks):
+    def step_before_training() -> list[str]:
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with told() as said:
+            optimizer.step()
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+        return said
+
+    assert run_ranks(step_before_training) == [[], []]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nested_blocks_of_accumulate_average_the_gradients_of_both_models(run_ranks: RunRanks, world_size: int):
     def nested() -> list[list[float]]:

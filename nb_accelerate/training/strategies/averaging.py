@@ -136,7 +136,8 @@ class GradientAverage:
                 continue
             if number == own.at_step:
                 unaveraged = unaveraged + own.parameters
-                self._tell(own, _UNSEEN)
+                if any(one.grad is not None for one in own.parameters):
+                    self._tell(own, _UNSEEN)
             elif own.differ or (not own.is_compared and self._differ(wrapper, own)):
                 unaveraged = unaveraged + own.parameters
             if steps:
