@@ -7,6 +7,7 @@ from nb_accelerate import (
     local_sgd as local_sgd,
     logging as logging,
     optimizer as optimizer,
+    pool as pool,
     scheduler as scheduler,
     state as state,
     tracking as tracking,

@@ -270,7 +270,7 @@ def test_what_stays_is_named_also_where_the_system_tells_nothing_of_other_proces
     )
     notebook.run(f"{refuse}\nwarm_up()").ok()
     shown = notebook.run("print(warm_status())\npsutil.Process.memory_full_info = usual").ok().stdout
-    assert re.match(r"warm server \d+; nb_accelerate\.launch\.close\(\) ends it", shown)
+    assert re.match(r"warm server \d+; nb_accelerate\.notebook\.launch\.close\(\) ends it", shown)
 
 
 IDLE = """
