@@ -309,12 +309,13 @@ def test_a_rank_that_takes_no_steps_is_named_and_the_others_go_on(tmp_path: Path
         from nb_accelerate.training.accelerator import Accelerator
 
         accelerator = Accelerator(cpu=True)
-        _, optimizer = accelerator.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        wrapped, optimizer = accelerator.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
         if accelerator.process_index == 0:
             Path(where, "begun").touch()
             while not Path(where, "end").exists():
                 model.weight.grad = torch.ones(1, 1)
-                optimizer.step()
+                with accelerator.no_sync(wrapped):  # this rank trains for itself
+                    optimizer.step()
                 time.sleep(0.001)
         else:
             while not Path(where, "end").exists():

@@ -63,7 +63,13 @@ def _state_of(value: Any, kind: type) -> Any:
 
 def pickled_by_torch(value: Any) -> bool:
     """Return whether a value is an optimizer of which torch pickles its groups and state only."""
-    return is_of_torch(value, "optim.Optimizer") and type(value).__getstate__.__module__ == "torch.optim.optimizer"
+    kind: Any = type(value)
+    has_own_way = kind.__reduce__ is not object.__reduce__  # a prepared one is pickled as the one inside
+    return (
+        is_of_torch(value, "optim.Optimizer")
+        and not has_own_way
+        and kind.__getstate__.__module__ == "torch.optim.optimizer"
+    )
 
 
 def renew(value: Any, state: Any) -> None:

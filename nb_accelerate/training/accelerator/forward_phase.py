@@ -28,6 +28,9 @@ class _TimedCall:
         self._model = weakref.ref(model)  # so that the model goes when its last user does
         self._compiled = vars(model).get(_CALL)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the model is not compiled, and not timed
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             page = here()

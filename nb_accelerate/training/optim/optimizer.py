@@ -143,8 +143,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._complete_gradients is not None or self.accelerated_step.unscales
 
     def complete_gradients(self) -> None:
-        """Average gradients over all ranks and divide them by the loss scale. Called before they are clipped."""
-        if self._complete_gradients is not None:
+        """Average gradients over all ranks and divide them by the loss scale. Called before they are clipped.
+
+        In the middle of an accumulation window they stay those of each rank: they are not complete.
+        """
+        if self._complete_gradients is not None and self._accumulation.window.closes:
             self._complete_gradients(False)
         self.accelerated_step.unscale()
 

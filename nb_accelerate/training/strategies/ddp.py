@@ -295,8 +295,8 @@ class DDPStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         def wrappers() -> list[DistributedDataParallel]:
-            found = [_wrapped(model) for model in models]
-            return [one for one in found if isinstance(one, DistributedDataParallel)]
+            found = [one for model in models if isinstance(one := _wrapped(model), DistributedDataParallel)]
+            return [one for one in found if is_alive(one.process_group)]  # others were wrapped anew
 
         return GradientAverage(optimizer, self.collectives, wrappers)
 
