@@ -185,6 +185,30 @@ def test_what_one_rank_alone_adds_is_averaged_and_no_rank_waits(run_ranks: RunRa
     assert first == second
 
 
+def test_an_earlier_wrapper_that_one_rank_still_has_decides_nothing(run_ranks: RunRanks):
+    def phases() -> tuple[list[float], list[str]]:
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model, kept = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), []
+        with told() as said:
+            for trainable in (False, True):
+                model[0].requires_grad_(trainable)
+                optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+                wrapped, optimizer = accelerator.prepare(model, optimizer)
+                for rows in ROWS:
+                    mine = rows[accelerator.process_index :: accelerator.num_processes]
+                    accelerator.backward(error(wrapped(mine), mine))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                kept += [wrapped] if accelerator.is_main_process else []
+                del wrapped, optimizer  # so that other ranks have it no more
+        return torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(), said
+
+    (first, said), (second, _) = run_ranks(phases)
+    assert first == second
+    assert said == []
+
+
 def test_a_step_without_gradients_is_nothing_to_tell(run_ranks: RunRanks):
     def step_before_training() -> list[str]:
         accelerator = Accelerator(cpu=True)

@@ -45,6 +45,9 @@ _COMPARED = 4096
 class AveragesGradients:
     """A prepared model whose backward averages gradients over ranks; by default all of them, whatever was called."""
 
+    averages_always: bool = True
+    """Whether each backward averages, whatever was called before."""
+
     compares: bool = True
     """Whether gradients that differ between ranks were not averaged."""
 
@@ -68,10 +71,7 @@ class AveragesGradients:
         """
 
     def num_exchanges(self) -> int | None:
-        """Return a number that grows when forwards have prepared backward to average gradients.
-
-        None if every backward averages, and if ranks train apart on purpose.
-        """
+        """Return a number that grows when forwards have prepared backward to average; None while ranks train apart."""
         return None
 
 
@@ -80,22 +80,25 @@ class _Own:
     """What an optimizer trains of a wrapper.
 
     Attributes:
-        parameters: those that it trains.
+        parameters: the ids of those that it trains.
+        is_all: whether the optimizer trains nothing else.
         at_step: what `AveragesGradients.num_exchanges` was at the last step.
         is_compared: whether ranks have compared its gradients.
         differ: whether they differed then.
-        is_told: whether a warning was given.
     """
 
-    parameters: list[Tensor]
+    parameters: set[int]
     at_step: int = 0
+    is_all: bool = False
     is_compared: bool = False
     differ: bool = False
-    is_told: bool = False
 
 
 class GradientAverage:
     """Averages what backward left alone of the gradients of one optimizer. Collective: called before each step.
+
+    A wrapper that nobody uses any more may be alive on one rank and freed on another. So ranks do together only what
+    follows from forwards of wrappers, and from the order of the optimizer's parameters.
 
     Args:
         wrappers: returns the prepared models whose backward averages gradients.
@@ -114,8 +117,12 @@ class GradientAverage:
         self._wrappers = wrappers
         self._renew = renew
         self._own: weakref.WeakKeyDictionary[AveragesGradients, _Own] = weakref.WeakKeyDictionary()
+        for wrapper in wrappers():  # earlier forwards of theirs were for others
+            if not wrapper.averages_always:
+                self._own[wrapper] = _Own(set(), wrapper.num_exchanges() or 0)
         self._known: list[list[Tensor]] = []
-        self._unaveraged: list[Tensor] = []
+        self._left_alone: set[int] = set()
+        self._told: set[str] = set()
 
     def __call__(self, steps: bool = True) -> None:
         """Average the gradients; a rank without a gradient for a parameter contributes zeros.
@@ -128,22 +135,40 @@ class GradientAverage:
         """
         if not self._knows_all():
             self._classify()
-        unaveraged = self._unaveraged
+        averaged = set(self._left_alone)
+        new: list[_Own] = []
+        covered: set[int] = set()
+        differing: set[int] = set()
         for wrapper, own in self._own.items():
-            wrapper.check_averaged()
-            number = wrapper.num_exchanges()
-            if number is None:
+            if not own.parameters:
                 continue
+            wrapper.check_averaged()
+            covered |= own.parameters
+            number = wrapper.num_exchanges()
             if number == own.at_step:
-                unaveraged = unaveraged + own.parameters
-                if any(one.grad is not None for one in own.parameters):
-                    self._tell(own, _UNSEEN)
-            elif own.differ or (not own.is_compared and self._differ(wrapper, own)):
-                unaveraged = unaveraged + own.parameters
-            if steps:
+                continue
+            if number is not None and steps:
                 own.at_step = number
-        if unaveraged:
-            self._average([parameter for parameter in unaveraged if parameter.requires_grad])
+            if own.is_all and (number is None or (own.is_compared and not own.differ)):
+                return  # nearly every step
+            averaged |= own.parameters
+            if own.differ:
+                differing |= own.parameters
+            if number is not None and not own.is_compared:
+                own.is_compared = True
+                new += [own] if wrapper.compares else []
+        parameters = [one for known in self._known for one in known]
+        if new and self._differ([one for one in parameters if any(id(one) in own.parameters for own in new)]):
+            for own in new:
+                own.differ = True
+                differing |= own.parameters
+            self._tell(_DIFFERING)
+        unseen = covered - averaged
+        if any(id(one) in unseen and one.grad is not None for one in parameters):
+            self._tell(_UNSEEN)
+        self._average(
+            [one for one in parameters if one.requires_grad and (id(one) not in averaged or id(one) in differing)]
+        )
 
     def _knows_all(self) -> bool:
         groups = self._optimizer.param_groups
@@ -159,19 +184,19 @@ class GradientAverage:
         before = {id(parameter) for known in self._known for parameter in known}
         self._known = [list(group["params"]) for group in self._optimizer.param_groups]
         rest = {id(parameter): parameter for known in self._known for parameter in known}
-        earlier, self._own = self._own, weakref.WeakKeyDictionary()
-        left_out: set[int] = set()
+        trained = set(rest)
         for wrapper in self._wrappers():
-            trained = [rest.pop(id(parameter)) for parameter in wrapper.averaged() if id(parameter) in rest]
-            if trained:
-                self._own[wrapper] = own = earlier.get(wrapper) or _Own(trained)
-                own.parameters = trained
-            for parameter in wrapper.ignored():
-                rest.pop(id(parameter), None)
-            left_out |= {id(parameter) for parameter in wrapper.left_out()}
-        self._unaveraged = list(rest.values())
-        known_before = before | left_out
-        self._synchronise([one for key, one in rest.items() if key not in known_before and one.requires_grad])
+            averaged = trained & {id(parameter) for parameter in wrapper.averaged()}
+            self._left_alone |= trained & {id(parameter) for parameter in wrapper.ignored()}
+            before |= {id(parameter) for parameter in wrapper.left_out()}
+            if wrapper.averages_always:
+                self._left_alone |= averaged
+            else:
+                own = self._own.setdefault(wrapper, _Own(set()))
+                own.parameters, own.is_all = averaged, trained <= averaged | self._left_alone
+            for key in averaged | self._left_alone:
+                rest.pop(key, None)
+        self._synchronise([one for key, one in rest.items() if key not in before and one.requires_grad])
 
     def _synchronise(self, parameters: list[Tensor]) -> None:
         """Broadcast the values of rank 0, as for prepared models, and warn that no model averages their gradients."""
@@ -191,26 +216,21 @@ class GradientAverage:
                 tuple(parameters[0].shape),
             )
 
-    def _differ(self, wrapper: AveragesGradients, own: _Own) -> bool:
-        """Return whether ranks have other gradients of a wrapper; they look once, before the first step."""
-        own.is_compared = True
-        if wrapper.compares:
-            bits = sum(_bits(one.grad) for one in own.parameters if one.grad is not None)
-            pair = torch.tensor([bits, -bits], device=self._collectives.device)
-            greatest, least = operations.reduce(self._collectives, pair, "max").tolist()
-            own.differ = greatest != -least
-            if own.differ:
-                self._tell(own, _DIFFERING)
-        return own.differ
+    def _differ(self, parameters: list[Tensor]) -> bool:
+        """Return whether ranks have other gradients of parameters; they look once, before the first step."""
+        bits = sum(_bits(one.grad) for one in parameters if one.grad is not None)
+        pair = torch.tensor([bits, -bits], device=self._collectives.device)
+        greatest, least = operations.reduce(self._collectives, pair, "max").tolist()
+        return bool(greatest != -least)
 
-    def _tell(self, own: _Own, what: str) -> None:
-        if not own.is_told and self._collectives.rank == 0:
+    def _tell(self, what: str) -> None:
+        if what not in self._told and self._collectives.rank == 0:
             logger.warning(
                 "%s: %s They are averaged now, at the step, where it takes longer than during backward.",
                 calling_line() or "optimizer.step",
                 what,
             )
-        own.is_told = True
+        self._told.add(what)
 
     def _average(self, parameters: list[Tensor]) -> None:
         if not parameters:

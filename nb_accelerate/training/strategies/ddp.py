@@ -57,6 +57,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
             gradients, from which it learns the graph.
     """
 
+    averages_always = False
+
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
         self.needs_first_sync = bool(kwargs.get("static_graph"))
