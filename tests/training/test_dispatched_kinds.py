@@ -173,3 +173,12 @@ def test_batches_may_be_of_classes_that_only_the_launched_function_knows(run_ran
         return [(type(batch) is Own, type(batch.x) is Image, batch.x.tolist()) for batch in loader]
 
     assert run_ranks(read) == [[(True, True, [0, 1])], [(True, True, [2, 3])]]
+
+
+def test_columns_of_default_collate_are_cut_also_where_there_are_as_many_as_rows(run_ranks):
+    def read():
+        data = [(torch.full((3,), row), torch.tensor([row])) for row in range(6)]
+        loader = prepared(DataLoader(Stream(data), batch_size=2), {})
+        return [[column[:, 0].tolist() for column in batch] for batch in loader]
+
+    assert run_ranks(read) == [[[[0, 1]] * 2, [[4]] * 2], [[[2, 3]] * 2, [[5]] * 2]]

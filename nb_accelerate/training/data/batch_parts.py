@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from nb_accelerate.training.data.iterable import LastBatch
@@ -26,10 +27,12 @@ class CountedBatch:
     Attributes:
         batch: as the user's loader makes it.
         rows: how many it has; None if that is not known.
+        of_columns: whether lists in it are known to hold columns, see `row_taker`.
     """
 
     batch: Any
     rows: int | None
+    of_columns: bool = False
 
     def pin_memory(self) -> CountedBatch:
         """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
@@ -53,7 +56,7 @@ class CountingCollate:
         if not isinstance(rows, (list, tuple)):  # of a dataset that fetches many rows at once
             return count_batch(self.collate(rows))
         if self.ranks is None or not rows:
-            return CountedBatch(self.collate(rows), len(rows))
+            return CountedBatch(self.collate(rows), len(rows), self.collate is default_collate)
         return [
             CountedBatch(self.collate(rows[first:end]), end - first)
             for first, end in part_bounds(len(rows), self.ranks, even=False)
@@ -113,7 +116,8 @@ def take_from(batches: Sequence[CountedBatch], *, careful: bool = True) -> Take 
     if len(rows) < len(batches):
         return None
     try:
-        return row_taker([one.batch for one in batches], rows, careful=careful)
+        of_columns = all(one.of_columns for one in batches)
+        return row_taker([one.batch for one in batches], rows, careful=careful, of_columns=of_columns)
     except CannotCutError:
         return None
 

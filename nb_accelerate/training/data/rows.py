@@ -79,23 +79,25 @@ def _listed_rows(data: Any) -> int | None:
     return len(data) if found is None and isinstance(data, (list, tuple)) else found
 
 
-def row_taker(batches: Sequence[Any], rows: Sequence[int], *, careful: bool = True) -> Take:
+def row_taker(batches: Sequence[Any], rows: Sequence[int], *, careful: bool = True, of_columns: bool = False) -> Take:
     """Return what takes rows out of batches of the same structure, as if they were one: called with a slice.
 
     Args:
         careful: raise the error also where something may be about all rows together: a number (how many they are), a
             list that is the same in all batches (a size in pixels).
+        of_columns: lists of tensors are columns, as `torch.utils.data.default_collate` makes them, also where they are
+            as long as there are rows.
 
     Raises:
         CannotCutError: a part cannot be cut, or those of the batches do not fit together.
     """
-    has_rows, take = _taker(list(batches), rows, "batch", careful=careful)
+    has_rows, take = _taker(list(batches), rows, "batch", careful=careful, of_columns=of_columns)
     if not has_rows:
         raise CannotCutError("batch", "has nothing with one entry for each row")
     return take
 
 
-def _taker(parts: list[Any], rows: Sequence[int], path: str, *, careful: bool) -> tuple[bool, Take]:
+def _taker(parts: list[Any], rows: Sequence[int], path: str, *, careful: bool, of_columns: bool) -> tuple[bool, Take]:
     """Return whether a part has rows, and what takes them. Arguments are those of `row_taker`, for one part of each."""
     first = parts[0]
     kind = type(first)
@@ -111,25 +113,27 @@ def _taker(parts: list[Any], rows: Sequence[int], path: str, *, careful: bool) -
             raise AmbiguousError(path, "is a single value, which may be about all rows")
         return False, lambda _: first
     if kind in (list, tuple) and all(len(part) == number for part, number in zip(parts, rows, strict=True)):
-        return _taker_of_list(parts, rows, path, careful=careful)
+        return _taker_of_list(parts, rows, path, careful=careful, of_columns=of_columns)
     if kind in (list, tuple) and not careful and len(first) > 1 and _may_be_rows(first):
         raise AmbiguousError(path, f"of {len(first)} entries of one form may have one for each row, or may not")
-    return _taker_of_container(parts, rows, path, careful=careful)
+    return _taker_of_container(parts, rows, path, careful=careful, of_columns=of_columns)
 
 
-def _taker_of_list(parts: list[Any], rows: Sequence[int], path: str, *, careful: bool) -> tuple[bool, Take]:
+def _taker_of_list(
+    parts: list[Any], rows: Sequence[int], path: str, *, careful: bool, of_columns: bool
+) -> tuple[bool, Take]:
     """Return the same of lists that are as long as their batches have rows: columns, or containers of so many parts."""
     whole = type(parts[0])(chain.from_iterable(parts))
     if all(isinstance(item, _SINGLE) for item in whole):
         has_rows = careful and all(part == parts[0] for part in parts)
     else:
         try:
-            has_rows, take = _taker_of_container(parts, rows, path, careful=careful)
+            has_rows, take = _taker_of_container(parts, rows, path, careful=careful, of_columns=of_columns)
         except AmbiguousError:
             raise
         except CannotCutError:
             has_rows = False
-        if has_rows and len(set(map(_form, whole))) > 1:
+        if has_rows and (of_columns or len(set(map(_form, whole))) > 1):
             return True, take  # columns: rows are of one form
     if has_rows:
         raise AmbiguousError(path, f"of {len(parts[0])} entries may have one for each row, or may not")
@@ -146,7 +150,9 @@ def _form(data: Any) -> Any:
     return (type(data), data.dtype, data.ndim) if isinstance(data, (Tensor, np.ndarray)) else type(data)
 
 
-def _taker_of_container(parts: list[Any], rows: Sequence[int], path: str, *, careful: bool) -> tuple[bool, Take]:
+def _taker_of_container(
+    parts: list[Any], rows: Sequence[int], path: str, *, careful: bool, of_columns: bool
+) -> tuple[bool, Take]:
     insides = [_inside(part) for part in parts]
     first = insides[0]
     if first is None:
@@ -155,7 +161,10 @@ def _taker_of_container(parts: list[Any], rows: Sequence[int], path: str, *, car
     if any(names != paths[0] for names in paths):
         raise CannotCutError(path, "does not have the same parts in all batches")
     columns = zip(*[inside[0] for inside in insides if inside is not None], strict=True)
-    takers = [_taker(list(column), rows, name, careful=careful) for name, column in zip(paths[0], columns, strict=True)]
+    takers = [
+        _taker(list(column), rows, name, careful=careful, of_columns=of_columns)
+        for name, column in zip(paths[0], columns, strict=True)
+    ]
     rebuild = first[1]
     return any(has_rows for has_rows, _ in takers), lambda wanted: rebuild([take(wanted) for _, take in takers])
 

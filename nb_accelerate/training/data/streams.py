@@ -192,7 +192,7 @@ class StreamReader(CollectiveReader):
             while rows - first >= size * ranks:
                 begin = first + rank * size
                 first += size * ranks
-                rest = [CountedBatch(take(slice(first, rows)), rows - first)]
+                rest = [CountedBatch(take(slice(first, rows)), rows - first, self._pool[0].of_columns)]
                 self._pool = rest if first < rows else []
                 yield take(slice(begin, begin + size))
         if last and self._pool and not self._drop_last_group:

@@ -65,10 +65,24 @@ def _on_rank(names: list[str], folder: str) -> list[dict[str, Any]]:
     return [play(names, package, folder) for package in ("accelerate", "nb_accelerate")]
 
 
+RESUMED = {"checkpointing": 1, "transformers_classification": 1}
+"""Reports of runs that go on. Loaders of these scripts have a generator, whose state accelerate does not save: another
+order of rows follows. Here they go on as the run that was not interrupted, which is the first report."""
+
+
 def _compare(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     assert list(theirs) == list(ours) != []
     for name, report in theirs.items():
-        assert ours[name] == report, name
+        if name not in RESUMED:
+            assert ours[name] == report, name
+            continue
+        for number, (expected, found) in enumerate(zip(report, ours[name], strict=True)):
+            if number != RESUMED[name]:
+                assert found == expected, name
+            elif name == "checkpointing":
+                assert found == ours[name][0][-len(found) :]
+            else:  # the weights in the end
+                assert found[-1] == ours[name][0][-1]
 
 
 @pytest.mark.slow
