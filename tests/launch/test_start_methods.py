@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, StartError
-from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.launch import Launch, notebook_launcher
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.ranks.panel import make_panel
 
@@ -93,11 +94,15 @@ def test_a_process_group_can_be_opened_and_is_gone_afterwards(method: str) -> No
     assert not dist.is_initialized()
 
 
-def test_what_is_printed_is_heard(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_is_heard(
+    method: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def function() -> None:
         print("to stdout")
         print("to stderr", file=sys.stderr)
 
+    # Equal output is one line, however late a rank of a busy machine is.
+    monkeypatch.setattr(Launch, "timeouts", replace(Launch.timeouts, fold=30.0))
     launch(function, method=method)
     heard = capfd.readouterr()
     assert (heard.out, heard.err) == ("to stdout\n", "to stderr\n")
