@@ -2,99 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections import UserDict, namedtuple
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
+from fixtures.batch_kinds import KINDS
 from torch.utils.data import DataLoader, IterableDataset
 
 from nb_accelerate import Accelerator
 from nb_accelerate.utils import DataLoaderConfiguration, broadcast
 
-ROWS, BATCH, LENGTH = 11, 4, 6
-
-
-class Graph:
-    """Several graphs joined as one, as graph libraries do: nodes of all of them, and no row for each."""
-
-    def __init__(self, ids: torch.Tensor) -> None:
-        self.ids = ids
-        self.nodes = ids.repeat_interleave(3)
-
-    def to(self, device: Any, non_blocking: bool = False) -> Graph:
-        """Return it on a device."""
-        return Graph(self.ids.to(device, non_blocking=non_blocking))
-
-
-@dataclasses.dataclass
-class Sample:
-    """A batch with fields."""
-
-    mask: torch.Tensor
-    ids: torch.Tensor
-
-
-Pair = namedtuple("Pair", ["grid", "ids"])
-
-
-def ids_of(rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows)
-
-
-def time_first(rows: list[int]) -> torch.Tensor:
-    return ids_of(rows).expand(LENGTH, len(rows)).clone()  # (time, rows)
-
-
-KINDS: dict[str, tuple[Any, Any]] = {  # what collate_fn makes of row numbers; the numbers that a model reads out of it
-    "tensor": (ids_of, lambda batch: batch),
-    "tuple": (lambda rows: (ids_of(rows), ids_of(rows).float()), lambda batch: batch[0]),
-    "dict": (lambda rows: {"x": ids_of(rows)}, lambda batch: batch["x"]),
-    "detection": (
-        lambda rows: tuple(zip(*[(torch.full((row % 3 + 1, 4), row), {"id": row}) for row in rows], strict=True)),
-        lambda batch: torch.tensor([target["id"] for target in batch[1]]),
-    ),
-    "list of dicts": (
-        lambda rows: [{"boxes": torch.zeros(row % 3, 4), "id": torch.tensor(row)} for row in rows],
-        lambda batch: torch.stack([one["id"] for one in batch]),
-    ),
-    "time first": (time_first, lambda batch: batch[0]),
-    "flattened patches": (
-        lambda rows: (ids_of(rows).repeat_interleave(5), ids_of(rows)),
-        lambda batch: batch[0].reshape(-1, 5)[:, 0],
-    ),
-    "mask first": (lambda rows: (torch.ones(1, LENGTH, LENGTH), ids_of(rows)), lambda batch: batch[1]),
-    "mask first by name": (lambda rows: Sample(torch.ones(1, LENGTH, LENGTH), ids_of(rows)), lambda batch: batch.ids),
-    "graph": (lambda rows: Graph(ids_of(rows)), lambda batch: batch.nodes[::3]),
-    "packed": (
-        lambda rows: pack_sequence([torch.full((3,), row) for row in rows]),
-        lambda batch: batch.data[: int(batch.batch_sizes[0])],
-    ),
-    "arrays": (lambda rows: {"x": np.array(rows)}, lambda batch: torch.from_numpy(batch["x"])),
-    "array beside a tensor": (
-        lambda rows: {"scale": torch.ones(3), "x": np.array(rows)},
-        lambda batch: torch.from_numpy(batch["x"]),
-    ),
-    "sparse": (lambda rows: ids_of(rows).to_sparse(), lambda batch: batch.to_dense()),
-    "sparse, other size": (
-        lambda rows: torch.stack([torch.zeros(len(rows), dtype=torch.long), ids_of(rows)]).to_sparse(),
-        lambda batch: batch.to_dense()[1],
-    ),
-    "nested": (
-        lambda rows: torch.nested.nested_tensor([torch.full((row % 3 + 1,), float(row)) for row in rows]),
-        lambda batch: torch.stack([one[0] for one in batch.unbind()]).long(),
-    ),
-    "grid beside rows": (lambda rows: {"grid": torch.zeros(7, 7), "x": ids_of(rows)}, lambda batch: batch["x"]),
-    "grid in a named tuple": (lambda rows: Pair(torch.zeros(3), ids_of(rows)), lambda batch: batch.ids),
-    "own mapping": (lambda rows: UserDict(step=torch.tensor(1.0), x=ids_of(rows)), lambda batch: batch["x"]),
-    "texts": (lambda rows: [str(row) for row in rows], lambda batch: torch.tensor([int(text) for text in batch])),
-    "numbers": (lambda rows: rows, torch.tensor),
-    "object": (lambda rows: Graph(ids_of(rows)).__dict__, lambda batch: batch["ids"]),
-}
+ROWS, BATCH = 11, 4
 
 
 class Rows(IterableDataset):
@@ -104,9 +23,9 @@ class Rows(IterableDataset):
         yield from range(ROWS)
 
 
-def evaluated(way: str, kind: str, *, objects: bool = False) -> list[int]:
+def evaluated(way: str, kind: str) -> list[int]:
     """Return the row numbers that an evaluation gathers."""
-    collate, read = KINDS[kind]
+    kind_of_batch = KINDS[kind]
     config = DataLoaderConfiguration(
         split_batches=way == "split", use_stateful_dataloader=way == "stateful", dispatch_batches=False
     )
@@ -117,16 +36,16 @@ def evaluated(way: str, kind: str, *, objects: bool = False) -> list[int]:
         options = {"batch_sampler": [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9], [10]]}
     if way == "workers":
         options["num_workers"] = 1
-    loader = accelerator.prepare(DataLoader(dataset, collate_fn=collate, **options))
+    loader = accelerator.prepare(DataLoader(dataset, collate_fn=kind_of_batch.make, **options))
     found: list[int] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="gather_for_metrics")
         for batch in loader:
-            rows = read(batch)
-            if objects or way == "own batches":
-                found += accelerator.gather_for_metrics(rows.tolist(), use_gather_object=True)
+            rows = kind_of_batch.rows_of(batch)
+            if way == "own batches":
+                found += accelerator.gather_for_metrics(rows, use_gather_object=True)
             else:
-                found += accelerator.gather_for_metrics(rows).tolist()
+                found += accelerator.gather_for_metrics(torch.tensor(rows)).tolist()
     return found
 
 
@@ -135,7 +54,7 @@ WAYS = ["plain", "split", "stateful", "stream", "own batches", "workers"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_evaluation_has_each_row_once_whatever_batches_look_like(run_ranks, way):
-    kinds = [kind for kind in KINDS if way != "workers" or kind not in ("nested", "sparse", "sparse, other size")]
+    kinds = [kind for kind in KINDS if way != "workers" or kind not in ("nested", "jagged", "sparse")]
 
     def every(kinds: list[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}

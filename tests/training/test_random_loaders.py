@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.batch_kinds import KINDS as BATCHES
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,7 +24,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from training.test_kinds_of_batches import KINDS as BATCHES
 
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.training.accelerator import Accelerator
@@ -144,7 +144,7 @@ class Case:
     def loader(self) -> DataLoader[Any]:
         batches = {"batch_size": self.size, "drop_last": self.drop_last, "num_workers": self.workers}
         if self.has_kind:
-            batches["collate_fn"] = BATCHES[self.batch][0]
+            batches["collate_fn"] = BATCHES[self.batch].make
         generator = torch.Generator().manual_seed(self.number)
         data = Rows(self.rows)
         if self.kind in ("shuffled", "seedable"):
@@ -189,7 +189,7 @@ class Case:
 
     def rows_in(self, batch: Any) -> torch.Tensor:
         """The numbers of the rows of a batch."""
-        return BATCHES[self.batch][1](batch) if self.has_kind else batch
+        return torch.tensor(BATCHES[self.batch].rows_of(batch)) if self.has_kind else batch
 
     @property
     def unseeded(self) -> bool:
