@@ -372,19 +372,10 @@ def test_a_command_waits_for_the_one_before_as_long_as_it_was_told(begin: Any) -
     [
         lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
         lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.4, total_steps=20),
         lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20),
-        lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.4, step_size_up=3, cycle_momentum=False),
-        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
-                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-            ],
-            milestones=[4],
-        ),
+        lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
     ],
-    ids=["lambda", "steps", "one cycle", "cosine", "cyclic", "sequence"],
+    ids=["lambda", "steps", "cosine", "linear"],
 )
 def test_schedules_go_on_by_the_same_factor(make: Any) -> None:
     def rates(factor_at: int | None) -> list[list[float]]:

@@ -136,8 +136,8 @@ class Steerable(ABC):
     def set_learning_rate(self, rate: float, *, timeout: float = 60.0) -> None:
         """Change the learning rate.
 
-        It is that of the first parameter group; those of others change by the same factor, and schedules go on from
-        there.
+        It is that of the first parameter group; those of others change by the same factor. Schedules go on from there,
+        but not `OneCycleLR`, `CyclicLR` and `SequentialLR`, which set their own rates again.
 
         Args:
             rate: the new one, above 0.

@@ -41,12 +41,6 @@ _DECISION_LOOK = 0.001
 _PAUSE_LOOK = 0.02
 """Seconds between two looks for the next command during a pause."""
 
-_RATES_OF_GROUPS = ("initial_lr", "max_lr", "min_lr")
-"""Learning rates that schedules of torch keep in parameter groups, and begin with at each step."""
-
-_RATES_OF_SCHEDULES = ("base_lrs", "max_lrs", "_last_lr")
-"""The same in the schedules themselves."""
-
 
 class Steering:
     """Obeys the commands of a progress page, for one `Accelerator`.
@@ -187,41 +181,26 @@ class Steering:
 def change_learning_rate(
     rate: float, optimizers: Sequence[AcceleratedOptimizer], schedulers: Sequence[AcceleratedScheduler]
 ) -> str:
-    """Set the learning rate of the first parameter group, and change all others by the same factor.
+    """Set the learning rate of the first parameter group, change all others by the same factor, return the one before.
 
-    Schedules go on from there: what they begin with is changed by the same factor.
-
-    Args:
-        optimizers: all whose learning rate is to change.
-
-    Returns:
-        The learning rate before.
+    Schedules that compute rates from ``base_lrs``, or from the rate before, go on from there. `OneCycleLR`, `CyclicLR`
+    and the parts of a `SequentialLR` keep rates elsewhere, and are not followed.
 
     Raises:
         ConfigError: there is none, or it is 0, of which nothing is a multiple.
     """
-    groups = [group for one in optimizers for group in one.param_groups if "lr" in group]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
     before = float(groups[0]["lr"]) if groups else 0.0
     if not before:
         why = "it is 0 now, so a schedule could not go on from it" if groups else "no optimizer has one"
         raise ConfigError(f"The learning rate was not changed: {why}.")
     factor = rate / before
     for group in groups:
-        for name in ("lr", *_RATES_OF_GROUPS):
-            if name in group:
-                group[name] = _times(group[name], factor)
+        group["lr"] = _times(group["lr"], factor)
     for scheduler in schedulers:
-        _scale_schedule(scheduler.scheduler, factor)
+        if hasattr(scheduler.scheduler, "base_lrs"):
+            scheduler.scheduler.base_lrs = [_times(base, factor) for base in scheduler.scheduler.base_lrs]
     return repr(before)
-
-
-def _scale_schedule(schedule: Any, factor: float) -> None:
-    for name in _RATES_OF_SCHEDULES:
-        rates = getattr(schedule, name, None)
-        if isinstance(rates, list):
-            setattr(schedule, name, [_times(one, factor) for one in rates])
-    for inner in getattr(schedule, "_schedulers", ()):  # of those that are made of several
-        _scale_schedule(inner, factor)
 
 
 def _times(rate: Any, factor: float) -> Any:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -17,9 +18,10 @@ from nb_accelerate.errors.frame_locals import locals_of
 from nb_accelerate.training.data.loader import DataLoaderShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType
 
+    from torch import nn
     from torch.optim.optimizer import Optimizer
 
     from nb_accelerate.training.comm import Collectives
@@ -35,50 +37,63 @@ _LIBRARIES = ("nb_accelerate", "torch")
 
 
 def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
-    """Warn at the first step of an optimizer if it or everything was not prepared, or what was is not used.
+    """Warn of optimizers that take steps though they were not prepared. Called by each `Accelerator`.
 
-    Called by each `Accelerator`.
-
-    Nothing is said where the gradients may be averaged by somebody else: `DistributedDataParallel`, FSDP or DeepSpeed.
+    On several ranks the first step is looked at, of whatever optimizer. Nothing is said where somebody else may average
+    the gradients: `DistributedDataParallel`, FSDP or DeepSpeed. With fp16, the first step of each optimizer is.
     """
-    if collectives.world_size == 1 or collectives.rank or shared.watches_first_step:
+    if shared.watches_steps or collectives.rank or (collectives.world_size == 1 and shared.scaler is None):
         return
-    shared.watches_first_step = True
-    is_first = True
+    shared.watches_steps = True
+    is_first = collectives.world_size > 1
+    told: WeakSet[Optimizer] = WeakSet()
 
     def look(optimizer: Optimizer, _arguments: object, _named: object) -> None:
         # It stays registered: torch iterates over its hooks while it calls this one.
         nonlocal is_first
+        if shared.scaler is not None and here().phase != Phase.STEP and optimizer not in told:
+            told.add(optimizer)
+            if _trains(optimizer, shared.scaler.models):
+                logger.warning(
+                    "%s.step was called on an optimizer that prepare() did not return. With mixed_precision='fp16', "
+                    "gradients of accelerator.backward are multiplied with the loss scale, and only prepared "
+                    "optimizers divide them. Write optimizer = accelerator.prepare(optimizer), and call its step.",
+                    type(optimizer).__name__,
+                )
         if is_first:
             is_first = False
-            if optimizer in shared.given_optimizers and here().phase != Phase.STEP:
-                logger.warning(
-                    "The optimizer that prepare() returned is not used: the one it was given takes this step. If its "
-                    "model is not used either, each of the %d processes trains one of its own. Keep what it returns: "
-                    "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
-                    collectives.world_size,
-                )
-            elif not shared.window.closes and optimizer not in shared.given_optimizers and _trains(optimizer, shared):
-                logger.warning(
-                    "The optimizer was not prepared, so it does not wait for the last of the batches whose gradients "
-                    "are accumulated, and the models of the %d processes drift apart. Prepare it too: model, "
-                    "optimizer, loader = accelerator.prepare(model, optimizer, loader)",
-                    collectives.world_size,
-                )
-            elif not (shared.models or shared.optimizers or _is_averaged(optimizer)):
-                logger.warning(
-                    "Nothing was prepared, so each of the %d processes trains a model of its own, unless your code "
-                    "averages gradients. To train one: model, optimizer, loader = accelerator.prepare(model, "
-                    "optimizer, loader), and accelerator.backward(loss)",
-                    collectives.world_size,
-                )
+            _warn_of_first_step(optimizer, collectives.world_size, shared)
 
     register_optimizer_step_pre_hook(look)
 
 
-def _trains(optimizer: Optimizer, shared: SharedTraining) -> bool:
-    """Return whether an optimizer has a parameter of a prepared model."""
-    prepared = {id(parameter) for model in shared.models for parameter in model.parameters()}
+def _warn_of_first_step(optimizer: Optimizer, world_size: int, shared: SharedTraining) -> None:
+    if optimizer in shared.given_optimizers and here().phase != Phase.STEP:
+        logger.warning(
+            "The optimizer that prepare() returned is not used: the one it was given takes this step. If its "
+            "model is not used either, each of the %d processes trains one of its own. Keep what it returns: "
+            "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+            world_size,
+        )
+    elif not shared.window.closes and optimizer not in shared.given_optimizers and _trains(optimizer, shared.models):
+        logger.warning(
+            "The optimizer was not prepared, so it does not wait for the last of the batches whose gradients "
+            "are accumulated, and the models of the %d processes drift apart. Prepare it too: model, "
+            "optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+            world_size,
+        )
+    elif not (shared.models or shared.optimizers or _is_averaged(optimizer)):
+        logger.warning(
+            "Nothing was prepared, so each of the %d processes trains a model of its own, unless your code "
+            "averages gradients. To train one: model, optimizer, loader = accelerator.prepare(model, "
+            "optimizer, loader), and accelerator.backward(loss)",
+            world_size,
+        )
+
+
+def _trains(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
+    """Return whether an optimizer has a parameter of one of these models."""
+    prepared = {id(parameter) for model in models for parameter in model.parameters()}
     return any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"])
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.precision.autocast import AutocastPrecision
 from nb_accelerate.training.precision.scaler import LossScaler
 
@@ -28,12 +28,8 @@ class FP16Precision(AutocastPrecision):
     """Compute in float16 under autocast, with a scaler for the loss.
 
     Args:
-        device_type: torch's name for the type of device.
         scaler: that of an earlier `Accelerator` of this process, if there is one. Its scale is kept until an optimizer
             that it does not know is prepared, since a new training begins with a new scale.
-
-    Attributes:
-        scaler: torch's scaler.
     """
 
     name = "fp16"
@@ -70,26 +66,17 @@ class FP16Precision(AutocastPrecision):
                 f"is {halves[0]!r}) are float16 already, too coarse to be updated. Prepare the model in float32: "
                 "write model.float() before prepare, or leave mixed_precision out."
             )
-        self.scaler.add_model(model)
+        self.scaler.models.add(model)
         return super().prepare_model(model)
 
     @override
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         self.scaler.scale(loss).backward(**kwargs)
-        self.scaler.record_unowned()
 
     @override
     def unscale(self, parameters: Sequence[Tensor]) -> None:
         for step in self._steps_of(parameters):
             step.unscale()
-        scaled = self.scaler.scaled_unowned(parameters)
-        if scaled:
-            raise NotPreparedError(
-                f"Gradients of {len(scaled)} parameters (the first has the shape {tuple(scaled[0].shape)}) cannot be "
-                "clipped: with mixed_precision='fp16' they are multiplied with the loss scale, and no prepared "
-                "optimizer trains them, so they stay scaled. Write optimizer = accelerator.prepare(optimizer) for "
-                "their optimizer, or give only the parameters that are trained."
-            )
 
     @override
     def without_scale(self, norm: Tensor, parameters: Sequence[Tensor]) -> Tensor:

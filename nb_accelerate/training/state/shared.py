@@ -34,7 +34,7 @@ class SharedTraining:
         scaler: the loss scaler of fp16; None until an `Accelerator` uses fp16.
         models: prepared models that are still referred to.
         given_optimizers: optimizers that were given to ``prepare``.
-        watches_first_step: the first step of an optimizer is looked at, whether anything was prepared.
+        watches_steps: steps of optimizers are looked at, whether they were prepared.
     """
 
     tracker: LoaderTracker = field(default_factory=LoaderTracker)
@@ -42,7 +42,7 @@ class SharedTraining:
     scaler: LossScaler | None = None
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     given_optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
-    watches_first_step: bool = False
+    watches_steps: bool = False
     _optimizers: list[ref[AcceleratedOptimizer]] = field(default_factory=list)
 
     @property
