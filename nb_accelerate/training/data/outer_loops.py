@@ -10,54 +10,21 @@ import ast
 import functools
 import inspect
 import linecache
-import operator
 import re
 from collections import ChainMap
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors.frame_locals import locals_of
 from nb_accelerate.errors.traceback_lines import is_ours, is_users
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import FrameType
 
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-}
+_ARITHMETIC = (ast.Constant, ast.Name, ast.expr_context, ast.BinOp, ast.Add, ast.Sub, ast.Mult)
 
 _IS_BAR = re.compile(r"[/\\]tqdm[/\\]")
-
 _MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
-
-_MOST_FILES = 8
-"""Files and cells whose loops are remembered."""
-
-_MOST_FILENAMES = 256
-"""Names of files of which it is remembered whether they are the user's."""
-
-
-class _FileLoops(NamedTuple):
-    """The ``for`` loops of a file or cell.
-
-    Attributes:
-        lines: of the file, as `linecache` has them.
-        loops: outer ones first.
-        ranges: what `_ranges_around` found, by line.
-    """
-
-    lines: list[str]
-    loops: list[ast.For]
-    ranges: dict[int, list[tuple[ast.expr, ast.Call]]]
-
-
-_known_loops: dict[str, _FileLoops] = {}
-"""By the name of a file."""
-
-_MOST_FRAMES = 40
-"""Frames that are looked at, from the inside to the outside."""
 
 _MOST_USER_FRAMES = 4
 """Functions of the user's, one calling the other, in which the loop over epochs is looked for."""
@@ -70,39 +37,30 @@ def epoch_around() -> tuple[int, int] | None:
     does, what the user loops over is something else: nothing is said then.
     """
     frame: FrameType | None = inspect.currentframe()
-    users = 0
-    for _ in range(_MOST_FRAMES):
-        if frame is None or users == _MOST_USER_FRAMES:
-            return None
+    num_users = 0
+    while frame is not None and num_users < _MOST_USER_FRAMES:
         filename = frame.f_code.co_filename
-        if _is_users(filename):
-            users += 1
+        if is_users(filename):
+            num_users += 1
             found = _in_frame(frame)
             if found is not None:
                 return found
-        elif not _is_passed(filename):
+        elif not (is_ours(filename) or _IS_BAR.search(filename)):
             return None
         frame = frame.f_back
     return None
 
 
-_is_users = functools.lru_cache(maxsize=_MOST_FILENAMES)(is_users)
-
-
-@functools.lru_cache(maxsize=_MOST_FILENAMES)
-def _is_passed(filename: str) -> bool:
-    """Return whether the loop over epochs may be outside a frame of this file, which is not the user's."""
-    return is_ours(filename) or _IS_BAR.search(filename) is not None
-
-
 def _in_frame(frame: FrameType) -> tuple[int, int] | None:
-    ranges = _ranges_around(frame.f_code.co_filename, frame.f_lineno)
-    if not ranges:
-        return None
-    names = ChainMap(locals_of(frame), frame.f_globals)  # type: ignore[arg-type]  # they are only read
+    loops = _loops_in("".join(linecache.getlines(frame.f_code.co_filename)))
+    around = [loop for loop in loops if loop.body[0].lineno <= frame.f_lineno <= (loop.body[-1].end_lineno or 0)]
+    names = ChainMap(locals_of(frame), frame.f_globals) if around else {}  # type: ignore[arg-type]  # only read
     number, epochs = 0, 1
-    for target, call in ranges:
-        values, current = _range(call, names), _value(target, names)
+    for loop in around:
+        if not (isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range"):
+            continue
+        values = _range(loop.iter, names)
+        current = names.get(loop.target.id) if isinstance(loop.target, ast.Name) else None
         if values is None or type(current) is not int or current not in values:
             return None
         number = number * len(values) + values.index(current)
@@ -110,22 +68,9 @@ def _in_frame(frame: FrameType) -> tuple[int, int] | None:
     return (number + 1, epochs) if epochs > 1 else None
 
 
-def _ranges_around(filename: str, line: int) -> list[tuple[ast.expr, ast.Call]]:
-    """Return the targets and ``range`` calls of the ``for`` loops around a line of a file or cell, outer ones first."""
-    lines = linecache.getlines(filename)
-    known = _known_loops.get(filename)
-    if known is None or known.lines is not lines:  # `linecache` returns one list as long as a file is the same
-        if len(_known_loops) >= _MOST_FILES:
-            _known_loops.clear()
-        _known_loops[filename] = known = _FileLoops(lines, _parse("".join(lines)), {})
-    ranges = known.ranges.get(line)
-    if ranges is None:
-        loops = [loop for loop in known.loops if loop.body[0].lineno <= line <= _end(loop)]
-        known.ranges[line] = ranges = [(loop.target, loop.iter) for loop in loops if _is_range(loop.iter)]
-    return ranges
-
-
-def _parse(source: str) -> list[ast.For]:
+@functools.lru_cache(maxsize=8)
+def _loops_in(source: str) -> list[ast.For]:
+    """Return the ``for`` loops of a file or cell, outer ones first."""
     try:
         tree = ast.parse(_MAGIC.sub(r"\1pass", source))
     except (SyntaxError, ValueError):  # it has been changed since, or is no file of Python's
@@ -133,30 +78,15 @@ def _parse(source: str) -> list[ast.For]:
     return sorted((node for node in ast.walk(tree) if isinstance(node, ast.For)), key=lambda node: node.lineno)
 
 
-def _end(loop: ast.For) -> int:
-    return loop.body[-1].end_lineno or loop.lineno
-
-
-def _is_range(node: ast.expr) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
-
-
-def _range(node: ast.Call, names: Mapping[str, Any]) -> range | None:
-    """Return the range that a call makes; None if that cannot be read, or it is empty."""
-    if node.keywords or not 1 <= len(node.args) <= 3:
+def _range(call: ast.Call, names: Mapping[str, Any]) -> range | None:
+    """Return the range that a call makes; None if that takes more than arithmetic of whole numbers."""
+    parts = [part for argument in call.args for part in ast.walk(argument)]
+    used = {part.id: names.get(part.id) for part in parts if isinstance(part, ast.Name)}
+    is_plain = all(isinstance(part, _ARITHMETIC) for part in parts) and all(type(one) is int for one in used.values())
+    if call.keywords or not is_plain:
         return None
-    values = [_value(one, names) for one in node.args]
-    if any(type(value) is not int for value in values) or values[2:] == [0]:
+    try:
+        made: range = eval(compile(ast.Expression(call), "", "eval"), {"range": range}, used)  # noqa: S307 - arithmetic
+    except (TypeError, ValueError):  # the text has been changed since the loop began
         return None
-    return range(*values) or None
-
-
-def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left, names), _value(node.right, names)
-        return _OPERATORS[type(node.op)](left, right) if type(left) is type(right) is int else None
-    return None
+    return made
