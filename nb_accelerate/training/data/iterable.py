@@ -132,9 +132,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         return plan.full_groups * size + min(max(rest, 0), size)
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self.pieces())  # faster than a generator that yields each row
+        return chain.from_iterable(self._pieces())  # faster than a generator that yields each row
 
-    def pieces(self) -> Iterator[Sequence[Any]]:
+    def _pieces(self) -> Iterator[Sequence[Any]]:
         """Yield the rows of this rank, group by group: `rows_per_batch` of each but the last."""
         size = self.rows_per_batch * self.num_processes
         first = self.process_index * self.rows_per_batch
