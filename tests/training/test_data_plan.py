@@ -14,7 +14,6 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.data.iterable import IterableDatasetShard, LastRow, MarkingShard
 from nb_accelerate.training.data.plan import GroupRows, ShardPlan
 from nb_accelerate.training.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.training.data.shuffling import RowNumbers
 from nb_accelerate.training.data.split import split_between
 
 CASES = {
@@ -182,14 +181,14 @@ def test_the_order_of_a_random_sampler_is_the_one_it_would_yield(rows, options):
     assert [[row for batch in shard for row in batch] for _ in range(3)] + [torch.rand(1).item()] == expected
 
 
-def test_rows_in_a_tensor_read_like_a_list():
-    numbers = torch.randperm(40_000)
-    rows, listed = RowNumbers(numbers), numbers.tolist()
-    assert len(rows) == len(listed)
-    assert (rows[5], rows[-1]) == (listed[5], listed[-1])
-    for part in (slice(0, 3), slice(16_380, 16_390), slice(39_999, 50_000), slice(2, 30_000), slice(0, 9, 2), slice(3)):
-        assert rows[part] == listed[part]
-    assert list(rows) == listed
+@pytest.mark.parametrize("start", [0, 3, 5_000])
+@pytest.mark.parametrize(("rows", "batch_size"), [(5, 4), (8, 4), (0, 4), (10_007, 3), (5_000, 2_000)])
+def test_rows_in_a_tensor_are_shared_out_like_those_of_a_list(rows, batch_size, start):
+    numbers = torch.randperm(rows)
+    plan = ShardPlan(rows=rows, batch_size=batch_size, world_size=2)
+    for rank in range(2):
+        of_tensor, of_list = (list(plan.batches(order, rank, start=start)) for order in (numbers, numbers.tolist()))
+        assert of_tensor == of_list
 
 
 def test_batches_that_cannot_be_split_evenly_are_refused_with_sizes_that_can():

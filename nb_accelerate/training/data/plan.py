@@ -15,7 +15,10 @@ in the last one only its first ``remainder`` rows are real.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from nb_accelerate.errors import ConfigError
 
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 T = TypeVar("T")
+
+_BLOCK_ROWS = 1 << 10
+"""Row numbers of a tensor that are converted to Python numbers at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ class ShardPlan:
             self.remainder > 0 and (self.even_batches or self.remainder > rank * self.local_size)
         )
 
-    def batches(self, order: Sequence[T], rank: int, *, start: int = 0) -> Iterator[list[T]]:
+    def batches(self, order: Sequence[Any] | Tensor, rank: int, *, start: int = 0) -> Iterator[list[Any]]:
         """Yield the batches of a rank.
 
         Args:
@@ -134,17 +140,21 @@ class ShardPlan:
         """
         local, group = self.local_size, self.group_size
         end = self.full_groups * group
-        for first in range(start * group + rank * local, end, group):
-            yield _listed(order[first : first + local])
+        if isinstance(order, Tensor):
+            # In blocks, because a list of a million numbers delays the first batch, and single numbers every batch.
+            of_rank = order[:end].view(self.full_groups, self.world_size, local)[start:, rank]
+            for block in torch.split(of_rank, max(_BLOCK_ROWS // local, 1)):
+                yield from block.tolist()
+        else:
+            for first in range(start * group + rank * local, end, group):
+                yield list(order[first : first + local])
         if self.remainder and start <= self.full_groups:
-            last = order[end:]
-            yield from piece_of_last_group(
-                _listed(last), order, rank, local_size=local, group_size=group, even_batches=self.even_batches
+            first_rows, last_rows = (
+                part.tolist() if isinstance(part, Tensor) else list(part) for part in (order[:group], order[end:])
             )
-
-
-def _listed(rows: Sequence[T]) -> list[T]:
-    return rows if type(rows) is list else list(rows)
+            yield from piece_of_last_group(
+                last_rows, first_rows, rank, local_size=local, group_size=group, even_batches=self.even_batches
+            )
 
 
 def piece_of_last_group(

@@ -12,10 +12,11 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.data.plan import GroupRows, ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
-from nb_accelerate.training.data.shuffling import as_row_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
 
 
 MakeSync = Callable[[Any, Any], Callable[[], None] | None]
@@ -61,12 +62,8 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
-    """Return the row numbers of an epoch, in the order of a sampler, without listing all of them where possible.
-
-    Returns:
-        The row numbers; and the generator from which one more permutation is drawn when the epoch is over, or None.
-    """
+def _order_of(sampler: Any) -> tuple[Sequence[Any] | Tensor, torch.Generator | None]:
+    """Return the row numbers of an epoch, and the generator from which its end draws one more permutation, or None."""
     if type(sampler) is SequentialSampler:
         return range(len(sampler)), None
     if type(sampler) not in SHUFFLING or sampler.replacement:
@@ -74,7 +71,7 @@ def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
     rows = len(sampler.data_source)
     if sampler.num_samples != rows:
         return list(sampler), None
-    # What RandomSampler draws, without making a Python list of a million rows to use a few of them.
+    # What RandomSampler draws, without a list of a million Python numbers.
     generator = sampler.generator
     if type(sampler) is SeedableRandomSampler:
         generator.manual_seed(sampler.initial_seed + sampler.epoch)
@@ -83,7 +80,7 @@ def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     # RandomSampler draws one permutation more at the end of an epoch, which changes the order of the next epoch.
-    return as_row_numbers(torch.randperm(rows, generator=generator)), sampler.generator
+    return torch.randperm(rows, generator=generator), sampler.generator
 
 
 # The order of these is fixed when iteration begins and has the length that they state, so it may be asked for at once.

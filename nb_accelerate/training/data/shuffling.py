@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,58 +13,9 @@ from nb_accelerate.training.comm.data_parallel import share_random_numbers
 from nb_accelerate.training.process.rng import RNGType, synchronize
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nb_accelerate.training.comm import Collectives
-
-_FIRST_BLOCK_ROWS = 1 << 10
-"""Row numbers that are converted to Python numbers before the first batch."""
-
-_BLOCK_ROWS = 1 << 14
-"""Most row numbers converted at a time; each block is twice as long as the one before, up to this."""
-
-
-class RowNumbers(Sequence[int]):
-    """A tensor of row numbers as a sequence of Python numbers, converted block by block.
-
-    Args:
-        numbers: whole numbers, of shape (rows,).
-    """
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers
-        self._first = 0
-        self._length = _FIRST_BLOCK_ROWS
-        self._block: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if not isinstance(index, slice):
-            return int(self._numbers[index])
-        first, end, step = index.indices(len(self._numbers))
-        if step < 0:  # no slice of a tensor goes backwards
-            return [int(self._numbers[number]) for number in range(first, end, step)]
-        if step > 1 or end - first > _BLOCK_ROWS:
-            listed: list[int] = self._numbers[index].tolist()
-            return listed
-        if first < self._first or end > self._first + len(self._block):
-            self._first = first
-            self._block = self._numbers[first : first + max(self._length, end - first)].tolist()
-            self._length = min(2 * self._length, _BLOCK_ROWS)
-        return self._block[first - self._first : end - self._first]
-
-
-def as_row_numbers(numbers: Tensor) -> Sequence[int]:
-    """Return row numbers as a sequence: a list where they are few, since slices of a list cost least."""
-    few: list[int] | None = numbers.tolist() if len(numbers) <= _FIRST_BLOCK_ROWS else None
-    return RowNumbers(numbers) if few is None else few
-
 
 Broadcast = Callable[[Tensor], Tensor]
 
