@@ -17,7 +17,7 @@ from torch import nn
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.checkpoint.checksums import Recorder, Verification
+from nb_accelerate.training.checkpoint.checksums import FileRecord, Recorder, Verification
 from nb_accelerate.training.process import context, group
 
 
@@ -147,47 +147,31 @@ def test_every_damage_of_every_file_is_refused_and_nothing_is_half_loaded(
         assert not wrong, "\n".join(wrong)
 
 
-def test_checksums_do_not_depend_on_how_a_file_was_written_and_notice_every_change(tmp_path: Path):
+def test_checksums_notice_every_change(tmp_path: Path):
     random_ = random.Random(5)
     content = random_.randbytes((1 << 24) + 70_001)
     with Recorder(tmp_path) as recorder:
-        for number, most in enumerate((1 << 25, 1 << 20, 40_000)):
-            with recorder.open(tmp_path / f"{number}") as file:
-                rest = memoryview(content)
-                while rest:
-                    size = random_.randint(1, most)
-                    file.write(rest[:size])
-                    rest = rest[size:]
+        for name in ("written", "by a hook"):
+            (tmp_path / name).write_bytes(content)
+        recorder.add(tmp_path / "written")
         records = recorder.records()
-    assert len({*records.values()}) == 1
-    assert Verification(tmp_path, records).result() == []
-    assert records["0"].crc32 == (zlib.crc32(content[: 1 << 24]), zlib.crc32(content[1 << 24 :]))
+    assert records["written"] == records["by a hook"]
+    assert _compared(tmp_path, records) == []
+    assert records["written"].crc32 == (zlib.crc32(content[: 1 << 24]), zlib.crc32(content[1 << 24 :]))
+    del records["by a hook"]
     for place in (0, 12_345, (1 << 24) - 1, 1 << 24, len(content) - 1):
         changed = bytearray(content)
         changed[place] ^= 1 << random_.randrange(8)
-        (tmp_path / "0").write_bytes(changed)
-        (told,) = Verification(tmp_path, {"0": records["0"]}).result()
-        assert "0 is not as it was saved" in told, place
-        halves = [Verification(tmp_path, {"0": records["0"]}, rank=rank, num_ranks=2).result() for rank in (0, 1)]
-        assert sum(map(len, halves)) == 1  # each rank looks at a part
+        (tmp_path / "written").write_bytes(changed)
+        (told,) = _compared(tmp_path, records)
+        assert "written is not as it was saved" in told, place
+        halves = [_compared(tmp_path, records, rank=rank, num_ranks=2) for rank in (0, 1)]
+        assert sum(map(len, halves)) == 1  # each rank compares a part
 
 
-def test_an_error_that_the_disk_tells_before_the_end_of_a_file_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    told: list[int] = []
-
-    def sync(descriptor: int) -> None:  # as Linux does: an error is told once
-        if not told:
-            told.append(descriptor)
-            raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", sync)
-    with Recorder(tmp_path) as recorder:
-        with recorder.open(tmp_path / "file") as file:
-            file.write(bytes(1 << 27))
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            recorder.records()
+def _compared(folder: Path, records: dict[str, FileRecord], **ranks: int) -> list[str]:
+    with Verification(folder, records, **ranks) as compared:
+        return compared.result()
 
 
 @pytest.mark.parametrize("kind", ["cut off", "missing", "other shapes", "empty"])

@@ -54,8 +54,7 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder |
         obj: what to save; with ``safe_serialization`` a dict of tensors; or bytes, which are written as they are.
         file: its path, or else something that is open for writing.
         safe_serialization: write safetensors, with tensors that share memory written once.
-        recorder: keeps checksums of the whole file, and sees to it that it reaches the disk. Torch's own checksums,
-            which take as long as all the rest, are then left out of it.
+        recorder: takes checksums of the file. Torch's own, which take as long as all the rest, are then left out of it.
 
     Raises:
         CheckpointError: it could not be written, or is nothing that safetensors can hold.
@@ -63,13 +62,12 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder |
     from safetensors import SafetensorError
 
     try:
-        if recorder is not None:
-            with recorder.open(Path(file)) as opened, _checksums_of_torch(_is_in_background()):
+        if isinstance(file, (str, os.PathLike)):
+            # Opened here: torch would tell nothing of what the disk says.
+            with Path(file).open("wb") as opened, _checksums_of_torch(recorder is None or _is_in_background()):
                 _write_to(obj, opened, safe_serialization=safe_serialization)
-        elif isinstance(file, (str, os.PathLike)):
-            # torch would tell nothing of what the disk says.
-            with Path(file).open("wb") as opened:
-                _write_to(obj, opened, safe_serialization=safe_serialization)
+            if recorder is not None:
+                recorder.add(Path(file))
         else:
             _write_to(obj, file, safe_serialization=safe_serialization)
     except (OSError, RuntimeError, SafetensorError) as error:

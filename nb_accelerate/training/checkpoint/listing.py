@@ -112,7 +112,8 @@ def _look(folder: Path, *, read: bool) -> CheckpointInfo:
         assert manifest is not None, "there was one just now"
         damage = obvious_damage(where, manifest.files)
         if read and not damage:
-            damage = Verification(where, manifest.files).result()
+            with Verification(where, manifest.files) as compared:
+                damage = compared.result()
     except CheckpointError as error:
         return CheckpointInfo(
             folder=folder, step=None, epoch=None, saved_at=None, num_bytes=0, metrics={}, damage=(str(error),)

@@ -108,17 +108,16 @@ def read_checkpoint(
     if checkpoint is None or damage:
         return None, damage
     files = {} if checkpoint.manifest is None else checkpoint.manifest.files
-    compared = Verification(checkpoint.folder, files, rank=this_rank.local_rank, num_ranks=this_rank.local_world_size)
     result: list[T] = []
     error: Exception | None = None
-    try:
-        result.append(read(checkpoint))
-    except Exception as caught:  # it may be the damage that is about to be found
-        error = caught
-    finally:
-        if not result and error is None:
-            compared.close()
-    damage = _found_on_all(gather_from_all_ranks(collectives, compared.result), folder)
+    with Verification(
+        checkpoint.folder, files, rank=this_rank.local_rank, num_ranks=this_rank.local_world_size
+    ) as compared:
+        try:
+            result.append(read(checkpoint))
+        except Exception as caught:  # it may be the damage that is about to be found
+            error = caught
+        damage = _found_on_all(gather_from_all_ranks(collectives, compared.result), folder)
     if damage:
         return None, damage
 

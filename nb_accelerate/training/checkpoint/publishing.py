@@ -2,16 +2,15 @@
 
 ::
 
-    Staging.begin                      all ranks write          Staging.publish, when all have written
-    .state.nb_accelerate-<token>/  ->  rank-0/, rank-1/, ...  ->  everything in one folder, and then one rename:
-      beside the folder `state`                                   `state` is new, or has our files only: it *is* `state`
-                                                                  else: state/.nb_accelerate-state-<n>/ is committed,
-                                                                        and its files replace those in `state`
+    Staging.begin               all ranks write          Staging.publish, when all have written
+    .<name>.nb_accelerate-...   -> rank-0/, rank-1/, ... -> everything in one folder, and then one rename:
+      beside the target, or                               there is no target yet: this becomes it
+      in it if it is there                                else: it is committed as <target>/.nb_accelerate-state-<n>/,
+                                                                and its files replace those in the target
 
-The second way is for folders that cannot be replaced, because something of the user's is in them, or they are where
-the process works, a mount, or in a folder that is read-only. `published` finds what was committed there, also if its
-files did not get to their places; it holds all of them until they have. Only saving changes a folder, and moves nothing
-but what the same save has written: what others have put there, links and odd names too, is neither followed nor moved.
+`published` finds what was committed, also if a kill has kept its files from getting to their places; it holds all of
+them until they have. Only saving changes a folder, and moves nothing but what the same save has written: what others
+have put there, links and odd names too, is neither followed nor moved.
 
 What a save that was killed has left is locked by nobody; the next save removes it.
 """
@@ -19,7 +18,6 @@ What a save that was killed has left is locked by nobody; the next save removes 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import re
@@ -33,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.training.checkpoint.checksums import open_file
+from nb_accelerate.training.checkpoint.checksums import open_file, sync
 from nb_accelerate.training.checkpoint.names import IN_SHARDS, OF_A_MODEL, OF_A_STATE, OF_SHARDS
 
 if TYPE_CHECKING:
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
 _OURS = {"state": OF_A_STATE, "model": OF_A_MODEL}
 _STAGED = re.compile(r"(\..+)?\.nb_accelerate-([0-9a-f]{4})[0-9a-f]{12}")
 _A_DAY = 86400.0  # seconds after which what a save on another machine has left is taken to be abandoned
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _COMMITTED = re.compile(r"\.nb_accelerate-(state|model)-(\d{1,9})")
 
 
@@ -83,19 +79,13 @@ class Staging:
         if target.exists() and not target.is_dir():
             raise ConfigError(f"{folder} is a file. Give the name of a folder for the checkpoint.")
         name = _new_name()
+        # In the target, where that is: it may be a mount, or in a folder that is read-only.
+        path = target / name if target.is_dir() else target.parent / f".{target.name}{name}"
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            for place in (target.parent, target):
-                remove_leftovers(place)
-            inside = target / name
-            path = inside if os.path.ismount(target) else target.parent / f".{target.name}{name}"
-            try:
-                path.mkdir()
-            except OSError:
-                if path == inside or not target.is_dir():
-                    raise
-                path = inside  # the folder around it is read-only
-                path.mkdir()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for parent in (target.parent, target):
+                remove_leftovers(parent)
+            path.mkdir()
         except OSError as error:
             raise CheckpointError(f"Nothing can be saved as {folder}: {error}") from error
         return cls(target, path, kind)
@@ -131,12 +121,12 @@ class Staging:
             CheckpointError: it could not be done, and what was there is there still.
         """
         try:
-            _sync(self.path)
-            if not os.path.lexists(self.target):
-                self.path.rename(self.target)
-            elif not self._take_its_place():
+            sync(self.path)
+            if os.path.lexists(self.target):
                 self._commit_inside()
-            _sync(self.target.parent)
+            else:
+                self.path.rename(self.target)
+            sync(self.target.parent)
         except OSError as error:
             raise CheckpointError(f"{self.target} could not be replaced by what was saved: {error}") from error
         finally:
@@ -151,33 +141,6 @@ class Staging:
             os.close(self._lock)
             self._lock = None
 
-    def _take_its_place(self) -> bool:
-        """Swap this with the target, if nothing is in there that is not ours, and nobody would notice."""
-        old, new = self.target.lstat(), self.path.lstat()
-        if (
-            self.path.parent != self.target.parent
-            or old.st_dev != new.st_dev
-            or (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid)
-            or _is_here(self.target)
-            or not all(self._replaces(entry) for entry in list(os.scandir(self.target)))
-        ):
-            return False
-        self.path.chmod(stat.S_IMODE(old.st_mode))
-        if not exchange(self.path, self.target):
-            return False
-        for entry in list(os.scandir(self.path)):  # what somebody has put there this very moment
-            if not self._replaces(entry) and not os.path.lexists(self.target / entry.name):
-                Path(entry).rename(self.target / entry.name)
-        return True
-
-    def _replaces(self, entry: os.DirEntry[str]) -> bool:
-        if entry.is_dir(follow_symlinks=False):
-            committed = _COMMITTED.fullmatch(entry.name)
-            if self._kind == "state" and _is_of_shards(entry):
-                return True
-            return bool(_STAGED.fullmatch(entry.name) or (committed and committed[1] == self._kind))
-        return entry.is_file(follow_symlinks=False) and bool(_OURS[self._kind].fullmatch(entry.name))
-
     def _commit_inside(self) -> None:
         new = {entry.name for entry in self.path.iterdir()}
         in_the_way = [name for name in new if (self.path / name).is_file() and (self.target / name).is_dir()]
@@ -189,7 +152,7 @@ class Staging:
         trash.mkdir()
         try:
             self.path.rename(committed)
-            _sync(self.target)
+            sync(self.target)
             for name in sorted(new):
                 _put_copy(committed / name, self.target / name, trash)
             for entry in list(os.scandir(self.target)):
@@ -198,7 +161,7 @@ class Staging:
                 is_file = not entry.is_dir(follow_symlinks=False)
                 if is_file and entry.name not in new and _OURS[self._kind].fullmatch(entry.name):
                     Path(entry).unlink()
-            _sync(self.target)
+            sync(self.target)
             for number, folder in _committed(self.target, self._kind):
                 folder.rename(trash / str(number))  # the oldest first: the newest counts
         finally:
@@ -295,7 +258,7 @@ def sync_all(folder: Path) -> None:
     """Make sure that what is in a folder reaches the disk: without this, a power cut leaves empty files."""
     for path in [*folder.rglob("*"), folder]:
         if not path.is_symlink():
-            _sync(path)
+            sync(path)
 
 
 def _committed(folder: Path, kind: Kind) -> list[tuple[int, Path]]:
@@ -348,40 +311,9 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
             os.fsync(file.fileno())
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Give two folders each other's name, so that nobody ever sees either name missing.
-
-    Returns:
-        Whether it was done. Linux can on most local file systems; elsewhere nothing has changed.
-    """
-    # Absent from C libraries older than glibc 2.28, and from other systems than Linux.
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
-    return done == 0
-
-
-def _is_here(folder: Path) -> bool:
-    """Whether the process works in a folder: it would be left in the old one if that was replaced."""
-    try:
-        return folder.samefile(Path.cwd())
-    except OSError:  # it works in one that was removed
-        return False
-
-
 def _new_name() -> str:
     return f".nb_accelerate-{_of_this_machine()}{secrets.token_hex(6)}"
 
 
 def _of_this_machine() -> str:
     return f"{zlib.crc32(socket.gethostname().encode()) & 0xFFFF:04x}"
-
-
-def _sync(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,17 +11,15 @@ Names and content are those of Hugging Face accelerate: ``pytorch_model_fsdp_0/`
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
@@ -35,14 +33,14 @@ from nb_accelerate.training.checkpoint.model import fit
 from nb_accelerate.training.checkpoint.shard_reader import ShardPlanner, ShardReader
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from nb_accelerate.training.checkpoint.checksums import FileRecord, RecordingFile
+    from nb_accelerate.training.checkpoint.checksums import FileRecord
     from nb_accelerate.training.comm import Collectives
 
 
@@ -92,7 +90,7 @@ class ShardedFolder:
             for name, value in planner.state_dict.items()
         }
 
-    def write(self, own: Path, recorder: Recorder, notes: Path) -> None:
+    def write(self, own: Path, notes: Path) -> None:
         """Write this rank's part.
 
         Args:
@@ -102,10 +100,9 @@ class ShardedFolder:
         assert self._plan is not None
         folder = own / self.name
         folder.mkdir()
-        # The recorder syncs. No copying ahead: values are in host memory already if this is a thread, where it would
-        # make a context on the first GPU of the machine on every rank.
+        # Who records the files syncs them. No copying ahead: values are in host memory already if this is a thread,
+        # where it would make a context on the first GPU of the machine on every rank.
         writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-        writer.fs = _RecordedFiles(recorder)
         results = writer.write_data(self._plan, _Values(self.values)).wait()
         (notes / f"{self.name}-{self._rank}.json").write_text(json.dumps([_as_json(one) for one in results]))
 
@@ -138,34 +135,6 @@ class _Values(DefaultSavePlanner):
     @override
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._values[index.fqn]
-
-
-class _RecordedFiles(FileSystem):
-    """Opens files through a recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    @override
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with self._recorder.open(Path(path)) as file:
-            yield _Stream(file)
-
-
-class _Stream:
-    """What torch asks of a stream besides `RecordingFile.write`."""
-
-    def __init__(self, file: RecordingFile) -> None:
-        self.write = file.write
-        self.flush = file.flush
-        self._file = file
-
-    def tell(self) -> int:
-        return self._file.record.size
-
-    def close(self) -> None:
-        """Do nothing: the recorder closes it."""
 
 
 def _as_json(result: WriteResult) -> list[Any]:

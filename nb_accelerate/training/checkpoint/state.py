@@ -227,7 +227,7 @@ class StateWriter:
             for name, state in content.states:
                 write(state, own / name, safe_serialization=False, recorder=recorder)
             for folder in content.folders:
-                folder.write(own, recorder, self.shared.path)
+                folder.write(own, self.shared.path)
             return self.this_rank.rank, recorder.records()
 
     def publish(self, content: Content, written: Mapping[int, dict[str, FileRecord]]) -> None:
