@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
-from typing_extensions import override
-
-from nb_accelerate.base.config.checks import check_flag, check_options, check_whole, first_given
+from nb_accelerate.base.config.checks import check_options, check_whole, first_given
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
 
@@ -34,13 +33,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
-    @override
-    def _check(self) -> None:
-        if self.num_steps is not None:
-            check_whole("num_steps", self.num_steps, at_least=1)
-        check_flag("adjust_scheduler", self.adjust_scheduler)
-        check_flag("sync_with_dataloader", self.sync_with_dataloader)
-        check_flag("sync_each_batch", self.sync_each_batch)
+    _checks: ClassVar = {"num_steps": partial(check_whole, at_least=1)}
 
 
 def resolve_accumulation(
@@ -62,9 +55,6 @@ def resolve_accumulation(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin.num_steps={given.num_steps} "
             "contradict each other. Write the number in one of them only."
         )
-    return GradientAccumulationPlugin(
-        num_steps=first_given(given.num_steps, environment.gradient_accumulation_steps, steps, default=1),
-        adjust_scheduler=given.adjust_scheduler,
-        sync_with_dataloader=given.sync_with_dataloader,
-        sync_each_batch=given.sync_each_batch,
+    return replace(
+        given, num_steps=first_given(given.num_steps, environment.gradient_accumulation_steps, steps, default=1)
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import check_choice, check_flag, check_number, check_whole
+from nb_accelerate.base.config.checks import check_choice, check_number, check_whole
 from nb_accelerate.base.config.deepspeed_json import AUTO, HfDeepSpeedConfig, contradictions, filled
 from nb_accelerate.base.config.installed import is_installed
 from nb_accelerate.base.config.kwargs import KwargsHandler
@@ -82,39 +83,32 @@ class DeepSpeedPlugin(KwargsHandler):
     msamp_opt_level: str | None = None
     selected: bool = field(default=False, init=False, repr=False, compare=False)
 
+    _checks: ClassVar = {
+        "hf_ds_config": lambda _, value: value if isinstance(value, HfDeepSpeedConfig) else HfDeepSpeedConfig(value),
+        "gradient_accumulation_steps": partial(check_whole, at_least=1),
+        "gradient_clipping": partial(check_number, above=0),
+        "zero_stage": lambda name, value: int(check_choice(name, value, ("0", "1", "2", "3"))),
+        "offload_optimizer_device": partial(check_choice, choices=_DEVICES),
+        "offload_param_device": partial(check_choice, choices=_DEVICES),
+    }
+
     @override
     def _check(self) -> None:
         for name in ("gradient_accumulation_steps", "gradient_clipping"):
             if getattr(self, name) == AUTO:
-                object.__setattr__(self, name, None)
-        if self.gradient_accumulation_steps is not None:
-            check_whole("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
-        if self.gradient_clipping is not None:
-            check_number("gradient_clipping", self.gradient_clipping, above=0)
-        if self.zero_stage is not None and check_whole("zero_stage", self.zero_stage, at_least=0) > 3:
-            raise ConfigError(f"zero_stage={self.zero_stage} is not a stage. Write 0, 1, 2 or 3.")
-        for name in ("offload_optimizer_device", "offload_param_device"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, check_choice(name, getattr(self, name), _DEVICES))
-        for name in ("is_train_batch_min", "zero3_init_flag", "zero3_save_16bit_model"):
-            if getattr(self, name) is not None:
-                check_flag(name, getattr(self, name))
+                self._set(name, None)
+        if self.hf_ds_config in (None, "none"):  # the word of accelerate
+            self._set("hf_ds_config", _default())
+        super()._check()
         if self.enable_msamp:
             raise ConfigError(
                 "enable_msamp=True was given, but MS-AMP is not supported. Leave it out, and write "
                 "mixed_precision='bf16'."
             )
-        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
-            is_given = self.hf_ds_config is not None and self.hf_ds_config != "none"  # the word of accelerate
-            object.__setattr__(self, "hf_ds_config", HfDeepSpeedConfig(self.hf_ds_config if is_given else _default()))
         self._merge()
 
     def _merge(self) -> None:
-        """Put fields into the configuration, and what only the configuration says into fields.
-
-        Raises:
-            ConfigError: they contradict each other.
-        """
+        """Put fields into the configuration, and what only the configuration says into fields."""
         config = self.hf_ds_config.config
         said = {key: getattr(self, name) for name, key in _KEYS.items() if getattr(self, name) is not None}
         # What this plugin has put there itself may be changed.
@@ -133,14 +127,14 @@ class DeepSpeedPlugin(KwargsHandler):
             if node.get(last) in {None, AUTO} or key in own:
                 node[last] = value
                 own.add(key)
-        object.__setattr__(self, "_own_keys", frozenset(own))
+        self._set("_own_keys", frozenset(own))
         stage = self.get_value("zero_optimization.stage")
         if stage is not None and stage != AUTO:
             self._check_offload(check_whole("zero_optimization.stage", stage, at_least=0))
         for name, key in _KEYS.items():
             value = self.get_value(key)
             if getattr(self, name) is None and value is not None and value != AUTO:
-                object.__setattr__(self, name, value)
+                self._set(name, value)
 
     def _check_offload(self, stage: int) -> None:
         least = {"optimizer": 1, "param": 3}
@@ -270,12 +264,12 @@ class DeepSpeedPlugin(KwargsHandler):
             enable: whether they are.
         """
         before = self.zero3_init_flag
-        object.__setattr__(self, "zero3_init_flag", enable)
+        self._set("zero3_init_flag", enable)
         tell_transformers(self)
         try:
             yield
         finally:
-            object.__setattr__(self, "zero3_init_flag", before)
+            self._set("zero3_init_flag", before)
             tell_transformers(self)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
@@ -286,11 +280,11 @@ class DeepSpeedPlugin(KwargsHandler):
         """
         if not _from_accelerator_state:
             raise ConfigError("Write accelerator.state.select_deepspeed_plugin(name) to select a plugin.")
-        object.__setattr__(self, "selected", True)
+        self._set("selected", True)
 
     def deselect(self) -> None:
         """Note that another plugin is selected."""
-        object.__setattr__(self, "selected", False)
+        self._set("selected", False)
 
 
 def _default() -> dict[str, Any]:

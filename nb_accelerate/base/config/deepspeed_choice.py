@@ -5,15 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.config.checks import check_options, described, shown
+from nb_accelerate.base.config.checks import check_options
 from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
 from nb_accelerate.base.config.deepspeed_json import AUTO, HfDeepSpeedConfig
+from nb_accelerate.base.config.engine_variables import DEEPSPEED_KEYS, USES
+from nb_accelerate.base.config.options import fields_in
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.base.config.env import Environment
+
+_VARIABLES = {
+    **{
+        name: DEEPSPEED_KEYS[name]
+        for name in (
+            "zero_stage",
+            "offload_optimizer_device",
+            "offload_param_device",
+            "offload_optimizer_nvme_path",
+            "offload_param_nvme_path",
+            "zero3_init_flag",
+            "zero3_save_16bit_model",
+        )
+    },
+    "transformer_moe_cls_names": DEEPSPEED_KEYS["deepspeed_moe_layer_cls_names"],
+}
 
 
 def resolve_deepspeed(
@@ -23,71 +41,41 @@ def resolve_deepspeed(
 
     Args:
         plugin: one, or several by names of the user's; the first of them is selected.
-        environment: ``ACCELERATE_USE_DEEPSPEED`` and ``ACCELERATE_DEEPSPEED_*``.
 
     Returns:
         Plugins by name; None if there is none, and ``ACCELERATE_USE_DEEPSPEED`` is not set.
-
-    Raises:
-        ConfigError: a value is not supported.
     """
     if plugin is None:
-        if not environment.flag("ACCELERATE_USE_DEEPSPEED"):
+        if not environment.flag(USES["DEEPSPEED"]):
             return None
-        plugin = DeepSpeedPlugin(hf_ds_config=environment.text("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
-    if isinstance(plugin, DeepSpeedPlugin):
-        plugins = {"default": plugin}
-    elif isinstance(plugin, dict) and plugin and all(isinstance(one, DeepSpeedPlugin) for one in plugin.values()):
-        plugins = dict(plugin)
-    elif isinstance(plugin, dict):
-        raise ConfigError(
-            f"deepspeed_plugins={shown(plugin)} is {described(plugin)} without plugins. Write "
-            'deepspeed_plugins={"student": DeepSpeedPlugin(...), "teacher": DeepSpeedPlugin(...)}.'
-        )
-    else:
-        check_options("deepspeed_plugin", plugin, DeepSpeedPlugin)
-        raise AssertionError  # the check has refused it
-    for one in plugins.values():
-        _complete(one, environment)
-    if not any(one.selected for one in plugins.values()):
+        plugin = DeepSpeedPlugin(hf_ds_config=environment.text(DEEPSPEED_KEYS["deepspeed_config_file"]))
+    plugins: dict[str, Any] = dict(plugin) if isinstance(plugin, dict) and plugin else {"default": plugin}
+    for candidate in plugins.values():
+        check_options("deepspeed_plugin", candidate, DeepSpeedPlugin)
+        _complete(candidate, environment)
+    if not any(candidate.selected for candidate in plugins.values()):
         next(iter(plugins.values())).select(_from_accelerator_state=True)
     return plugins
 
 
 def _complete(plugin: DeepSpeedPlugin, environment: Environment) -> None:
     """Take from the environment what a plugin leaves open. What its configuration says counts more."""
-    found: dict[str, Any] = {
-        "gradient_clipping": _number(environment, "ACCELERATE_GRADIENT_CLIPPING"),
-        "zero_stage": environment.whole("ACCELERATE_DEEPSPEED_ZERO_STAGE"),
-        "offload_optimizer_device": environment.text("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
-        "offload_param_device": environment.text("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
-        "offload_optimizer_nvme_path": environment.text("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH"),
-        "offload_param_nvme_path": environment.text("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"),
-        "zero3_init_flag": environment.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT"),
-        "zero3_save_16bit_model": environment.flag("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
-        "transformer_moe_cls_names": environment.text("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
-    }
-    found["zero_stage"] = 2 if found["zero_stage"] is None else found["zero_stage"]
+    found = fields_in(environment, plugin, _VARIABLES)
+    clipping = environment.text(DEEPSPEED_KEYS["gradient_clipping"])
+    if plugin.gradient_clipping is None and clipping not in {None, AUTO}:
+        try:
+            found["gradient_clipping"] = float(str(clipping))
+        except ValueError:
+            raise ConfigError(f"ACCELERATE_GRADIENT_CLIPPING={clipping!r} is not a number. Write 1.0, say.") from None
+    if plugin.zero_stage is None:
+        found.setdefault("zero_stage", 2)
     for name in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        if found[name] == "none":  # accelerate's launcher always sets them
-            found[name] = None
-    if (plugin.zero_stage if plugin.zero_stage is not None else found["zero_stage"]) != 3:
-        found["zero3_init_flag"] = None  # accelerate's launcher sets it with any stage
-    missing = {name: value for name, value in found.items() if value is not None and getattr(plugin, name) is None}
-    if missing:
-        completed = replace(plugin, **missing, hf_ds_config=HfDeepSpeedConfig(plugin.hf_ds_config))
-        for name in missing:
-            object.__setattr__(plugin, name, getattr(completed, name))
-        object.__setattr__(plugin, "_own_keys", vars(plugin)["_own_keys"] | vars(completed)["_own_keys"])
+        if found.get(name) == "none":  # accelerate's launcher always sets them
+            del found[name]
+    if found.get("zero_stage", plugin.zero_stage) != 3:
+        found.pop("zero3_init_flag", None)  # accelerate's launcher sets it with any stage
+    if found:
+        completed = replace(plugin, **found, hf_ds_config=HfDeepSpeedConfig(plugin.hf_ds_config))
+        vars(plugin).update({name: getattr(completed, name) for name in (*found, "_own_keys")})
         plugin.hf_ds_config.config.clear()
         plugin.hf_ds_config.config.update(completed.hf_ds_config.config)
-
-
-def _number(environment: Environment, name: str) -> float | None:
-    text = environment.text(name)
-    if text is None or text == AUTO:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"The environment variable {name}={text!r} is not a number. Write {name}=1.0, say.") from None

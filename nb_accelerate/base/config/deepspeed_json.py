@@ -6,6 +6,7 @@ Format: https://www.deepspeed.ai/docs/config-json
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import os
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """The value of a key that is filled in when models are prepared."""
-
-_MISSING = object()
 
 
 class HfDeepSpeedConfig:
@@ -96,14 +95,7 @@ class HfDeepSpeedConfig:
 
 
 def read_deepspeed_config(given: Any) -> dict[str, Any]:
-    """Return a DeepSpeed configuration as nested dicts that belong to the caller.
-
-    Args:
-        given: see `HfDeepSpeedConfig`.
-
-    Raises:
-        ConfigError: there is no such file, or it is no JSON object.
-    """
+    """Return a DeepSpeed configuration, given as to `HfDeepSpeedConfig`, as nested dicts that belong to the caller."""
     if isinstance(given, HfDeepSpeedConfig) or isinstance(getattr(given, "config", None), dict):
         return copy.deepcopy(given.config)
     if isinstance(given, dict):
@@ -113,34 +105,21 @@ def read_deepspeed_config(given: Any) -> dict[str, Any]:
             f"hf_ds_config={shown(given)} is {described(given)}. Write the path of a JSON file, or the configuration "
             "as a dict."
         )
-    path = Path(given).expanduser()
     text = str(given)
+    path = Path(given).expanduser()
     is_file = len(text) < 4096 and path.is_file()
-    if is_file:
-        found = _parsed(path.read_text(encoding="utf-8"))
-    else:
-        found = _parsed(text)
-        found = _parsed(_decoded(text)) if found is None else found
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"hf_ds_config={text[:200]!r} is {'not a file with' if is_file else 'no file, and'} no JSON object either. "
-            "Write the path of a DeepSpeed configuration, or the configuration as a dict."
-        )
-    return found
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def _decoded(text: str) -> str:
-    try:
-        return base64.urlsafe_b64decode(text).decode()
-    except ValueError:
-        return ""
+    with contextlib.suppress(ValueError):
+        found = json.loads(path.read_text(encoding="utf-8") if is_file else text)
+        if isinstance(found, dict):
+            return found
+    with contextlib.suppress(ValueError):
+        found = json.loads(base64.urlsafe_b64decode(text))
+        if isinstance(found, dict):
+            return found
+    raise ConfigError(
+        f"hf_ds_config={text[:200]!r} is {'not a file with' if is_file else 'no file, and'} no JSON object either. "
+        "Write the path of a DeepSpeed configuration, or the configuration as a dict."
+    )
 
 
 def contradictions(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
@@ -154,8 +133,8 @@ def contradictions(config: Mapping[str, Any], values: Mapping[str, Any]) -> list
     for name, value in values.items():
         node: Any = config
         for part in name.split("."):
-            node = node.get(part, _MISSING) if isinstance(node, dict) else _MISSING
-        if node is not _MISSING and node is not None and node not in (AUTO, value):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node not in (None, AUTO, value):
             found.append(f"{name} is {node!r} in the configuration and {value!r} here")
     return found
 
@@ -163,13 +142,9 @@ def contradictions(config: Mapping[str, Any], values: Mapping[str, Any]) -> list
 def filled(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a configuration in which no key is ``"auto"``.
 
-    A key without a value is left out, so that DeepSpeed's default counts.
-
     Args:
-        values: for keys that are ``"auto"``, by dotted names; None is no value.
-
-    Raises:
-        ConfigError: a key of `_NEEDED` has no value.
+        values: for keys that are ``"auto"``, by dotted names. A key whose value is None is left out, and has
+            DeepSpeed's default.
     """
     result: dict[str, Any] = copy.deepcopy(dict(config))
     for name in list(auto_keys(result)):
@@ -179,22 +154,14 @@ def filled(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
             node = node[section]
         if values.get(name) is not None:
             node[key] = values[name]
-        elif name in _NEEDED:
+        elif name == "scheduler.params.total_num_steps":  # for which DeepSpeed has no default
             raise ConfigError(
-                f"{name} is 'auto' in the DeepSpeed configuration, and nothing says what it is. {_NEEDED[name]}, or "
-                "write a number there."
+                f"{name} is 'auto' in the DeepSpeed configuration, and nothing says what it is. Prepare a "
+                "DummyScheduler(optimizer, total_num_steps=...) together with the model, or write a number there."
             )
         else:
             del node[key]
     return result
-
-
-_NEEDED = {
-    "scheduler.params.total_num_steps": (
-        "Prepare a DummyScheduler(optimizer, total_num_steps=...) together with the model"
-    ),
-}
-"""Keys for which DeepSpeed has no default, and where their values come from."""
 
 
 def auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

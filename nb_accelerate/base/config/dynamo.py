@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import check_choice, check_flag, check_options
+from nb_accelerate.base.config.checks import check_choice, check_options
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.kwargs import KwargsHandler
+from nb_accelerate.base.config.options import fields_in
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +46,13 @@ _RENAMED = dict.fromkeys(("aot_torchxla_trace_once", "torchxla_trace_once"), "op
 """Backends of accelerate that torch_xla has under another name since its 2.1."""
 
 _BACKENDS = tuple(member.value.lower() for member in DynamoBackend)
+_VARIABLES = {
+    "backend": "ACCELERATE_DYNAMO_BACKEND",
+    "mode": "ACCELERATE_DYNAMO_MODE",
+    "fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+    "dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+}
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -75,6 +84,11 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool = False
 
+    _checks: ClassVar = {
+        "backend": lambda name, value: DynamoBackend(check_choice(f"dynamo_{name}", value, _BACKENDS).upper()),
+        "mode": partial(check_choice, choices=_MODES),
+    }
+
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,34 +97,22 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def _complete(self, environment: Environment) -> None:
         """Take what was not given from the environment, if a backend is named there."""
-        prefix = "ACCELERATE_DYNAMO_"
-        backend = environment.text(f"{prefix}BACKEND")
-        if backend is None:
+        if environment.text(_VARIABLES["backend"]) is None:
             return
-        self.backend = backend
-        self.mode = self.mode or (None if self.options is not None else environment.text(f"{prefix}MODE"))
-        self.fullgraph = self.fullgraph or bool(environment.flag(f"{prefix}USE_FULLGRAPH"))
-        self.dynamic = environment.flag(f"{prefix}USE_DYNAMIC") if self.dynamic is None else self.dynamic
-        self.use_regional_compilation = self.use_regional_compilation or bool(
-            environment.flag(f"{prefix}USE_REGIONAL_COMPILATION")
-        )
+        found = fields_in(environment, self, _VARIABLES)
+        if self.options is not None:
+            found.pop("mode", None)
+        for field, value in found.items():
+            setattr(self, field, value)
 
     @override
     def to_kwargs(self) -> dict[str, Any]:
-        given = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         return given | ({"backend": str(self.backend).lower()} if "backend" in given else {})
 
     @override
     def _check(self) -> None:
-        if self.backend is not None:
-            chosen = check_choice("dynamo_backend", self.backend, _BACKENDS)
-            object.__setattr__(self, "backend", DynamoBackend(chosen.upper()))
-        if self.mode is not None:
-            object.__setattr__(self, "mode", check_choice("mode", self.mode, _MODES))
-        for name in ("fullgraph", "disable", "use_regional_compilation"):
-            check_flag(name, getattr(self, name))
-        if self.dynamic is not None:
-            check_flag("dynamic", self.dynamic)
+        super()._check()
         if self.mode is not None and self.options is not None:
             raise ConfigError("mode and options were both given, and torch takes one of them. Leave one out.")
 
@@ -134,9 +136,6 @@ def resolve_dynamo(
 
     A plugin without a backend is completed from the environment and returned itself, so that its fields can be set
     until a model is prepared.
-
-    Raises:
-        ConfigError: a value is wrong, or both were given.
     """
     if backend is not None and plugin is not None:
         raise ConfigError(

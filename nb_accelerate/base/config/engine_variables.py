@@ -12,26 +12,25 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 FSDP_KEYS = {
-    f"fsdp_{key}": f"FSDP_{name or key.upper()}"
-    for key, name in {
-        "version": "",
-        "sharding_strategy": "",
-        "reshard_after_forward": "",
-        "offload_params": "",
-        "min_num_params": "",
-        "auto_wrap_policy": "",
-        "transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP",
-        "backward_prefetch": "",
-        "state_dict_type": "",
-        "forward_prefetch": "",
-        "use_orig_params": "",
-        "cpu_ram_efficient_loading": "",
-        "sync_module_states": "",
-        "activation_checkpointing": "",
-        "activation_checkpointing_offload": "",
-        "ignored_modules": "",
-    }.items()
-}
+    f"fsdp_{name}": f"FSDP_{name.upper()}"
+    for name in (
+        "version",
+        "sharding_strategy",
+        "reshard_after_forward",
+        "offload_params",
+        "min_num_params",
+        "auto_wrap_policy",
+        "backward_prefetch",
+        "state_dict_type",
+        "forward_prefetch",
+        "use_orig_params",
+        "cpu_ram_efficient_loading",
+        "sync_module_states",
+        "activation_checkpointing",
+        "activation_checkpointing_offload",
+        "ignored_modules",
+    )
+} | {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 """Variables by key."""
 
 FSDP_DEFAULTS = {
@@ -75,27 +74,15 @@ MESH_KEYS = tuple(f"{kind}_size" for kind in ("dp_replicate", "dp_shard", "tp", 
 
 MESH_PREFIX = "parallelism_config_"
 
-_CASE_COUNTS = {
-    "fsdp_version",
-    "fsdp_sharding_strategy",
-    "fsdp_min_num_params",
-    "fsdp_auto_wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_backward_prefetch",
-    "fsdp_state_dict_type",
-    "fsdp_ignored_modules",
-    "offload_optimizer_nvme_path",
-    "offload_param_nvme_path",
-    "deepspeed_config_file",
-    "deepspeed_moe_layer_cls_names",
-}
-"""Keys whose values are passed on as they are written; those of all others are turned to small letters."""
+
+def as_text(value: object) -> str:
+    """Return a value of a configuration file as it stands in an environment variable."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def fsdp_variables(section: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables for keys of ``fsdp_config``, which may lack their ``fsdp_``; None values are left out."""
-    named = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
-    return _variables(named, FSDP_KEYS)
+    return _variables({f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in section.items()}, FSDP_KEYS)
 
 
 def mesh_variables(section: Mapping[str, Any]) -> dict[str, str]:
@@ -103,23 +90,13 @@ def mesh_variables(section: Mapping[str, Any]) -> dict[str, str]:
 
     Keys that accelerate has for context and sequence parallelism are passed on too.
     """
-    found = {
-        f"{MESH_PREFIX}{key.removeprefix(MESH_PREFIX)}".upper(): str(value).lower()
-        for key, value in section.items()
-        if value is not None
-    }
+    found = _with_prefix(section, MESH_PREFIX, MESH_PREFIX.upper())
     return {USE_MESH: "true", **found} if found else {}
 
 
 def dynamo_variables(section: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables for keys of ``dynamo_config``, which may lack their ``dynamo_``."""
-    return {
-        f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}": (
-            str(value).lower() if isinstance(value, bool) else str(value)
-        )
-        for key, value in section.items()
-        if value is not None
-    }
+    return _with_prefix(section, "dynamo_", "ACCELERATE_DYNAMO_")
 
 
 def deepspeed_variables(section: Mapping[str, Any]) -> dict[str, str]:
@@ -128,10 +105,9 @@ def deepspeed_variables(section: Mapping[str, Any]) -> dict[str, str]:
 
 
 def deepspeed_fields(section: Collection[str], *, has_precision: bool) -> dict[str, str]:
-    """Return the variable that says what the configuration file decides, which a file of DeepSpeed must not contradict.
+    """Return the variable that says which keys the configuration file decides; a file of DeepSpeed must not say others.
 
     Args:
-        section: the keys of ``deepspeed_config``.
         has_precision: the precision is from the configuration file too.
     """
     fields = [*section, *(["mixed_precision"] if has_precision else [])]
@@ -151,8 +127,12 @@ def xla_variables(*, downcast: bool) -> dict[str, str]:
 
 
 def _variables(section: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    return {names[key]: as_text(value) for key, value in section.items() if key in names and value is not None}
+
+
+def _with_prefix(section: Mapping[str, Any], of_key: str, of_variable: str) -> dict[str, str]:
     return {
-        names[key]: str(value) if key in _CASE_COUNTS else str(value).lower()
+        f"{of_variable}{key.removeprefix(of_key).upper()}": as_text(value)
         for key, value in section.items()
-        if key in names and value is not None
+        if value is not None
     }

@@ -19,6 +19,7 @@ from nb_accelerate.base.config.distributed import DistributedType
 from nb_accelerate.base.config.engine_variables import (
     FSDP_DEFAULTS,
     USES,
+    as_text,
     deepspeed_fields,
     deepspeed_variables,
     dynamo_variables,
@@ -139,12 +140,12 @@ class ConfigFile:
             ("enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY"),
         ):
             if self.get(key) is not None:
-                found[name] = _as_text(self.values[key])
+                found[name] = as_text(self.values[key])
         if self.get("distributed_type") == DistributedType.MULTI_CPU:
             found["ACCELERATE_USE_CPU"] = "true"
         if self.get("mixed_precision") == PrecisionType.FP8:
             section = self.section("fp8_config")
-            found |= {f"ACCELERATE_FP8_{key.upper()}": _as_text(value) for key, value in section.items()}
+            found |= {f"ACCELERATE_FP8_{key.upper()}": as_text(value) for key, value in section.items()}
         found |= mesh_variables(self.section("parallelism_config"))
         found |= dynamo_variables(self.section("dynamo_config"))
         return found
@@ -278,7 +279,3 @@ def name_unknown(file: ConfigFile) -> str:
     known = KNOWN.union(*KNOWN_IN.values())
     listed = "; ".join(f"{key!r}.{suggest(key, known)}".removesuffix(".") for key in file.unknown)
     return f"{file.path} has unknown keys, which are kept and not used: {listed}"
-
-
-def _as_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

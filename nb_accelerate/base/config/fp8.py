@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import check_choice, check_flag, described, shown
+from nb_accelerate.base.config.checks import check_choice, described, shown
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.base.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
@@ -45,14 +45,12 @@ class AORecipeKwargs(KwargsHandler):
 
     @override
     def _check(self) -> None:
+        super()._check()
         if self.module_filter_func is not None and not callable(self.module_filter_func):
             raise ConfigError(
                 f"module_filter_func={shown(self.module_filter_func)} is {described(self.module_filter_func)}. Write a "
                 "function of a layer and its name: module_filter_func=lambda layer, name: name != 'head'."
             )
-        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
-            if getattr(self, name) is not None:
-                check_flag(name, getattr(self, name))
         if self.config is not None and self.pad_inner_dim is not None:
             raise ConfigError("AORecipeKwargs was given config and pad_inner_dim. Write it in the config only.")
         if self.enable_fsdp_float8_all_gather or getattr(self.config, "enable_fsdp_float8_all_gather", False):
@@ -65,14 +63,7 @@ class AORecipeKwargs(KwargsHandler):
 def resolve_fp8(
     precision: PrecisionType, given: AORecipeKwargs | None, environment: Environment
 ) -> AORecipeKwargs | None:
-    """Choose how layers compute in 8 bits: the argument, and for what it leaves open ``ACCELERATE_FP8_*`` variables.
-
-    Returns:
-        None if they compute in another precision.
-
-    Raises:
-        ConfigError: another precision was chosen, or another library than torchao.
-    """
+    """Choose how layers compute in 8 bits: the argument, then variables. None if they compute in another precision."""
     if precision is not PrecisionType.FP8:
         if given is not None:
             raise ConfigError(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_flag, check_options, check_whole, described, shown
 from nb_accelerate.base.config.kwargs import KwargsHandler
+from nb_accelerate.base.config.options import fields_in, levels_to_the_user
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,27 +23,26 @@ if TYPE_CHECKING:
 _WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 """Sharding strategies of version 1, and the ``reshard_after_forward`` that means the same."""
-_STRATEGY_NUMBERS = {
-    "1": "FULL_SHARD",
-    "2": "SHARD_GRAD_OP",
-    "3": "NO_SHARD",
-    "4": "HYBRID_SHARD",
-    "5": "HYBRID_SHARD_ZERO2",
-}
-_STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+_STATE_DICT_TYPES = ("full_state_dict", "sharded_state_dict")
+_PREFETCHES = ("no_prefetch", "backward_pre", "backward_post")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-_POLICY_KEYS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+_OF_VERSION_1 = ("limit_all_gathers", "state_dict_config", "optim_state_dict_config", "param_init_fn")
+"""Fields that FSDP2 has nothing for; their defaults, None or True, are accepted without effect."""
 
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "limit_all_gathers": ((None, True), "FSDP2 always limits them. Leave it out"),
-    "state_dict_config": ((None,), "Whole weights are collected in host memory, shards are not moved. Leave it out"),
-    "optim_state_dict_config": ((None,), "Whole states are collected in host memory. Leave it out"),
-    "param_init_fn": (
-        (None,),
-        "A model on the device meta gets the weights of rank 0. Make it with weights on rank 0 and leave it out",
-    ),
-}
-"""Fields of version 1 that FSDP2 lacks: the values that are accepted without effect, and what to do instead."""
+_FROM_ENVIRONMENT = (
+    "fsdp_version",
+    "backward_prefetch",
+    "auto_wrap_policy",
+    "ignored_modules",
+    "state_dict_type",
+    "use_orig_params",
+    "sync_module_states",
+    "forward_prefetch",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "cpu_ram_efficient_loading",
+)
+"""Fields whose variables have their names, with ``FSDP_`` before. The others depend on one another."""
 
 
 @dataclass
@@ -108,108 +109,70 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     transformer_cls_names_to_wrap: Sequence[str] | str | None = None
     min_num_params: int | None = None
 
+    _checks: ClassVar = {
+        "fsdp_version": lambda _, value: _version(value),
+        "sharding_strategy": lambda _, value: _strategy(value),
+        "backward_prefetch": lambda name, value: check_choice(name, _name_of(value), _PREFETCHES) and value,
+        "mixed_precision_policy": lambda _, value: _precision_policy(value),
+        "auto_wrap_policy": lambda name, value: value if callable(value) else check_choice(name, value, _WRAP_POLICIES),
+        "cpu_offload": lambda _, value: _offload(value),
+        "state_dict_type": lambda name, value: check_choice(name, _name_of(value), _STATE_DICT_TYPES).upper(),
+        "transformer_cls_names_to_wrap": lambda _, value: _names(value),
+        "min_num_params": partial(check_whole, at_least=1),
+    }
+
     @override
     def _check(self) -> None:
-        for name, (values, instead) in _REFUSED.items():
+        for name in _OF_VERSION_1:
             value = getattr(self, name)
-            if not any(value is one for one in values):
-                raise ConfigError(f"{name}={shown(value)} of FullyShardedDataParallelPlugin cannot be used. {instead}.")
-        self._check_version()
-        self._set("sharding_strategy", _strategy(self.sharding_strategy))
+            if value is not None and value is not True:
+                raise ConfigError(
+                    f"{name}={shown(value)} is an option of version 1 of FSDP, which FSDP2 has not. Leave it out."
+                )
+        super()._check()
         self._check_reshard()
         self._check_wrapping()
-        for name in (
-            "use_orig_params",
-            "sync_module_states",
-            "forward_prefetch",
-            "activation_checkpointing",
-            "activation_checkpointing_offload",
-            "cpu_ram_efficient_loading",
-        ):
-            if getattr(self, name) is not None:
-                check_flag(name, getattr(self, name))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError(
                 "activation_checkpointing_offload=True keeps what activation_checkpointing leaves. Write "
                 "activation_checkpointing=True too, or leave it out."
             )
-        if self.backward_prefetch is not None:
-            word = _name_of(self.backward_prefetch)
-            check_choice("backward_prefetch", word, ("no_prefetch", "backward_pre", "backward_post"))
-        if self.state_dict_type is not None:
-            self._set("state_dict_type", _state_dict_type(self.state_dict_type))
-        self._set("mixed_precision_policy", _precision_policy(self.mixed_precision_policy))
-        self._set("cpu_offload", _offload(self.cpu_offload))
-        if self.ignored_modules is not None and not isinstance(self.ignored_modules, (str, Iterable)):
-            raise ConfigError(
-                f"ignored_modules={shown(self.ignored_modules)} is {described(self.ignored_modules)}. Write a list of "
-                "modules, or a regular expression for their names."
-            )
 
     @override
-    def _tell(self, name: str, value: Any) -> None:
+    def _warn_if_late(self, name: str, value: Any) -> None:
         if name != "state_dict_type":  # it is read at every save, so a change is never too late
-            super()._tell(name, value)
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_version(self) -> None:
-        if self.fsdp_version is None:
-            return
-        if str(self.fsdp_version) not in {"1", "2"}:
-            raise ConfigError(f"fsdp_version={self.fsdp_version!r} is not a version of FSDP. Write fsdp_version=2.")
-        if int(self.fsdp_version) == 1:
-            warnings.warn(
-                "fsdp_version=1 is translated: FSDP2 (fully_shard) trains the same with the same options. Write "
-                "fsdp_version=2, or leave it out.",
-                stacklevel=4,
-            )
-        self._set("fsdp_version", 2)
+            super()._warn_if_late(name, value)
 
     def _check_reshard(self) -> None:
         given: Any = self.reshard_after_forward
-        if isinstance(given, str) or (given is not None and hasattr(given, "name")):
+        if given is not None and not isinstance(given, bool):
+            # The word of an environment variable, or a strategy, as version 1 has it.
             word = _name_of(given)
-            if word.lower() in {"true", "false"}:
-                given = word.lower() == "true"
-            elif word in _STRATEGIES:  # as version 1 has it
-                given = _STRATEGIES[word]
-        if given is not None:
+            given = _STRATEGIES.get(word, {"TRUE": True, "FALSE": False}.get(word, given))
             check_flag("reshard_after_forward", given)
         if self.sharding_strategy is not None:
             wanted = _STRATEGIES[self.sharding_strategy]
-            if given is None:
-                given = wanted
-            elif given != wanted:
+            if given not in {None, wanted}:
                 raise ConfigError(
                     f"sharding_strategy={self.sharding_strategy!r} means reshard_after_forward={wanted}, and "
                     f"reshard_after_forward={given} was given too. Leave sharding_strategy out."
                 )
+            given = wanted
         self._set("reshard_after_forward", given)
 
     def _check_wrapping(self) -> None:
-        if isinstance(self.transformer_cls_names_to_wrap, str):
-            names = [name.strip() for name in self.transformer_cls_names_to_wrap.split(",")]
-            self._set("transformer_cls_names_to_wrap", [name for name in names if name])
         policy = self.auto_wrap_policy
-        if policy is not None and not callable(policy):
-            policy = check_choice("auto_wrap_policy", policy, _WRAP_POLICIES)
-            self._set("auto_wrap_policy", policy)
-        if self.min_num_params is not None:
-            check_whole("min_num_params", self.min_num_params, at_least=1)
         if policy == "size_based_wrap" and self.min_num_params is None:
             raise ConfigError("auto_wrap_policy='size_based_wrap' needs a size. Write min_num_params=1_000_000, say.")
-        if policy not in {None, "size_based_wrap"} and self.min_num_params is not None:
-            raise ConfigError(
-                f"min_num_params={self.min_num_params} is not used by auto_wrap_policy={policy!r}. "
-                "Write auto_wrap_policy='size_based_wrap', or leave min_num_params out."
-            )
-        if policy not in {None, "transformer_based_wrap"} and self.transformer_cls_names_to_wrap:
-            raise ConfigError(
-                f"transformer_cls_names_to_wrap is not used by auto_wrap_policy={policy!r}. "
-                "Write auto_wrap_policy='transformer_based_wrap', or leave the names out."
-            )
+        for name, user in (
+            ("min_num_params", "size_based_wrap"),
+            ("transformer_cls_names_to_wrap", "transformer_based_wrap"),
+        ):
+            if policy not in {None, user} and getattr(self, name):
+                raise ConfigError(
+                    f"{name} is not used by auto_wrap_policy={policy!r}. Write auto_wrap_policy={user!r}, or leave "
+                    f"{name} out."
+                )
 
     @property
     def saves_shards(self) -> bool:
@@ -222,7 +185,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         Args:
             state_dict_type: ``"FULL_STATE_DICT"`` or ``"SHARDED_STATE_DICT"``, the default.
         """
-        self.state_dict_type = _STATE_DICT_TYPES[1] if state_dict_type is None else state_dict_type
+        self.state_dict_type = "SHARDED_STATE_DICT" if state_dict_type is None else state_dict_type
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Set ``mixed_precision_policy`` to one dtype, unless there is one already.
@@ -238,14 +201,23 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
 
 def _name_of(value: Any) -> str:
-    """Return the upper-case name of a text, of an enum's member, or of a number of version 1."""
-    word = str(getattr(value, "name", value)).upper()
-    return _STRATEGY_NUMBERS.get(word, word)
+    """Return the upper-case name of a text, or of a member of an enum of torch."""
+    return str(getattr(value, "name", value)).upper()
 
 
-def _strategy(value: Any) -> str | None:
-    if value is None:
-        return None
+def _version(value: Any) -> int:
+    if str(value) not in {"1", "2"}:
+        raise ConfigError(f"fsdp_version={value!r} is not a version of FSDP. Write fsdp_version=2.")
+    if int(value) == 1:
+        warnings.warn(
+            "fsdp_version=1 is translated: FSDP2 (fully_shard) trains the same with the same options. Write "
+            "fsdp_version=2, or leave it out.",
+            stacklevel=levels_to_the_user(),
+        )
+    return 2
+
+
+def _strategy(value: Any) -> str:
     word = _name_of(value)
     if word == "NO_SHARD":
         raise ConfigError(
@@ -255,30 +227,23 @@ def _strategy(value: Any) -> str | None:
     return check_choice("sharding_strategy", word, [name.lower() for name in _STRATEGIES]).upper()
 
 
-def _state_dict_type(value: Any) -> str:
-    word = str(getattr(value, "name", value)).upper()
-    word = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}.get(word, word)
-    if word == "LOCAL_STATE_DICT":
-        raise ConfigError("state_dict_type='LOCAL_STATE_DICT' is not in FSDP2. Write 'SHARDED_STATE_DICT'.")
-    return check_choice("state_dict_type", word, [name.lower() for name in _STATE_DICT_TYPES]).upper()
+def _names(value: Sequence[str] | str) -> list[str]:
+    parts = value.split(",") if isinstance(value, str) else value
+    return [name for part in parts if (name := part.strip())]
 
 
 def _precision_policy(value: Any) -> Any:
     """Return torch's policy for a name, a dtype or a dict of arguments."""
-    if value is None:
-        return None
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if isinstance(value, MixedPrecisionPolicy):
         return value
     if isinstance(value, Mapping):
-        odd = [key for key in value if key not in _POLICY_KEYS]
-        if odd:
-            raise ConfigError(
-                f"mixed_precision_policy has {odd[0]!r}, which FSDP2 has not. Its keys are {', '.join(_POLICY_KEYS)}."
-            )
-        return MixedPrecisionPolicy(**{key: _dtype(one) for key, one in value.items()})
+        try:
+            return MixedPrecisionPolicy(**{key: _dtype(dtype) for key, dtype in value.items()})
+        except TypeError as error:
+            raise ConfigError(f"mixed_precision_policy={shown(value)}: {error}") from None
     dtype = _dtype(value)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(
@@ -298,7 +263,7 @@ def _dtype(value: Any) -> Any:
 
 def _offload(value: Any) -> Any:
     """Return True, False or torch's policy; `OffloadPolicy` alone means that nothing is offloaded."""
-    if value is None or isinstance(value, bool):
+    if isinstance(value, bool):
         return value
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -318,46 +283,25 @@ def _offload(value: Any) -> Any:
 def resolve_fsdp(
     plugin: FullyShardedDataParallelPlugin | None, environment: Environment
 ) -> FullyShardedDataParallelPlugin | None:
-    """Choose how models are sharded: the plugin, and for what it leaves open ``FSDP_*`` variables.
-
-    Returns:
-        None if there is no plugin, and ``ACCELERATE_USE_FSDP`` is not set: models are not sharded.
-
-    Raises:
-        ConfigError: a value is not supported.
-    """
+    """Choose how models are sharded: the plugin, then ``FSDP_*`` variables; None if nothing asks for it."""
     given = check_options("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
     if given is None and not environment.flag("ACCELERATE_USE_FSDP"):
         return None
     given = given or FullyShardedDataParallelPlugin()
-    found: dict[str, Any] = {
-        "fsdp_version": environment.whole("FSDP_VERSION"),
-        "backward_prefetch": environment.text("FSDP_BACKWARD_PREFETCH"),
-        "auto_wrap_policy": environment.text("FSDP_AUTO_WRAP_POLICY"),
-        "cpu_offload": environment.flag("FSDP_OFFLOAD_PARAMS"),
-        "ignored_modules": environment.text("FSDP_IGNORED_MODULES"),
-        "state_dict_type": environment.text("FSDP_STATE_DICT_TYPE"),
-        "use_orig_params": environment.flag("FSDP_USE_ORIG_PARAMS"),
-        "sync_module_states": environment.flag("FSDP_SYNC_MODULE_STATES"),
-        "forward_prefetch": environment.flag("FSDP_FORWARD_PREFETCH"),
-        "activation_checkpointing": environment.flag("FSDP_ACTIVATION_CHECKPOINTING"),
-        "activation_checkpointing_offload": environment.flag("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
-        "cpu_ram_efficient_loading": environment.flag("FSDP_CPU_RAM_EFFICIENT_LOADING"),
-    }
+    found = fields_in(environment, given, {name: f"FSDP_{name.upper()}" for name in _FROM_ENVIRONMENT})
+    if given.cpu_offload is None:
+        found["cpu_offload"] = environment.flag("FSDP_OFFLOAD_PARAMS")
     # accelerate's launcher always sets both, and looks at the strategy with version 1 only.
     if given.reshard_after_forward is None:
-        is_first = found["fsdp_version"] == 1
-        name = "FSDP_SHARDING_STRATEGY" if is_first else "FSDP_RESHARD_AFTER_FORWARD"
-        found["sharding_strategy" if is_first else "reshard_after_forward"] = environment.text(name)
+        is_first = found.get("fsdp_version") == 1
+        name = "sharding_strategy" if is_first else "reshard_after_forward"
+        found[name] = environment.text(f"FSDP_{name.upper()}")
     # It sets a size and classes whatever the policy is, too.
-    policy = _policy_word(given.auto_wrap_policy or found["auto_wrap_policy"])
-    if policy == "size_based_wrap":
+    policy = given.auto_wrap_policy or found.get("auto_wrap_policy")
+    policy = policy.lower() if isinstance(policy, str) else policy
+    if policy == "size_based_wrap" and given.min_num_params is None:
         found["min_num_params"] = environment.whole("FSDP_MIN_NUM_PARAMS") or None
-    if policy in {None, "transformer_based_wrap"} and given.min_num_params is None:
+    uses_classes = policy in {None, "transformer_based_wrap"} and given.min_num_params is None
+    if uses_classes and given.transformer_cls_names_to_wrap is None:
         found["transformer_cls_names_to_wrap"] = environment.text("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    missing = {name: value for name, value in found.items() if value is not None and getattr(given, name) is None}
-    return replace(given, **missing) if missing else given
-
-
-def _policy_word(policy: Any) -> Any:
-    return policy.lower() if isinstance(policy, str) else policy
+    return replace(given, **found) if any(value is not None for value in found.values()) else given

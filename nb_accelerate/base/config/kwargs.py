@@ -9,16 +9,17 @@ import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import check_choice, check_flag, check_number, check_whole, shown
+from nb_accelerate.base.config.checks import check_choice, check_number, check_whole, shown
 from nb_accelerate.base.config.options import Options
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -85,22 +86,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
     comm_state_option: Mapping[str, Any] = field(default_factory=dict)
 
-    @override
-    def _check(self) -> None:
-        check_whole("dim", self.dim, at_least=0)
-        check_whole("bucket_cap_mb", self.bucket_cap_mb, at_least=1)
-        for name in (
-            "broadcast_buffers",
-            "find_unused_parameters",
-            "check_reduction",
-            "gradient_as_bucket_view",
-            "static_graph",
-        ):
-            check_flag(name, getattr(self, name))
-        hook = check_choice("comm_hook", self.comm_hook, _HOOKS)
-        wrapper = check_choice("comm_wrapper", self.comm_wrapper, _WRAPPERS)
-        object.__setattr__(self, "comm_hook", DDPCommunicationHookType(hook))
-        object.__setattr__(self, "comm_wrapper", DDPCommunicationHookType(wrapper))
+    _checks: ClassVar = {
+        "dim": partial(check_whole, at_least=0),
+        "bucket_cap_mb": partial(check_whole, at_least=1),
+        "comm_hook": lambda name, value: DDPCommunicationHookType(check_choice(name, value, _HOOKS)),
+        "comm_wrapper": lambda name, value: DDPCommunicationHookType(check_choice(name, value, _WRAPPERS)),
+    }
 
     @override
     def to_dict(
@@ -124,32 +115,21 @@ class DistributedDataParallelKwargs(KwargsHandler):
         # Imported when used: torch compiles a part of PowerSGD when it is imported.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        hooks: dict[Any, Any] = {
-            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
-            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+        low_rank: dict[Any, Any] = {
             DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
             DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
         }
-        wrappers: dict[Any, Any] = {
-            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
-            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
-        }
-        hook = hooks[self.comm_hook]
-        if self.comm_wrapper in wrappers:
-            hook = wrappers[self.comm_wrapper](hook)
-        low_rank = self.comm_hook in {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}
-        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if low_rank else None
-        model.register_comm_hook(state=state, hook=_renamed(hook))
+        hook: Any = low_rank.get(self.comm_hook) or getattr(default_hooks, f"{self.comm_hook}_compress_hook")
+        if self.comm_wrapper is not DDPCommunicationHookType.NO:
+            hook = getattr(default_hooks, f"{self.comm_wrapper}_compress_wrapper")(hook)
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if self.comm_hook in low_rank else None
+        # Under another name: torch refuses its bfloat16 hooks by name where there is no NCCL.
+        model.register_comm_hook(state=state, hook=lambda state, bucket: hook(state, bucket))  # noqa: PLW0108
 
     def to_ddp(self) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel's constructor that differ from their defaults."""
         # check_reduction is deprecated in torch and warns when it is passed.
         return {name: value for name, value in self.to_kwargs().items() if name != "check_reduction"}
-
-
-def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook under another name: torch refuses its bfloat16 hooks by name where there is no NCCL."""
-    return lambda state, bucket: hook(state, bucket)  # noqa: PLW0108 - torch reads names and annotations
 
 
 @dataclass
@@ -173,14 +153,18 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int = 2000
     enabled: bool = True
 
+    _checks: ClassVar = {
+        "init_scale": partial(check_number, above=0.0),
+        "growth_factor": partial(check_number, above=1.0),
+        "backoff_factor": partial(check_number, above=0.0),
+        "growth_interval": partial(check_whole, at_least=1),
+    }
+
     @override
     def _check(self) -> None:
-        check_number("init_scale", self.init_scale, above=0.0)
-        check_number("growth_factor", self.growth_factor, above=1.0)
-        if check_number("backoff_factor", self.backoff_factor, above=0.0) >= 1.0:
+        super()._check()
+        if self.backoff_factor >= 1.0:
             raise ConfigError(f"backoff_factor={self.backoff_factor} does not shrink. Write a number between 0 and 1.")
-        check_whole("growth_interval", self.growth_interval, at_least=1)
-        check_flag("enabled", self.enabled)
 
 
 @dataclass
@@ -202,15 +186,11 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     @override
     def _check(self) -> None:
-        if self.timeout is None:
-            return
-        if not isinstance(self.timeout, timedelta):
+        if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta(0)):
             raise ConfigError(
-                f"timeout={shown(self.timeout)} is not a datetime.timedelta. "
+                f"timeout={shown(self.timeout)} is not a datetime.timedelta above 0. "
                 "Write timeout=timedelta(seconds=60), with `from datetime import timedelta`."
             )
-        if self.timeout <= timedelta(0):
-            raise ConfigError(f"timeout={self.timeout!r} is over before it begins. Write a positive one.")
 
 
 @dataclass
@@ -227,9 +207,3 @@ class AutocastKwargs(KwargsHandler):
 
     enabled: bool = True
     cache_enabled: bool | None = None
-
-    @override
-    def _check(self) -> None:
-        check_flag("enabled", self.enabled)
-        if self.cache_enabled is not None:
-            check_flag("cache_enabled", self.cache_enabled)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from typing_extensions import override
+from functools import partial
+from typing import ClassVar
 
 from nb_accelerate.base.config.checks import check_flag, check_options, check_whole
 from nb_accelerate.base.config.options import Options
@@ -44,29 +44,11 @@ class DataLoaderConfiguration(Options):
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
-    @override
-    def _check(self) -> None:
-        check_flag("split_batches", self.split_batches)
-        if self.dispatch_batches is not None:
-            check_flag("dispatch_batches", self.dispatch_batches)
-        check_flag("even_batches", self.even_batches)
-        check_flag("use_seedable_sampler", self.use_seedable_sampler)
-        if self.data_seed is not None:
-            check_whole("data_seed", self.data_seed, at_least=0)
-        check_flag("non_blocking", self.non_blocking)
-        check_flag("use_stateful_dataloader", self.use_stateful_dataloader)
+    _checks: ClassVar = {"data_seed": partial(check_whole, at_least=0)}
 
 
 def resolve_loader(split_batches: bool | None, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """Merge the ``split_batches`` argument of `Accelerator` into its ``dataloader_config``, and return that.
-
-    Args:
-        split_batches: the argument; None if it was not given.
-        given: the ``dataloader_config``, which is changed; None if it was not given.
-
-    Raises:
-        ConfigError: the two contradict each other, or ``given`` is not a `DataLoaderConfiguration`.
-    """
+    """Merge the ``split_batches`` argument of `Accelerator` into its ``dataloader_config``, and return that."""
     config = check_options("dataloader_config", given, DataLoaderConfiguration) or DataLoaderConfiguration()
     if split_batches is None:
         return config

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_options, check_whole
 from nb_accelerate.base.config.env import Environment
-from nb_accelerate.base.config.options import Options
+from nb_accelerate.base.config.options import Options, fields_in
 from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig, TorchTensorParallelPlugin
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+_VARIABLES = {
+    f"{name}_size": f"PARALLELISM_CONFIG_{name.upper()}_SIZE" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+}
 _MESH_ORDER = ("dp_replicate", "dp_shard", "tp")
 """Dimensions of the mesh, outermost first: neighbouring ranks compute one layer together."""
 
-_NOT_YET = {
-    "cp_size": (
-        "context parallelism",
-        "Ring attention of torch 2.13 has neither causal attention nor a backward on CPUs, where it would have to be "
-        "tested. Shard the model instead, and checkpoint activations: dp_shard_size, or parallelize its layers: "
-        "tp_size",
-    ),
-    "sp_size": (
-        "sequence parallelism",
-        "It is Ulysses attention of DeepSpeed. Shard the model instead, and checkpoint activations: dp_shard_size, or "
-        "parallelize its layers: tp_size",
-    ),
-}
+_NOT_YET = {"cp_size": "context parallelism", "sp_size": "sequence parallelism (Ulysses attention of DeepSpeed)"}
 
 
 @dataclass
@@ -73,27 +64,28 @@ class ParallelismConfig(Options):
     cp_handler: Any = None
     sp_handler: Any = None
 
+    _checks: ClassVar = {
+        **dict.fromkeys(_VARIABLES, partial(check_whole, at_least=1)),
+        "cp_backend": partial(check_choice, choices=("torch",)),
+        "sp_backend": partial(check_choice, choices=("deepspeed",)),
+    }
+
     @override
     def __post_init__(self) -> None:
-        for name, size in _sizes_in(Environment()).items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, size)
+        for name, size in fields_in(Environment(), self, _VARIABLES).items():
+            self._set(name, size)
         super().__post_init__()
 
     @override
     def _check(self) -> None:
-        for name in _SIZES:
-            size = getattr(self, name)
-            if size is None:
-                continue
-            check_whole(name, size, at_least=1)
-            if name in _NOT_YET and size > 1:
-                what, instead = _NOT_YET[name]
-                raise ConfigError(f"{name}={size} asks for {what}, which is not supported in this version. {instead}.")
+        super()._check()
+        for name, what in _NOT_YET.items():
+            if getattr(self, name) not in {None, 1}:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} asks for {what}, which is not supported in this version. Shard the "
+                    "model instead, and checkpoint activations: dp_shard_size, or parallelize its layers: tp_size."
+                )
         check_options("tp_handler", self.tp_handler, TorchTensorParallelConfig)
-        for name, backend in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-            if getattr(self, name) is not None:
-                check_choice(name, getattr(self, name), (backend,))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -172,7 +164,8 @@ class ParallelismConfig(Options):
 
     def to_json(self) -> str:
         """Return the sizes and backends as JSON."""
-        return json.dumps({one.name: getattr(self, one.name) for one in fields(self) if "handler" not in one.name})
+        names = [field.name for field in fields(self) if "handler" not in field.name]
+        return json.dumps({name: getattr(self, name) for name in names})
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Return a new mesh of this layout, for code that needs one without an `Accelerator`. Collective.
@@ -204,11 +197,7 @@ class ParallelismConfig(Options):
         return self.build_device_mesh(device_type)
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse another number of ranks than this is a layout of.
-
-        Raises:
-            ConfigError: it is another one.
-        """
+        """Raise `ConfigError` for another number of ranks than this is a layout of."""
         if self.total_size != world_size:
             sizes = [f"{name}_size={size}" for name, size in self.sizes.items() if size > 1 or name != "tp"]
             raise ConfigError(
@@ -220,14 +209,7 @@ class ParallelismConfig(Options):
 def resolve_parallelism(
     config: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None, environment: Environment
 ) -> ParallelismConfig | None:
-    """Choose how ranks are laid out: the argument, and for what it leaves open ``PARALLELISM_CONFIG_*`` variables.
-
-    Returns:
-        None if none of them says anything.
-
-    Raises:
-        ConfigError: a value is not supported, or two contradict each other.
-    """
+    """Choose how ranks are laid out: the argument, then ``PARALLELISM_CONFIG_*`` variables; None if nothing says."""
     given = check_options("parallelism_config", config, ParallelismConfig)
     tensor = check_options("torch_tp_plugin", plugin, TorchTensorParallelPlugin)
     if tensor is not None:
@@ -239,13 +221,5 @@ def resolve_parallelism(
         given = replace(given or ParallelismConfig(), tp_size=tensor.tp_size)
     if given is None and not environment.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
-    found = _sizes_in(environment)
-    if given is None:
-        return ParallelismConfig(**found)
-    missing = {name: size for name, size in found.items() if getattr(given, name) is None}
-    return replace(given, **missing) if missing else given
-
-
-def _sizes_in(environment: Environment) -> dict[str, Any]:
-    found = {name: environment.whole(f"PARALLELISM_CONFIG_{name.upper()}", at_least=1) for name in _SIZES}
-    return {name: size for name, size in found.items() if size is not None}
+    given = given or ParallelismConfig()
+    return replace(given, **fields_in(environment, given, _VARIABLES))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import check_choice, check_flag
+from nb_accelerate.base.config.checks import check_choice
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
 
@@ -54,14 +54,13 @@ class ProfileKwargs(KwargsHandler):
 
     @override
     def _check(self) -> None:
+        super()._check()
         if isinstance(self.activities, str):
             raise ConfigError(f"activities={self.activities!r} is one word. Write activities=[{self.activities!r}].")
         for activity in self.activities or ():
             check_choice("activities", activity, _ACTIVITIES)
         for name in self.schedule_option or ():
             check_choice("schedule_option", name, _SCHEDULE)
-        for name in ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"):
-            check_flag(name, getattr(self, name))
 
     def build(self) -> profile:
         """Return the profiler: a context manager, with ``step()`` to call at each step."""

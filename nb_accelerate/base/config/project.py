@@ -6,11 +6,12 @@ import re
 import signal
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import check_choice, check_flag, check_options, check_whole
+from nb_accelerate.base.config.checks import check_choice, check_options, check_whole
 from nb_accelerate.base.config.options import Options
 from nb_accelerate.errors import ConfigError
 
@@ -132,6 +133,13 @@ class ProjectConfiguration(Options):
     monitor: str = "loss"
     mode: str = "min"
 
+    _checks: ClassVar = {
+        "total_limit": partial(check_whole, at_least=1),
+        "iteration": partial(check_whole, at_least=0),
+        "keep": partial(check_choice, choices=("newest", "best")),
+        "mode": partial(check_choice, choices=("min", "max")),
+    }
+
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,25 +147,14 @@ class ProjectConfiguration(Options):
 
     @override
     def _check(self) -> None:
-        check_flag("automatic_checkpoint_naming", self.automatic_checkpoint_naming)
-        check_flag("save_on_each_node", self.save_on_each_node)
-        check_whole("iteration", self.iteration, at_least=0)
-        if self.total_limit is not None:
-            check_whole("total_limit", self.total_limit, at_least=1)
+        super()._check()
         if self.save_every is not None:
             SaveInterval.parse(self.save_every)
-        check_flag("async_save", self.async_save)
-        check_choice("keep", self.keep, ("newest", "best"))
-        check_choice("mode", self.mode, ("min", "max"))
         _ = self.signals
 
     @property
     def signals(self) -> tuple[signal.Signals, ...]:
-        """The signals of ``save_on_signal``.
-
-        Raises:
-            ConfigError: a name is not one of a signal that can be handled.
-        """
+        """The signals of ``save_on_signal``."""
         names = (self.save_on_signal,) if isinstance(self.save_on_signal, str) else tuple(self.save_on_signal)
         for name in names:
             check_choice("save_on_signal", name, _SIGNALS)

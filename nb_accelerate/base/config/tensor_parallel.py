@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -44,9 +45,7 @@ class TorchTensorParallelConfig(Options):
     def _check(self) -> None:
         if check_flag("enable_async_tp", self.enable_async_tp):
             raise ConfigError("enable_async_tp=True (asynchronous tensor parallelism) is not supported. Leave it out.")
-        if self.plan is None:
-            return
-        if not isinstance(self.plan, Mapping) or not all(isinstance(name, str) for name in self.plan):
+        if self.plan is not None and not isinstance(self.plan, Mapping):
             raise ConfigError(
                 f"plan={shown(self.plan)} is not a dict of styles by the names of layers. Write "
                 'plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, with the names of your layers.'
@@ -71,9 +70,11 @@ class TorchTensorParallelPlugin(Options):
     tp_size: int = 1
     torch_device_mesh: DeviceMesh | Any = None
 
+    _checks: ClassVar = {"tp_size": partial(check_whole, at_least=1)}
+
     @override
     def _check(self) -> None:
-        check_whole("tp_size", self.tp_size, at_least=1)
+        super()._check()
         if self.torch_device_mesh is not None:
             raise ConfigError(
                 "torch_device_mesh was given, and the Accelerator makes the mesh itself. Leave it out; "
