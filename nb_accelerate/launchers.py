@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.config.arguments import suggests_arguments
 from nb_accelerate.notebook.launch import notebook_launcher
 
 if TYPE_CHECKING:
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 
-@suggests_arguments
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
     """Run a function on several processes of this machine's CPU, to try out what it does on many devices.
 

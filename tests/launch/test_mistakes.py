@@ -65,7 +65,7 @@ BEFORE_RANKS = {
         "notebook_launcher(ok, 3, num_processes=2)  # here", ("ConfigError: args=3", "args=(3,)")
     ),
     "an argument that notebook_launcher does not take": Mistake(
-        "notebook_launcher(ok, num_process=2)  # here", ("UnknownArgumentError:", "'num_process'", "'num_processes'")
+        "notebook_launcher(ok, num_process=2)  # here", ("TypeError:", "'num_process'")
     ),
     "a function that was called": Mistake(
         "notebook_launcher(ok(), num_processes=2)  # here", ("ConfigError: function=1", "notebook_launcher(train")

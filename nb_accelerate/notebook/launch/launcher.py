@@ -6,7 +6,6 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-from nb_accelerate.base.config.arguments import suggests_arguments
 from nb_accelerate.base.config.env import LAUNCH, RESUME, Environment
 from nb_accelerate.base.config.file import default_path, read_config
 from nb_accelerate.base.config.launch import LaunchOptions
@@ -109,7 +108,6 @@ def notebook_launcher(
 ) -> Launch: ...
 
 
-@suggests_arguments
 def notebook_launcher(
     function: Callable[..., Any],
     args: tuple[Any, ...] = (),
