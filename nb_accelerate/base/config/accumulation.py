@@ -42,9 +42,6 @@ def resolve_accumulation(
     """Choose how gradients accumulate: the plugin, else the environment, else the argument, else every batch by itself.
 
     The environment counts more than the argument, as in accelerate: it is what the launcher of a finished script says.
-
-    Raises:
-        ConfigError: a value is wrong, or ``steps`` and the plugin contradict each other.
     """
     if steps is not None:
         check_whole("gradient_accumulation_steps", steps, at_least=1)

@@ -1,4 +1,4 @@
-"""Check the values of options. Errors say what was given, why it is wrong and what to write."""
+"""Check the values of options. What is refused is a `ConfigError`: what was given, why it is wrong, what to write."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ _MOST_SHOWN = 80
 
 
 def suggest(given: object, known: Iterable[str]) -> str:
-    """Return a suggestion for a mistyped word.
-
-    Returns:
-        A sentence with a leading space such as ``" Did you mean 'bf16'?"``, or an empty string.
-    """
+    """Return a sentence with a leading space, ``" Did you mean 'bf16'?"``; an empty string if no word is near."""
     near = difflib.get_close_matches(str(given).lower(), list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -34,11 +30,7 @@ def shown(value: object) -> str:
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """Return ``value`` as one of ``choices``; case does not matter.
-
-    Raises:
-        ConfigError: it is none of them.
-    """
+    """Return ``value`` as one of ``choices``, which are in small letters; case does not matter."""
     known = tuple(choices)
     word = str(getattr(value, "value", value)).lower()
     if word in known:
@@ -48,11 +40,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def check_whole(name: str, value: object, *, at_least: int) -> int:
-    """Return ``value`` if it is a whole number of at least ``at_least``.
-
-    Raises:
-        ConfigError: it is not an integer (True and False are not), or it is too small.
-    """
+    """Return ``value`` if it is a whole number of at least ``at_least``; True and False are none."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(
             f"{name}={shown(value)} is {described(value)}, not a whole number. Write an integer such as "
@@ -64,11 +52,7 @@ def check_whole(name: str, value: object, *, at_least: int) -> int:
 
 
 def check_number(name: str, value: object, *, above: float) -> float:
-    """Return ``value`` if it is a number greater than ``above``.
-
-    Raises:
-        ConfigError: it is not a number, or it is not greater than ``above``.
-    """
+    """Return ``value`` if it is a number greater than ``above``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name}={shown(value)} is {described(value)}, not a number. Write a number above {above}.")
     if not value > above:
@@ -77,11 +61,7 @@ def check_number(name: str, value: object, *, above: float) -> float:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return ``value`` if it is True or False.
-
-    Raises:
-        ConfigError: it is anything else; the text ``"False"`` is true in Python, so text is not accepted.
-    """
+    """Return ``value`` if it is True or False. The text ``"False"`` is true in Python, so text is not accepted."""
     if isinstance(value, bool):
         return value
     raise ConfigError(
@@ -90,11 +70,7 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_options(name: str, value: T | None, kind: type[T]) -> T | None:
-    """Return ``value`` if it is an options object of class ``kind``, or None.
-
-    Raises:
-        ConfigError: it is something else, such as a dict of the fields.
-    """
+    """Return ``value`` if it is an options object of class ``kind``, or None, and not a dict of its fields, say."""
     if value is None or isinstance(value, kind):
         return value
     known = getattr(kind, "__dataclass_fields__", ())

@@ -41,22 +41,14 @@ class Environment:
         self._is_given = variables is not None
 
     def text(self, name: str) -> str | None:
-        """Return the value of ``name``, or None if it is not set.
-
-        Raises:
-            ConfigError: it is not set, and the configuration file cannot be read.
-        """
+        """Return the value of ``name``, or None if it is not set."""
         value = self.variables.get(name, "").strip()
         if not value and not self._is_given and (file := read_config()) is not None:
             value = file.as_variables(self.variables).get(name, "")
         return value or None
 
     def flag(self, name: str) -> bool | None:
-        """Return the value of ``name`` as a yes or no, or None if it is not set.
-
-        Raises:
-            ConfigError: the value is not a yes or no.
-        """
+        """Return the value of ``name`` as a yes or no, or None if it is not set."""
         word = self.text(name)
         if word is None:
             return None
@@ -67,11 +59,7 @@ class Environment:
         raise ConfigError(f"The environment variable {name}={word!r} is not a yes or no. Write {name}=1 or {name}=0.")
 
     def whole(self, name: str, *, at_least: int = 0) -> int | None:
-        """Return the value of ``name`` as a whole number, or None if it is not set.
-
-        Raises:
-            ConfigError: the value is not a whole number, or it is below ``at_least``.
-        """
+        """Return the value of ``name`` as a whole number, or None if it is not set."""
         word = self.text(name)
         if word is None:
             return None
@@ -168,11 +156,7 @@ class Environment:
 
 @contextlib.contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Return a block in which variables of this process are set, for a library that takes options in no other way.
-
-    Args:
-        variables: by name. They have their old values, or none, after the block.
-    """
+    """Return a block in which variables of this process are set, for a library that takes options in no other way."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

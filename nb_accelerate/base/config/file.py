@@ -39,12 +39,10 @@ CONFIG_FILE = "NB_ACCELERATE_CONFIG_FILE"
 
 
 def default_path(variables: Mapping[str, str] | None = None) -> Path:
-    """Return the path of the default configuration file.
+    """Return the path of the default configuration file, by environment variables.
 
-    Args:
-        variables: environment variables; by default those of this process. ``NB_ACCELERATE_CONFIG_FILE`` is the path
-            if it is set. Otherwise the file is in the folder ``accelerate`` of ``HF_HOME``, of
-            ``XDG_CACHE_HOME/huggingface`` or of ``~/.cache/huggingface``.
+    ``NB_ACCELERATE_CONFIG_FILE`` is the path if it is set. Otherwise the file is in the folder ``accelerate`` of
+    ``HF_HOME``, of ``XDG_CACHE_HOME/huggingface`` or of ``~/.cache/huggingface``.
     """
     variables = os.environ if variables is None else variables
     if variables.get(CONFIG_FILE):
@@ -58,11 +56,9 @@ def default_path(variables: Mapping[str, str] | None = None) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """A configuration file that was read and checked.
+    """A configuration file that was read and checked, with the keys of accelerate 1.15.
 
     Attributes:
-        path: the file.
-        values: all keys and values; keys of older versions of accelerate are renamed to those of 1.15.
         unknown: keys that neither accelerate 1.15 nor this package knows, those of sections as ``fsdp_config.KEY``.
             They are kept when the file is written again.
     """
@@ -106,19 +102,14 @@ class ConfigFile:
     def as_variables(self, given: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the environment variables that say the same to an `Accelerator`.
 
-        Args:
-            given: the environment. Where it turns off the engine of the file, options of that engine are left out.
+        Those of the engine of the file are left out where the given environment turns it off.
         """
         kind = self.get("distributed_type")
         is_off = (given or {}).get(USES.get(kind, ""), "").strip().lower() in NO_WORDS
         return self.general_variables() | ({} if is_off else self.engine_variables(kind))
 
     def engine_variables(self, kind: str | None) -> dict[str, str]:
-        """Return the variables that ask for an engine, with the options that the file has for it.
-
-        Args:
-            kind: ``FSDP``, ``DEEPSPEED`` or ``XLA``; all else needs none.
-        """
+        """Return the variables that ask for an engine, with the file's options: ``FSDP``, ``DEEPSPEED`` or ``XLA``."""
         precision = self.get("mixed_precision")
         if kind == DistributedType.FSDP:
             return {"ACCELERATE_USE_FSDP": "true", **FSDP_DEFAULTS, **fsdp_variables(self.section("fsdp_config"))}
@@ -152,17 +143,7 @@ class ConfigFile:
 
 
 def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None:
-    """Read and check a configuration file.
-
-    Args:
-        path: YAML or JSON. None is the file at `default_path`, which need not exist.
-
-    Returns:
-        The file; None where ``path`` is None and there is no default file.
-
-    Raises:
-        ConfigError: the file does not exist, cannot be read, or has a wrong value. The text names file and key.
-    """
+    """Read and check a configuration file, YAML or JSON. Without a path, that of `default_path`, or None."""
     file = default_path() if path is None else Path(path).expanduser()
     try:
         changed = file.stat().st_mtime_ns
@@ -191,16 +172,9 @@ def _unreadable(file: Path, error: Exception) -> ConfigError:
 
 
 def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a configuration file, as YAML or, where its name ends so, as JSON. Keys are in alphabetical order.
+    """Write a configuration file, as YAML or, where its name ends so, as JSON, and without values that are None.
 
     An existing file is replaced atomically: a reader sees the old file or the new one.
-
-    Args:
-        values: keys and values; None values are left out.
-        path: the file; missing folders are made.
-
-    Raises:
-        ConfigError: a value is wrong, or the folder cannot be written to.
     """
     file = Path(path).expanduser()
     checked = _checked(file, dict(values))["values"]

@@ -5,6 +5,7 @@ Names and values are those of accelerate 1.15. Format: https://huggingface.co/do
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_choice, check_flag, check_whole
@@ -27,19 +28,13 @@ SECTIONS = (
 )
 """Keys whose value is a mapping of its own."""
 
-_TPU_PODS = (
-    "command_file",
-    "commands",
-    "tpu_env",
-    "tpu_name",
-    "tpu_vm",
-    "tpu_zone",
+_NOT_USED = (
+    # For TPU pods that accelerate reaches through gcloud: what would use them is refused, see `_not_of_pods`.
+    *("command_file", "commands", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone"),
+    # Written by older versions of accelerate, and not used by 1.15 either.
+    *("ipex_config", "use_mps_device", "use_xpu"),
 )
-"""Keys of accelerate for TPU pods that are reached through gcloud. They are accepted and not used: what would use them
-is refused, see `_not_of_pods`."""
-
-_OF_OLDER_VERSIONS = ("ipex_config", "use_mps_device", "use_xpu")
-"""Keys that older versions of accelerate have written, and that 1.15 does not use either."""
+"""Keys that are accepted and not used."""
 
 NO_WORDS = ("0", "false", "no", "n", "off", "f")
 """How an environment variable says no."""
@@ -56,7 +51,7 @@ def _not_of_pods(key: str, value: object) -> bool:
     if _flag(key, value):
         raise ConfigError(
             f"{key}={value!r} asks for the machines of a TPU pod, which accelerate reaches through gcloud. This "
-            f"package starts processes on the machine where it runs, and needs no sudo there. Write {key}: false."
+            f"package starts processes on the machine where it runs. Write {key}: false."
         )
     return False
 
@@ -89,10 +84,6 @@ def _machines(key: str, value: object) -> int | str:
     return int(most) if fewest == most else f"{fewest}:{most}"
 
 
-def _index(key: str, value: object) -> int:
-    return check_whole(key, value, at_least=0)
-
-
 def _port(key: str, value: object) -> int:
     number = check_whole(key, value, at_least=0)
     if number >= 1 << 16:
@@ -115,7 +106,7 @@ def _gpu_ids(key: str, value: object) -> str:
 
 def _section(key: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{key}={value!r} is not a section with keys of its own. Leave it out, or write {key}: {{}}")
+        raise ConfigError(f"{key}={value!r} is not a section with keys of its own. Leave it out.")
     return value
 
 
@@ -126,7 +117,7 @@ KEYS: dict[str, Callable[[str, Any], Any]] = {
     "downcast_bf16": _flag,
     "enable_cpu_affinity": _flag,
     "gpu_ids": _gpu_ids,
-    "machine_rank": _index,
+    "machine_rank": partial(check_whole, at_least=0),
     "main_process_ip": _text,
     "main_process_port": _port,
     "main_training_function": _text,
@@ -141,46 +132,35 @@ KEYS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(SECTIONS, _section),
 }
 
-KNOWN = {*KEYS, *_TPU_PODS, *_OF_OLDER_VERSIONS}
+KNOWN = {*KEYS, *_NOT_USED}
 """Keys that accelerate 1.15 or this package knows."""
 
-KNOWN_IN = {
-    section: {f"{section}.{prefix}{key}" for key in keys for prefix in prefixes}
-    for section, keys, prefixes in (
-        (
-            "fsdp_config",
-            [*(key.removeprefix("fsdp_") for key in FSDP_KEYS), "backward_prefetch_policy"],
-            ("", "fsdp_"),
-        ),
-        (
-            "deepspeed_config",
-            [
-                *DEEPSPEED_KEYS,
-                "deepspeed_multinode_launcher",
-                "deepspeed_hostfile",
-                "deepspeed_exclusion_filter",
-                "deepspeed_inclusion_filter",
-            ],
-            ("",),
-        ),
-        (
-            "parallelism_config",
-            [
-                *MESH_KEYS,
-                "cp_backend",
-                "cp_comm_strategy",
-                "sp_backend",
-                "sp_seq_length",
-                "sp_seq_length_is_variable",
-                "sp_attn_implementation",
-            ],
-            ("", MESH_PREFIX),
-        ),
-        (
-            "dynamo_config",
-            ["backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation"],
-            ("", "dynamo_"),
-        ),
-    )
+_IN_SECTIONS = {
+    "fsdp_config": ("fsdp_", [*FSDP_KEYS, "backward_prefetch_policy"]),
+    "deepspeed_config": (
+        "",
+        [
+            *DEEPSPEED_KEYS,
+            *(
+                f"deepspeed_{name}"
+                for name in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
+            ),
+        ],
+    ),
+    "parallelism_config": (
+        MESH_PREFIX,
+        [
+            *MESH_KEYS,
+            *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length"),
+            *("sp_seq_length_is_variable", "sp_attn_implementation"),
+        ],
+    ),
+    "dynamo_config": ("dynamo_", ["backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation"]),
 }
-"""The same of sections whose keys this package reads, as ``fsdp_config.KEY``."""
+"""Of sections whose keys this package reads: a prefix that keys may have or lack, and the keys."""
+
+KNOWN_IN = {
+    section: {f"{section}.{start}{key.removeprefix(prefix)}" for key in keys for start in ("", prefix)}
+    for section, (prefix, keys) in _IN_SECTIONS.items()
+}
+"""The same as ``fsdp_config.KEY``, with and without prefix."""

@@ -29,11 +29,7 @@ class PrecisionType(str, Enum):
 
 
 def resolve_precision(argument: PrecisionType | str | None, environment: Environment) -> PrecisionType:
-    """Choose the precision: the argument, else ``ACCELERATE_MIXED_PRECISION``, else none.
-
-    Raises:
-        ConfigError: the chosen value is not a precision.
-    """
+    """Choose the precision: the argument, else ``ACCELERATE_MIXED_PRECISION``, else none."""
     name = "mixed_precision" if argument is not None else "ACCELERATE_MIXED_PRECISION"
     chosen = first_given(argument, environment.mixed_precision, default=PrecisionType.NO)
     return PrecisionType(check_choice(name, chosen, PrecisionType.list()))
