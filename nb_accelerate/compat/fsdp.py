@@ -99,17 +99,15 @@ def save_fsdp_model(
     Raises:
         CheckpointError: something could not be written, on this process or another.
     """
-    core = accelerator.core
-    inner = core.strategy.unwrap(model, keep_torch_compile=False)
-    only = _trained(inner) if adapter_only else None
-    if fsdp_plugin.saves_shards:
-        state: Any = inner.state_dict()
-    else:
-        state = core.strategy.model_state(inner, keep=accelerator.is_main_process)
-    if only is not None:
-        state = {name: value for name, value in state.items() if name in only}
-    names = _Names(FSDP_MODEL_NAME, model_index)
-    _save(accelerator, {"model": state}, Path(output_dir), names, shards=fsdp_plugin.saves_shards, use_dcp=use_dcp)
+    strategy = accelerator.core.strategy
+    inner = strategy.unwrap(model, keep_torch_compile=False)
+    is_main = accelerator.is_main_process
+    state = inner.state_dict() if fsdp_plugin.saves_shards else strategy.model_state(inner, keep=is_main)
+    if adapter_only and is_peft_model(inner):
+        trained = {name for name, one in inner.named_parameters(remove_duplicate=False) if one.requires_grad}
+        state = {name: value for name, value in state.items() if name in trained}
+    files = _StateFiles(fsdp_plugin, accelerator, FSDP_MODEL_NAME, model_index, use_dcp)
+    files.save(output_dir, "model", state)
 
 
 def load_fsdp_model(
@@ -142,14 +140,11 @@ def load_fsdp_model(
     core = accelerator.core
     inner = core.strategy.unwrap(model, keep_torch_compile=False)
     strict = not (adapter_only and is_peft_model(inner))
-    place = _Place(Path(input_dir), _Names(FSDP_MODEL_NAME, model_index))
+    files = _StateFiles(fsdp_plugin, accelerator, FSDP_MODEL_NAME, model_index, use_dcp)
 
     def read() -> Any:
-        if not fsdp_plugin.saves_shards:
-            return _read_file(place.whole())
-        if use_dcp:
-            return read_model(place.shards(), inner, strict=strict)
-        return _read_file(place.of_rank(accelerator.process_index))
+        path = files.find(input_dir)
+        return read_model(path, inner, strict=strict) if files.is_folder else _read_file(path)
 
     state = run_on_all_ranks(core.collectives, read)
     core.strategy.load_model_state(inner, state, strict=strict)
@@ -183,13 +178,13 @@ def save_fsdp_optimizer(
     Raises:
         CheckpointError: something could not be written, on this process or another.
     """
-    part = _part(accelerator, optimizer, model)
+    part = _optimizer_part(accelerator, optimizer, model)
     keep = accelerator.is_main_process
     if not fsdp_plugin.saves_shards:
         part.collect(keep=keep)
     state = named(part.state_dict(), part.names) if fsdp_plugin.saves_shards or keep else {}
-    names = _Names(OPTIMIZER_NAME, optimizer_index)
-    _save(accelerator, {"optimizer": state}, Path(output_dir), names, shards=fsdp_plugin.saves_shards, use_dcp=use_dcp)
+    files = _StateFiles(fsdp_plugin, accelerator, OPTIMIZER_NAME, optimizer_index, use_dcp)
+    files.save(output_dir, "optimizer", state)
 
 
 def load_fsdp_optimizer(
@@ -218,94 +213,68 @@ def load_fsdp_optimizer(
         CheckpointError: something is missing or damaged, or does not fit, on this process or another.
     """
     del adapter_only
-    part = _part(accelerator, optimizer, model)
-    place = _Place(Path(input_dir), _Names(OPTIMIZER_NAME, optimizer_index))
+    part = _optimizer_part(accelerator, optimizer, model)
+    files = _StateFiles(fsdp_plugin, accelerator, OPTIMIZER_NAME, optimizer_index, use_dcp)
 
     def read() -> Any:
-        if fsdp_plugin.saves_shards and use_dcp:
-            parameters = [group["params"] for group in part.param_groups]
-            return read_optimizer(place.shards(), parameters, part.names)
-        file = place.of_rank(accelerator.process_index) if fsdp_plugin.saves_shards else place.whole()
-        return numbered(_read_file(file), part.names, str(file))
+        path = files.find(input_dir)
+        if files.is_folder:
+            return read_optimizer(path, [group["params"] for group in part.param_groups], part.names)
+        return numbered(_read_file(path), part.names, str(path))
 
     part.load_state_dict(run_on_all_ranks(accelerator.core.collectives, read))
     accelerator.wait_for_everyone()
 
 
-class _Names:
-    """What files and folders of a state are called."""
+class _StateFiles:
+    """The file or folder of one state: shards, a file of each rank, or one file that the main process writes."""
 
-    def __init__(self, stem: str, index: int) -> None:
-        self.folder = f"{stem}_{index}"
-        self.whole = f"{stem}_{index}.bin" if index else f"{stem}.bin"
+    def __init__(
+        self, plugin: FullyShardedDataParallelPlugin, accelerator: Accelerator, stem: str, index: int, use_dcp: bool
+    ) -> None:
+        self._collectives = accelerator.core.collectives
+        self._stem = stem
+        self.is_folder = plugin.saves_shards and use_dcp
+        self._is_written_here = plugin.saves_shards or accelerator.is_main_process
+        if self.is_folder:
+            self._name = f"{stem}_{index}"
+        elif plugin.saves_shards:
+            self._name = f"{stem}_{index}_rank{accelerator.process_index}.bin"
+        else:
+            self._name = f"{stem}_{index}.bin" if index else f"{stem}.bin"
 
-    def of_rank(self, rank: int) -> str:
-        """Return the name of the file of one rank."""
-        return f"{self.folder}_rank{rank}.bin"
+    def save(self, folder: str | os.PathLike[str], key: str, state: Mapping[str, Any]) -> None:
+        """Write a state; `key` is what accelerate calls it in a folder of shards. Collective."""
+        path = Path(folder).expanduser() / self._name
 
+        def write() -> None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if self._is_written_here and not self.is_folder:
+                    torch.save(state, path)
+            except OSError as error:
+                raise CheckpointError(f"Nothing can be saved as {path}: {error}") from error
 
-class _Place:
-    """Where a state is read from.
+        run_on_all_ranks(self._collectives, write)
+        if self.is_folder:
+            # A rank that cannot write says so to the others: torch exchanges results after writing.
+            save({key: state}, checkpoint_id=path, no_dist=not dist.is_initialized())
 
-    The methods raise `CheckpointError` where nothing is there.
-    """
+    def find(self, folder: str | os.PathLike[str]) -> Path:
+        """Return where the state is, in a folder that may be the folder of shards itself.
 
-    def __init__(self, folder: Path, names: _Names) -> None:
-        self._folder = folder.expanduser()
-        self._names = names
-
-    def shards(self) -> Path:
-        """Return the folder with the shards."""
-        is_itself = self._folder.name == self._names.folder
-        return self._there(self._folder if is_itself else self._folder / self._names.folder, METADATA_NAME)
-
-    def whole(self) -> Path:
-        """Return the file with all of it."""
-        return self._there(self._folder / self._names.whole)
-
-    def of_rank(self, rank: int) -> Path:
-        """Return the file of one rank."""
-        return self._there(self._folder / self._names.of_rank(rank))
-
-    def _there(self, path: Path, inside: str = "") -> Path:
-        if not (path / inside if inside else path).is_file():
-            kinds = (self._names.folder, self._names.whole, self._names.of_rank(0))
-            found = [kind for kind in kinds if (self._folder / kind).exists()]
+        Raises:
+            CheckpointError: it is not there.
+        """
+        folder = Path(folder).expanduser()
+        path = folder if self.is_folder and folder.name == self._name else folder / self._name
+        if not (path / METADATA_NAME if self.is_folder else path).is_file():
+            found = ", ".join(sorted(other.name for other in folder.glob(f"{self._stem}*")))
             raise CheckpointError(
-                f"{path} is not there, or not complete."
-                + (f" {self._folder} has {', '.join(found)}:" if found else "")
-                + " Give state_dict_type and use_dcp as when it was saved."
+                f"{path} is not there, or not complete. {folder} has {found or 'nothing of this kind'}. Give "
+                "state_dict_type and use_dcp as when it was saved."
             )
         return path
-
-
-def _save(
-    accelerator: Accelerator, state: Mapping[str, Any], folder: Path, names: _Names, *, shards: bool, use_dcp: bool
-) -> None:
-    """Write a state, a dict with one key, as accelerate does. Collective."""
-    folder = folder.expanduser()
-    collectives = accelerator.core.collectives
-    run_on_all_ranks(collectives, lambda: _make_folder(folder))
-    if shards and use_dcp:
-        # A rank that cannot write says so to the others: torch exchanges results after writing.
-        save(dict(state), checkpoint_id=folder / names.folder, no_dist=not dist.is_initialized())
-        return
-    [content] = state.values()
-
-    def write() -> None:
-        if shards:
-            torch.save(content, folder / names.of_rank(accelerator.process_index))
-        elif accelerator.is_main_process:
-            torch.save(content, folder / names.whole)
-
-    run_on_all_ranks(collectives, write)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"Nothing can be saved as {folder}: {error}") from error
 
 
 def _read_file(path: Path) -> Any:
@@ -315,15 +284,8 @@ def _read_file(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _trained(model: nn.Module) -> set[str] | None:
-    """Return the names of the trained parameters of a model of peft; None for other models, which are saved whole."""
-    if not is_peft_model(model):
-        return None
-    return {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
-
-
-def _part(accelerator: Accelerator, optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerPart:
+def _optimizer_part(accelerator: Accelerator, optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerPart:
     """Return an optimizer with the names that its parameters have in a model."""
-    core = accelerator.core
-    inner = core.strategy.unwrap(model, keep_torch_compile=False)
-    return OptimizerPart(getattr(optimizer, "optimizer", optimizer), core.strategy, [inner])
+    strategy = accelerator.core.strategy
+    inner = strategy.unwrap(model, keep_torch_compile=False)
+    return OptimizerPart(getattr(optimizer, "optimizer", optimizer), strategy, [inner])
