@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from packaging.version import parse
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.devices import DEVICE_KINDS
@@ -111,14 +113,19 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 def get_gpu_info() -> tuple[list[str], int]:
     """Return the names of NVIDIA GPUs and how many there are, without starting CUDA in this process."""
+    names = _ask_nvidia_smi("name")
+    return list(names), len(names)
+
+
+@functools.cache
+def _ask_nvidia_smi(what: str) -> tuple[str, ...]:
+    """Return a property of each GPU; nothing where there is no ``nvidia-smi``."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return [], 0
-    run = subprocess.run(
-        [command, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False
-    )
-    names = [line.strip() for line in run.stdout.splitlines() if line.strip()] if run.returncode == 0 else []
-    return names, len(names)
+        return ()
+    query = [command, f"--query-gpu={what}", "--format=csv,noheader"]
+    run = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return tuple(line.strip() for line in run.stdout.splitlines() if line.strip()) if run.returncode == 0 else ()
 
 
 def check_cuda_p2p_ib_support() -> bool:
@@ -128,28 +135,17 @@ def check_cuda_p2p_ib_support() -> bool:
     neither.
     """
     names, count = get_gpu_info()
-    return count < 2 or not any("RTX 40" in name for name in names) or _driver_version() >= (550, 40, 7)
-
-
-@functools.cache
-def _driver_version() -> tuple[int, ...]:
-    run = subprocess.run(
-        [shutil.which("nvidia-smi") or "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    first = run.stdout.strip().splitlines()[:1]
-    return tuple(int(part) for part in first[0].split(".") if part.isdigit()) if first else ()
+    if count < 2 or not any("RTX 40" in name for name in names):
+        return True
+    drivers = _ask_nvidia_smi("driver_version")
+    return bool(drivers) and parse(drivers[0]) >= parse("550.40.7")
 
 
 def check_os_kernel() -> None:
     """Warn about Linux kernels older than 5.5, on which ranks were seen to hang."""
     if platform.system() != "Linux":
         return
-    numbers = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
-    if numbers < (5, 5):
+    if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 5):
         from nb_accelerate.compat.output import get_logger
 
         get_logger(__name__).warning(

@@ -91,17 +91,17 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     Use it as a decorator. Subclasses of a decorated class behave like it.
     """
     if isinstance(func_or_cls, type):
-        _purge_tests(func_or_cls)
         base: type = func_or_cls
-        own = vars(base).get("__init_subclass__")
+        before = getattr(base.__init_subclass__, "__func__", None)  # None: that of `object`, which does nothing
 
         def init_subclass(cls: type, /, *args: Any, **kwargs: Any) -> None:
-            before = own.__func__.__get__(cls) if own else super(base, cls).__init_subclass__  # type: ignore[arg-type]
-            before(*args, **kwargs)
+            if before is not None:
+                before(cls, *args, **kwargs)
             _purge_tests(cls)
 
-        setattr(func_or_cls, "__init_subclass__", classmethod(init_subclass))  # noqa: B010 - mypy allows no assignment
-        return func_or_cls
+        _purge_tests(base)
+        setattr(base, "__init_subclass__", classmethod(init_subclass))  # noqa: B010 - mypy allows no assignment
+        return base
     function: Callable[..., Any] = func_or_cls
 
     @functools.wraps(function)
@@ -110,7 +110,9 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
         try:
             return function(*args, **kwargs)
         finally:
-            _restore({**dict.fromkeys(_accelerate_variables()), **before})
+            for name in _accelerate_variables():
+                del os.environ[name]
+            os.environ.update(before)
 
     return run
 
@@ -119,6 +121,10 @@ def _purge_tests(cls: type) -> None:
     for name, member in list(vars(cls).items()):
         if callable(member) and name.startswith("test"):
             setattr(cls, name, purge_accelerate_environment(member))
+
+
+def _accelerate_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
@@ -152,15 +158,3 @@ def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[
         else:
             destination[key] = value
     return destination
-
-
-def _accelerate_variables() -> dict[str, str | None]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
