@@ -30,8 +30,8 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from nb_accelerate.cli.progress import CellProgress
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.notebook.display.drawing.relay import PANEL
 from nb_accelerate.notebook.display.frontend import FROM_TERMINAL
-from nb_accelerate.notebook.display.relay import PANEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

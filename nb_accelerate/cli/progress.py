@@ -7,7 +7,7 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.display.block import Block, can_redraw
+from nb_accelerate.notebook.display.drawing.block import Block, can_redraw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -21,7 +21,7 @@ from turns import pin, ratio_of_sums
 
 from nb_accelerate import notebook_launcher
 from nb_accelerate.base.progress_page import PageReader, Phase, ProgressPage, layout
-from nb_accelerate.notebook.display.notebook_panel import NotebookPanel
+from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
 from nb_accelerate.notebook.display.panel import Action, Panel
 from nb_accelerate.notebook.display.seen import Seen
 from nb_accelerate.notebook.display.view import Facts

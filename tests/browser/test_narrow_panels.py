@@ -9,7 +9,7 @@ import pytest
 from fixtures.panels import Run
 
 from nb_accelerate.base.progress_page import Phase
-from nb_accelerate.notebook.display import html
+from nb_accelerate.notebook.display.drawing import html
 from nb_accelerate.notebook.display.phase_times import parts
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from browser.test_panel import SETUP, launch, start, wait_for_percent
-from nb_accelerate.notebook.display.page_title import title_script
+from nb_accelerate.notebook.display.widgets.page_title import title_script
 
 if TYPE_CHECKING:
     from browser.conftest import OpenNotebook

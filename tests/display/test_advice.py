@@ -8,8 +8,8 @@ import pytest
 from fixtures.panels import Run
 
 from nb_accelerate.base.progress_page import Phase
-from nb_accelerate.notebook.display import html, text
-from nb_accelerate.notebook.display.advice import advice
+from nb_accelerate.notebook.display.drawing import html, text
+from nb_accelerate.notebook.display.findings.advice import advice
 from nb_accelerate.notebook.display.phase_times import RankTimes, in_words, parts_of_sum
 
 WELL: Mapping[Phase, float] = {

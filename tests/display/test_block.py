@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fixtures.screens import Stream
 
-from nb_accelerate.notebook.display.block import Block, can_redraw
+from nb_accelerate.notebook.display.drawing.block import Block, can_redraw
 from nb_accelerate.notebook.display.view import Facts, Row, View
 
 

@@ -17,8 +17,8 @@ import pytest
 from fixtures.kernels import Kernel, start_in_lab
 from fixtures.panels import EVEN, Run
 
-from nb_accelerate.notebook.display import shell_channel
-from nb_accelerate.notebook.display.notebook_panel import NotebookPanel
+from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
+from nb_accelerate.notebook.display.widgets import shell_channel
 
 SETUP = """
 import os, time, signal
@@ -36,7 +36,7 @@ seen, hooks, clicks = [], [], []
 get_ipython().events.register("pre_execute", lambda: hooks.append("pre"))
 get_ipython().events.register("post_execute", lambda: hooks.append("post"))
 
-from nb_accelerate.notebook.display.controls import Controls
+from nb_accelerate.notebook.display.widgets.controls import Controls
 toggle = Controls._toggle
 Controls._toggle = lambda self, aside: (clicks.append(aside.__name__), toggle(self, aside))[-1]
 """
@@ -274,7 +274,7 @@ def test_neither_a_click_nor_a_page_that_is_loaded_anew_runs_hooks_or_closes_a_f
 
 def test_the_kernel_receives_its_messages_itself_again_when_no_panel_is_left(kernel: Kernel, end: Path) -> None:
     kernel.run(SETUP).ok()
-    kernel.put("nb_accelerate.notebook.display.shell_channel._LINGER", 0.0)
+    kernel.put("nb_accelerate.notebook.display.widgets.shell_channel._LINGER", 0.0)
     page = Page(kernel, WAITS["a launch"].format(end=str(end)))
     end.touch()
     page.idle(page.cell)

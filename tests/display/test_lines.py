@@ -13,7 +13,7 @@ from fixtures.panels import SLEEPS, Run
 
 from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.notebook.display import panel as panels
-from nb_accelerate.notebook.display.lines import Lines
+from nb_accelerate.notebook.display.drawing.lines import Lines
 from nb_accelerate.notebook.display.panel import Action, Drawing, Panel
 from nb_accelerate.notebook.display.seen import Seen
 from nb_accelerate.notebook.display.view import Facts, View

@@ -10,9 +10,10 @@ import pytest
 from fixtures.panels import Run
 
 from nb_accelerate.base.records import Curve, draw
-from nb_accelerate.notebook.display import html, logged_values
+from nb_accelerate.notebook.display import logged_values
+from nb_accelerate.notebook.display.drawing import html
+from nb_accelerate.notebook.display.drawing.loss_chart import Points, draw_losses, is_loss_of_validation, smoothed
 from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
-from nb_accelerate.notebook.display.loss_chart import Points, draw_losses, is_loss_of_validation, smoothed
 from nb_accelerate.notebook.display.view import View
 
 NOISY: Points = tuple((10.0 * step, 2 * math.exp(-step / 40) + 0.05 * (-1) ** step + 0.1) for step in range(1, 101))

@@ -7,7 +7,7 @@ from hypothesis import Phase as HypothesisPhase, given, settings, strategies as 
 
 from nb_accelerate.base.progress_page import Bar, Phase, Sample, layout
 from nb_accelerate.base.progress_page.sample import read
-from nb_accelerate.notebook.display import html, text
+from nb_accelerate.notebook.display.drawing import html, text
 
 
 @given(

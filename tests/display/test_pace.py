@@ -10,7 +10,7 @@ import pytest
 from fixtures.panels import EVEN, LOOK, MOSTLY_WAITS, WORKS, Run
 
 from nb_accelerate.base.progress_page import Bar, Phase
-from nb_accelerate.notebook.display import html
+from nb_accelerate.notebook.display.drawing import html
 from nb_accelerate.notebook.display.view import View
 
 

@@ -13,12 +13,14 @@ from hypothesis import given, settings, strategies as st
 
 from nb_accelerate.base.progress_page import Bar, Phase, RankMemory
 from nb_accelerate.base.topology import rank_lists
-from nb_accelerate.notebook.display import asides, html, text, words
+from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.bars import bar_rows
+from nb_accelerate.notebook.display.drawing import html, text
 from nb_accelerate.notebook.display.memory import memory_table
 from nb_accelerate.notebook.display.phase_times import parts
 from nb_accelerate.notebook.display.track import LossHistory
 from nb_accelerate.notebook.display.view import FailureSummary, View
+from nb_accelerate.notebook.display.widgets import asides
 
 VOID = {"br", "hr", "img", "input", "meta"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.notebook.display.drawing.strips import kinds_named, legend, strip
 from nb_accelerate.notebook.display.phase_times import parts
-from nb_accelerate.notebook.display.strips import kinds_named, legend, strip
 
 TIMES = parts({Phase.DATA: 1.0, Phase.FORWARD: 33.3, Phase.BACKWARD: 33.3, Phase.STEP: 0.9, Phase.RUNNING: 31.5})
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nb_accelerate.notebook.display import terminal, text
+from nb_accelerate.notebook.display.drawing import terminal, text
 from nb_accelerate.notebook.display.view import Facts, Row, View
 
 FIGURES = {"epoch": "1", "rate": "21.4", "loss": "0.6878", "memory": "281 MB", "cpu": "98 %"}

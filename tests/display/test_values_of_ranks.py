@@ -9,7 +9,7 @@ import pytest
 from fixtures.panels import LOOK, Run
 
 from nb_accelerate.base.progress_page import Bar, Phase
-from nb_accelerate.notebook.display import html, text
+from nb_accelerate.notebook.display.drawing import html, text
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])

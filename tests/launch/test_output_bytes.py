@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from jupyter_client.session import json_packer
 
-from nb_accelerate.notebook.display.block import Block
+from nb_accelerate.notebook.display.drawing.block import Block
 from nb_accelerate.notebook.protocol.messages import Display
 from nb_accelerate.notebook.protocol.output import MAX_PAYLOAD, frame, new_mark
 from nb_accelerate.notebook.ranks import sinks

@@ -80,7 +80,7 @@ class TestSession:
         assert notebook.run(SUM).ok().stdout == "2\n"
 
     def test_the_panel_is_printed_and_a_checkpoint_read_again(self, notebook: Kernel) -> None:
-        notebook.put("nb_accelerate.notebook.display.lines._FIRST", 0.2)
+        notebook.put("nb_accelerate.notebook.display.drawing.lines._FIRST", 0.2)
         notebook.run("import tempfile\nfolder = tempfile.mkdtemp()").ok()
         assert notebook.run(SUM).ok().stdout.endswith("2\n")
         trained = notebook.run(

@@ -161,7 +161,7 @@ def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
     shown = _run(
         copy,
-        "from nb_accelerate.notebook.display.html import render\n"
+        "from nb_accelerate.notebook.display.drawing.html import render\n"
         "from nb_accelerate.notebook.display.state import PanelState\n"
         "from nb_accelerate.notebook.display.view import Facts\n"
         "state = PanelState(Facts(name='train', setup=()), [0, 1], 0.0)\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.compiling import compiled, compiling
-from nb_accelerate.notebook.display.stragglers import slowest_of_all
+from nb_accelerate.notebook.display.findings.stragglers import slowest_of_all
 from nb_accelerate.notebook.display.track import loss_of
 
 if TYPE_CHECKING:

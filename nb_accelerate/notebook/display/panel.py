@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from nb_accelerate.notebook.display.asides import last_lines
 from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
 from nb_accelerate.notebook.display.runs import charts_of
 from nb_accelerate.notebook.display.seen import Seen
 from nb_accelerate.notebook.display.state import PanelState
+from nb_accelerate.notebook.display.widgets.asides import last_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

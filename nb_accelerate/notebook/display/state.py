@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.base.topology.rank_lists import ranges
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.advice import advice
 from nb_accelerate.notebook.display.bars import bar_rows
 from nb_accelerate.notebook.display.compiling import compiling, warnings_of
+from nb_accelerate.notebook.display.findings.advice import advice
+from nb_accelerate.notebook.display.findings.loss_jump import LossJump
+from nb_accelerate.notebook.display.findings.not_finite import NotFiniteLosses
+from nb_accelerate.notebook.display.findings.standstill import Standstill
+from nb_accelerate.notebook.display.findings.stragglers import slow_sentences, stragglers
 from nb_accelerate.notebook.display.logged_values import LoggedValues
-from nb_accelerate.notebook.display.loss_jump import LossJump
 from nb_accelerate.notebook.display.memory import memory_table, parts_of, sharded_line
-from nb_accelerate.notebook.display.not_finite import NotFiniteLosses
 from nb_accelerate.notebook.display.pace import Pace, outlook, remarks, summary
 from nb_accelerate.notebook.display.phase_times import PhaseTimes, parts, parts_of_sum
 from nb_accelerate.notebook.display.seen import Seen
-from nb_accelerate.notebook.display.standstill import Standstill
-from nb_accelerate.notebook.display.stragglers import slow_sentences, stragglers
 from nb_accelerate.notebook.display.track import METHODS, LossHistory, Track, loss_of
 from nb_accelerate.notebook.display.usage import of_cpu, of_gpu
 from nb_accelerate.notebook.display.view import ENDED_BY_USER, FIGURES, Dot, Row, View
@@ -32,7 +32,7 @@ from nb_accelerate.notebook.display.view import ENDED_BY_USER, FIGURES, Dot, Row
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nb_accelerate.notebook.display.stragglers import Straggler
+    from nb_accelerate.notebook.display.findings.stragglers import Straggler
     from nb_accelerate.notebook.display.view import Facts, FailureSummary, Kind, PanelStatus
 
 STALL = 5.0

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.notebook.display import asides
+from nb_accelerate.notebook.display.drawing.lines import bundle
 from nb_accelerate.notebook.display.frontend import choose_front_end
-from nb_accelerate.notebook.display.lines import bundle
+from nb_accelerate.notebook.display.widgets import asides
 from nb_accelerate.notebook.ranks.panel import make_drawing, recent
 from nb_accelerate.notebook.ranks.sinks import sink_here
 

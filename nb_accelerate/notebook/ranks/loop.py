@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import PoolError
-from nb_accelerate.notebook.display.shell_channel import read_shell_channel
+from nb_accelerate.notebook.display.widgets.shell_channel import read_shell_channel
 from nb_accelerate.notebook.protocol.messages import DebuggerResumed, InputRequest, Ready
 from nb_accelerate.notebook.ranks.failures import oom_kills
 from nb_accelerate.notebook.ranks.guard import OutputGuard, short_text

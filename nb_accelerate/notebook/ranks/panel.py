@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import Sample
 from nb_accelerate.notebook.diagnostics.stacks import listed
-from nb_accelerate.notebook.display.block import Block, can_redraw
-from nb_accelerate.notebook.display.lines import Lines
-from nb_accelerate.notebook.display.notebook_panel import NotebookPanel
+from nb_accelerate.notebook.display.drawing.block import Block, can_redraw
+from nb_accelerate.notebook.display.drawing.lines import Lines
+from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
+from nb_accelerate.notebook.display.drawing.relay import Relay
 from nb_accelerate.notebook.display.panel import Panel
-from nb_accelerate.notebook.display.relay import Relay
 from nb_accelerate.notebook.display.seen import Seen
 from nb_accelerate.notebook.ranks.sinks import CellSink, StreamSink
 from nb_accelerate.notebook.ranks.status import state_of

@@ -20,7 +20,7 @@ from nb_accelerate.notebook.display import console
 from nb_accelerate.notebook.ranks.overflow import Overflow
 
 if TYPE_CHECKING:
-    from nb_accelerate.notebook.display.block import Block
+    from nb_accelerate.notebook.display.drawing.block import Block
     from nb_accelerate.notebook.protocol.output import StreamName
 
 _MAX_DELAY = 0.05

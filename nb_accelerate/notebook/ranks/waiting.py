@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.display.shell_channel import read_shell_channel
+from nb_accelerate.notebook.display.widgets.shell_channel import read_shell_channel
 from nb_accelerate.notebook.ranks.failures import interrupted
 
 if TYPE_CHECKING:

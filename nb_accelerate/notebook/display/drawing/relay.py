@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.notebook.display import text
-from nb_accelerate.notebook.display.block import Block
-from nb_accelerate.notebook.display.lines import bundle
+from nb_accelerate.notebook.display.drawing import text
+from nb_accelerate.notebook.display.drawing.block import Block
+from nb_accelerate.notebook.display.drawing.lines import bundle
 from nb_accelerate.notebook.display.panel import Drawing
 
 if TYPE_CHECKING:
-    from nb_accelerate.notebook.display.lines import Paper
+    from nb_accelerate.notebook.display.drawing.lines import Paper
     from nb_accelerate.notebook.display.view import View
 
 PANEL = "application/vnd.nb_accelerate.panel+json"

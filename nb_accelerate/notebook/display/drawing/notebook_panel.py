@@ -8,10 +8,9 @@
     HTML, once a page asks for all widgets ----------------> in a page that was loaded anew, in place of the table
 
 A page that is loaded anew knows no display ids, so the table in it stands still. It does ask for the state of the
-widgets that it was saved with (see `notebook.display.widget_messages`): from then on one of them draws the panel
-too.
+widgets that it was saved with (`notebook.display.widgets.widget_messages`): from then on one of them draws the panel.
 
-Clicks are answered while the cell runs (see `notebook.display.shell_channel`). In a kernel where they could not
+Clicks are answered while the cell runs (see `notebook.display.widgets.shell_channel`). In a kernel where they could not
 be, there are no buttons. The kernel's own interrupt always works.
 """
 
@@ -24,17 +23,17 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.notebook.display import html
-from nb_accelerate.notebook.display.controls import Controls
-from nb_accelerate.notebook.display.lines import bundle
+from nb_accelerate.notebook.display.drawing import html
+from nb_accelerate.notebook.display.drawing.lines import bundle
+from nb_accelerate.notebook.display.drawing.strips import kinds_named
 from nb_accelerate.notebook.display.panel import Drawing
-from nb_accelerate.notebook.display.shell_channel import answer_messages, can_answer, stop_answering
-from nb_accelerate.notebook.display.strips import kinds_named
+from nb_accelerate.notebook.display.widgets.controls import Controls
+from nb_accelerate.notebook.display.widgets.shell_channel import answer_messages, can_answer, stop_answering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nb_accelerate.notebook.display.lines import Paper
+    from nb_accelerate.notebook.display.drawing.lines import Paper
     from nb_accelerate.notebook.display.panel import Watched
     from nb_accelerate.notebook.display.view import View
 

@@ -13,8 +13,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.records import LABELS, draw
-from nb_accelerate.notebook.display.loss_chart import breaks, pieces, with_chart
-from nb_accelerate.notebook.display.strips import legend, strip
+from nb_accelerate.notebook.display.drawing.loss_chart import breaks, pieces, with_chart
+from nb_accelerate.notebook.display.drawing.strips import legend, strip
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.notebook.display.widget_messages import Answers
+from nb_accelerate.notebook.display.widgets.widget_messages import Answers
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 
 if TYPE_CHECKING:

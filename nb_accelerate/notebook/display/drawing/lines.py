@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
-from nb_accelerate.notebook.display import html, text
+from nb_accelerate.notebook.display.drawing import html, text
 from nb_accelerate.notebook.display.panel import Drawing
 
 if TYPE_CHECKING:

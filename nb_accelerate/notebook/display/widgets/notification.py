@@ -10,7 +10,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.display.page_title import EMPTY_IMAGE
+from nb_accelerate.notebook.display.widgets.page_title import EMPTY_IMAGE
 
 if TYPE_CHECKING:
     from nb_accelerate.notebook.display.view import View

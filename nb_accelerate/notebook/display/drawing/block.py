@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from typing_extensions import override
 
-from nb_accelerate.notebook.display import console, terminal
+from nb_accelerate.notebook.display import console
+from nb_accelerate.notebook.display.drawing import terminal
 from nb_accelerate.notebook.display.panel import Drawing
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 import textwrap
 from typing import TYPE_CHECKING, TextIO
 
-from nb_accelerate.notebook.display import text
+from nb_accelerate.notebook.display.drawing import text
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 Each widget is a message when it is made and another when it is closed, and so is each look of one (layout, style).
 Therefore widgets share their looks, and what a button opens is made when it is pressed for the first time.
 
-Clicks are answered in the thread that reads the shell channel, see `notebook.display.shell_channel`: what they do
+Clicks are answered in the thread that reads the shell channel (`notebook.display.widgets.shell_channel`): what they do
 must not hold it up.
 """
 
@@ -14,10 +14,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.notebook.display import asides, html, notification
-from nb_accelerate.notebook.display.page_title import REPEAT_EVERY, percent_of, title_script
+from nb_accelerate.notebook.display.drawing import html
 from nb_accelerate.notebook.display.panel import PAUSE, RESUME
-from nb_accelerate.notebook.display.shell_channel import answer_widgets
+from nb_accelerate.notebook.display.widgets import asides, notification
+from nb_accelerate.notebook.display.widgets.page_title import REPEAT_EVERY, percent_of, title_script
+from nb_accelerate.notebook.display.widgets.shell_channel import answer_widgets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

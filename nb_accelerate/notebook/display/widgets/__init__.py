@@ -1,0 +1,1 @@
+"""Buttons below a panel in a cell, and how their clicks are answered while the cell runs."""
