@@ -125,11 +125,6 @@ class ExportedPage:
         """What is to be read."""
         return self._chromium.wait_for(self._page.locator("body").inner_text())
 
-    @property
-    def title(self) -> str:
-        """What the title of the page says."""
-        return self._chromium.wait_for(self._page.title())
-
     def screenshot(self, path: Path) -> None:
         self._chromium.wait_for(self._page.screenshot(path=path))
 

@@ -209,9 +209,5 @@ class Notebook:
             for node in one["nodes"]
         ]
 
-    def allow_notifications(self) -> None:
-        """Let pages show notifications, as the browser asks the user when a page wants to."""
-        self._chromium.wait_for(self._context.grant_permissions(["notifications"]))
-
     def close(self) -> None:
         self._chromium.wait_for(self._context.close())

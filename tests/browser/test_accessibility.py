@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.limit(240)]
 LEAST_CONTRAST = 3.0
 """Of what is drawn against its ground, as WCAG 2.2 asks for in 1.4.11. For text axe-core looks itself: 4.5."""
 
-# The contrast of each bar and each part of a strip, least first. Colours have no transparency there.
+# The contrast of each bar, least first. Colours have no transparency there.
 CONTRASTS = """() => {
     const channels = color => color.match(/[\\d.]+/g).map(Number);
     const light = color => channels(color).slice(0, 3).map(one => one / 255)
@@ -31,7 +31,7 @@ CONTRASTS = """() => {
         while (one.parentElement && !isSolid(own(one.parentElement))) { one = one.parentElement; }
         return own(one.parentElement);
     };
-    return [...document.querySelectorAll('.nba .nba-fill, .nba .nba-times i')].filter(one => isSolid(own(one)))
+    return [...document.querySelectorAll('.nba .nba-fill')].filter(one => isSolid(own(one)))
         .map(one => [light(own(one)), light(ground(one)), one.className])
         .map(([a, b, name]) => [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), name])
         .sort((a, b) => a[0] - b[0]);

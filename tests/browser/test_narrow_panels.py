@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fixtures.panels import Run
 
-from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.notebook.display.drawing import html
-from nb_accelerate.notebook.display.phase_times import parts
 
 if TYPE_CHECKING:
     from browser.chromium import Chromium
@@ -58,17 +56,3 @@ def test_the_narrower_a_cell_the_narrower_its_bar_and_what_matters_stays(chromiu
     for what in ("isCut", "passes"):
         assert [cell["width"] for cell in cells if cell[what]] == [], what
     assert [cell["width"] for cell in cells if not cell["keeps"]] == []
-
-
-def test_what_the_colours_are_takes_two_lines_of_a_narrow_cell(chromium: Chromium) -> None:
-    run = Run(2)
-    run.begin_loop()
-    shares = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.WAITING, Phase.RUNNING)
-    view = dataclasses.replace(run.view, times=parts(dict.fromkeys(shares, 1.0)))
-    context, page = chromium.open(1300, 800)
-    source = f'<body>{html.style()}<div style="width:400px">{html.render(view)}</div>'
-    chromium.wait_for(page.set_content(source))
-    lines = "Math.round(document.querySelector('.nba-legend').clientHeight / 17.4)"
-    found = chromium.wait_for(page.evaluate(lines))
-    chromium.wait_for(context.close())
-    assert found == 2

@@ -278,7 +278,7 @@ def test_the_kernel_receives_its_messages_itself_again_when_no_panel_is_left(ker
     page = Page(kernel, WAITS["a launch"].format(end=str(end)))
     end.touch()
     page.idle(page.cell)
-    kernel.run("from nb_accelerate.notebook.display import shell_channel").ok()
+    kernel.run("from nb_accelerate.notebook.display.widgets import shell_channel").ok()
     deadline = time.monotonic() + 10
     while value(kernel, "len(shell_channel._channels)"):
         assert time.monotonic() < deadline

@@ -51,14 +51,14 @@ def test_the_style_sheet_is_sent_once_and_widgets_are_made_when_they_are_used(ke
     seconds = time.monotonic() - began
     drawn = [one for one in of_kind("update_display_data") if has_chart(one)]
     assert len(drawn) / seconds < 2.4, "two a second, and one at both ends"
-    # Most of it are the chart and the strips of time.
-    assert max(len(json.dumps(one, ensure_ascii=False)) for one in drawn) < 11_000
+    # Most of it is the chart.
+    assert max(len(json.dumps(one, ensure_ascii=False)) for one in drawn) < 10_000
     (sheet,) = [one for one in of_kind("display_data", "update_display_data") if "<style" in str(one)]
     assert sheet["data"]["text/plain"] == ""
     (buttons,) = [one for one in of_kind("display_data", "update_display_data") if VIEW in one["data"]]
     assert buttons["data"]["text/plain"]
     made = len(of_kind("comm_open"))
-    assert made <= 20
+    assert made <= 16
 
     end.touch()
     while messages[-1]["content"].get("execution_state") != "idle" or messages[-1]["parent_header"]["msg_id"] != cell:

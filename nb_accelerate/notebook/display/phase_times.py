@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from nb_accelerate.base.progress_page import Sample
 
 _WINDOW = 10.0
-"""Seconds that a strip of a rank that runs is about."""
+"""Seconds of a run that are summed up while it is on."""
 
 _KEEP_EVERY = 0.5
-"""Seconds between two samples that are kept for it."""
+"""Seconds between two samples that are kept."""
 
-NAMES = {
+_NAMES = {
     Phase.DATA: "loading data",
     Phase.TRAINING: "forward and backward",
     Phase.FORWARD: "forward",
@@ -31,22 +31,6 @@ NAMES = {
     Phase.SAVING: "saving",
     Phase.RUNNING: "between steps",
 }
-"""What the phases are called in a strip."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimePart:
-    """A part of a rank's time.
-
-    Attributes:
-        kind: of the phase, as style sheets and programs call it: ``data``, ``forward`` ...
-        name: of the phase, for people.
-        share: from 0 to 1.
-    """
-
-    kind: str
-    name: str
-    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,30 +106,18 @@ class PhaseTimes:
         )
 
 
-def parts(seconds: Mapping[Phase, float]) -> tuple[TimePart, ...]:
-    """Return seconds by phase as parts of their sum; none if there are no seconds."""
-    total = sum(seconds.values())
-    if not total:
-        return ()
-    return tuple(
-        TimePart(kind=phase.name.lower(), name=NAMES[phase], share=seconds[phase] / total)
-        for phase in WORK
-        if seconds.get(phase)
-    )
+def in_words(times: Iterable[Mapping[Phase, float]]) -> str:
+    """Return where the time of ranks went, all together: ``loading data 3 %, forward 30 %``. Less than 1 % is left out.
 
-
-def parts_of_sum(times: Iterable[Mapping[Phase, float]]) -> tuple[TimePart, ...]:
-    """Return seconds by phase of several ranks as parts of the sum of all."""
-    total = dict.fromkeys(WORK, 0.0)
-    for one in times:
-        for phase, seconds in one.items():
-            total[phase] += seconds
-    return parts(total)
-
-
-def in_words(shown: Iterable[TimePart]) -> str:
-    """Return parts as text: ``loading data 3 %, forward 30 %``; those below half a percent are left out."""
-    return ", ".join(f"{one.name} {percent}" for one in shown if (percent := f"{100 * one.share:.0f} %") != "0 %")
+    Args:
+        times: seconds by phase, of each rank.
+    """
+    spent = dict.fromkeys(WORK, 0.0)
+    for seconds in times:
+        for phase in seconds:
+            spent[phase] += seconds[phase]
+    least = 0.01 * sum(spent.values())
+    return ", ".join(f"{_NAMES[phase]} {spent[phase] / least:.0f} %" for phase in WORK if spent[phase] >= least > 0)
 
 
 def _difference(after: Mapping[Phase, float], before: Mapping[Phase, float]) -> dict[Phase, float]:

@@ -23,7 +23,7 @@ from nb_accelerate.notebook.display.findings.stragglers import slow_sentences, s
 from nb_accelerate.notebook.display.logged_values import LoggedValues
 from nb_accelerate.notebook.display.memory import memory_table, parts_of, sharded_line
 from nb_accelerate.notebook.display.pace import Pace, outlook, remarks, summary
-from nb_accelerate.notebook.display.phase_times import PhaseTimes, parts, parts_of_sum
+from nb_accelerate.notebook.display.phase_times import PhaseTimes, in_words
 from nb_accelerate.notebook.display.seen import Seen
 from nb_accelerate.notebook.display.track import METHODS, LossHistory, Track, loss_of
 from nb_accelerate.notebook.display.usage import of_cpu, of_gpu
@@ -201,7 +201,7 @@ class PanelState:
             memory=memory_table({rank: (self._memory(rank), one.sample.held) for rank, one in self._tracks.items()}),
             logged=self._logged.curves,
             warnings=self._warnings(stalled, slow_sentences(slow, len(self._tracks)), now),
-            times=parts_of_sum(self._seconds(rank) for rank in self._times),
+            times=in_words(self._seconds(rank) for rank in self._times),
             advice=self._advice(),
             failure=self._failure,
         )
@@ -273,7 +273,7 @@ class PanelState:
             cpu=self._cpu([rank]),
             now=self._activity(rank, standing, now),
             place=(place or track.place) if runs else "",
-            times=parts(self._seconds(rank)),
+            times=in_words([self._seconds(rank)]),
         )
 
     def _memory(self, rank: int) -> int:
@@ -367,7 +367,7 @@ class PanelState:
             gpu=self._gpu(others, now),
             cpu=self._cpu(others),
             now=f"{words.plural(len(others), 'rank')}: {_of_several(doing[0])}" if apart else doing[0],
-            times=parts_of_sum(self._seconds(rank) for rank in others),
+            times=in_words(self._seconds(rank) for rank in others),
         )
         return (whole, *(self._row(rank, known[rank], now) for rank in apart[:_OUTLIERS]))
 

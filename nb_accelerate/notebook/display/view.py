@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from nb_accelerate.base.records import Curve
-    from nb_accelerate.notebook.display.phase_times import TimePart
 
 PanelStatus = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 Kind = Literal["", "late", "bad", "done"]
@@ -91,7 +90,7 @@ class Row:
     now: str = ""
     place: str = ""
     label: str = ""
-    times: tuple[TimePart, ...] = ()
+    times: str = ""
 
     @property
     def said(self) -> str:
@@ -164,7 +163,6 @@ class View:
         memory: what each rank holds, as a table of text; empty if nothing is known.
         warnings: sentences about what is wrong.
         times: where the time of all ranks together goes, as in `Row`.
-        named: kinds of these that are named however small they are, so that no name comes and goes.
         advice: a sentence about what slowed down a run that has ended, and what to try; "" if nothing is worth one.
         failure: why it ended, if it failed.
         key: of this panel, other than those of all others in the notebook; "" if it is drawn once.
@@ -189,8 +187,7 @@ class View:
     held: str = ""
     memory: str = ""
     warnings: tuple[str, ...] = ()
-    times: tuple[TimePart, ...] = ()
-    named: frozenset[str] = frozenset()
+    times: str = ""
     advice: str = ""
     failure: FailureSummary | None = None
     key: str = ""

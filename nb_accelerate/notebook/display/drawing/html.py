@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.records import LABELS, draw
 from nb_accelerate.notebook.display.drawing.loss_chart import breaks, pieces, with_chart
-from nb_accelerate.notebook.display.drawing.strips import legend, strip
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ _WIDE = 10
 """Between the least and the greatest loss of a curve that is drawn with a logarithmic scale."""
 
 
-_SHEETS = ("style.css", "times.css", "chart.css")
+_SHEETS = ("style.css", "chart.css")
 
 _ONLY_NOW = ' class="nba-only-now"'
 """A table without bars and figures: its last column begins beside the rank."""
@@ -129,15 +128,15 @@ def _tick(begin: float, end: float) -> str:
 
 
 def _body(view: View) -> str:
-    of_times = legend(view.times, view.named)
+    times = f'<p class="nba-dim">{_prose(f"time: {view.times}")}</p>' if view.times else ""
     failed = view.state == "failed"
     if view.state == "done" and view.rows:
         folded = (
-            f"<details><summary>{escape(_remarks(view))}</summary>{_table(view.rows, view.columns)}{of_times}</details>"
+            f"<details><summary>{escape(_remarks(view))}</summary>{_table(view.rows, view.columns)}{times}</details>"
         )
         table = _table(view.bars) + folded if view.bars else folded
     else:
-        table = _dots(view) + _table((*view.bars, *view.rows), view.columns, failed=failed) + of_times
+        table = _dots(view) + _table((*view.bars, *view.rows), view.columns, failed=failed) + times
     advice = f'<p class="nba-advice">{_prose(view.advice)}</p>' if view.advice else ""
     warnings = "".join(f'<p class="nba-warn">{_prose(sentence)}</p>' for sentence in view.warnings)
     held = f'<p class="nba-dim">{_prose(view.held)}</p>' if view.held else ""
@@ -220,14 +219,14 @@ def _now(row: Row) -> str:
 
 
 def _bar(row: Row) -> str:
+    times = _title(f"time: {row.times}" if row.times else None)
     if row.share is None:
-        return f'<td class="nba-bar">{"" if row.step else _EMPTY_TRACK}{strip(row.times, f"rank {row.ranks}")}</td>'
+        return f'<td class="nba-bar"{times}>{"" if row.step else _EMPTY_TRACK}</td>'
     percent = f"{100 * row.share:.1f}"
     fill = f'<div class="nba-fill" style="width:{percent}%"></div>' if row.share else ""
     return (
-        f'<td class="nba-bar"><div class="nba-track" role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" '
-        f'aria-valuemax="100" aria-label="rank {row.ranks}">'
-        f"{fill}</div>{strip(row.times, f'rank {row.ranks}')}</td>"
+        f'<td class="nba-bar"{times}><div class="nba-track" role="progressbar" aria-valuenow="{percent}" '
+        f'aria-valuemin="0" aria-valuemax="100" aria-label="rank {row.ranks}">{fill}</div></td>'
     )
 
 

@@ -17,7 +17,6 @@ be, there are no buttons. The kernel's own interrupt always works.
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -25,7 +24,6 @@ from typing_extensions import override
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.notebook.display.drawing import html
 from nb_accelerate.notebook.display.drawing.lines import bundle
-from nb_accelerate.notebook.display.drawing.strips import kinds_named
 from nb_accelerate.notebook.display.panel import Drawing
 from nb_accelerate.notebook.display.widgets.controls import Controls
 from nb_accelerate.notebook.display.widgets.shell_channel import answer_messages, can_answer, stop_answering
@@ -71,11 +69,10 @@ class NotebookPanel(Drawing):
         self._id = place or uuid.uuid4().hex
         self._buttons_id = uuid.uuid4().hex
         self._style_id = uuid.uuid4().hex
-        self._controls = Controls(kernel, ranks, watched, where, self._buttons_id) if can_answer(kernel) else None
+        self._controls = Controls(kernel, ranks, watched, where) if can_answer(kernel) else None
         self._last: dict[str, Any] = {}
         self._is_shown = self.is_announced = bool(place)
         self._draws = 0
-        self._named: frozenset[str] = frozenset()
         self._is_made = self._has_buttons = False
         self._thread: HelperThread | None = None
         if self.is_announced:  # the table has its place already, and what ranks print before it is drawn goes below
@@ -93,8 +90,6 @@ class NotebookPanel(Drawing):
                 self._thread = HelperThread(self._make, self._controls, name="panel")
                 self._thread.start()
         self._draws += 1
-        self._named |= kinds_named(view.times, self._named)
-        view = replace(view, named=self._named)
         if not view.charts or self._draws % _CHARTS_EVERY == 1:
             content = bundle(view, with_style=False)
             if content != self._last:
@@ -104,7 +99,7 @@ class NotebookPanel(Drawing):
             self._keep_place(self._buttons_id)
         if self._controls is None or not self._is_made:
             return
-        self._controls.draw(view, self._draws)
+        self._controls.draw(view)
         if not self._has_buttons:
             self._has_buttons = True
             self._send("update_display_data", self._buttons_id, self._controls.bundle())
@@ -114,8 +109,6 @@ class NotebookPanel(Drawing):
         if self._thread is not None:
             self._thread.join(_WAIT)
         controls = self._controls if self._is_made else None
-        if controls is not None:
-            controls.tell_end(view, self._draws)
         if view.is_worth_keeping and (was_drawn or view.bars or view.charts):
             self._show(bundle(view)["data"])
         elif self._is_shown:

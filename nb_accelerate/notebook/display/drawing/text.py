@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.display.phase_times import in_words
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:
@@ -57,8 +56,7 @@ def _times(view: View) -> list[str]:
     """Return where the time of a run that has ended went, and advice."""
     if view.state in ("starting", "running"):
         return []
-    said = in_words(view.times)
-    return [*([f"time: {said}"] if said else []), *([view.advice] if view.advice else [])]
+    return [*([f"time: {view.times}"] if view.times else []), *([view.advice] if view.advice else [])]
 
 
 def _bar(row: Row) -> str:

@@ -16,38 +16,25 @@ _LAST_LINES = 40
 _KEPT_LINES = 200
 """Last lines of each rank that are kept of a run that is over."""
 
-# Selecting what is shown says what was copied, and it is the way that needs no page of https.
-_COPY = (
-    "const shown=this.closest('.nba-asides').querySelector('pre');getSelection().selectAllChildren(shown);"
-    "document.execCommand('copy');this.textContent='Copied';setTimeout(()=>{this.textContent='Copy'},1500)"
-)
-_AS_WIDGETS = "jupyter-widgets jupyter-button widget-button"
 
-COPY_BUTTON = f'<button class="{_AS_WIDGETS} nba-copy" title="copy what is shown" onclick="{_COPY}">Copy</button>'
-"""Copies what stands in the same element of class ``nba-asides``. Works in the page alone, also while a cell runs."""
-
-
-def stacks(frames: Mapping[int, tuple[list[str], list[str]]], *, whole: bool) -> str:
-    """Return where ranks are: users' frames a line each, then those of libraries.
+def stacks(frames: Mapping[int, tuple[list[str], list[str]]]) -> str:
+    """Return where ranks are: users' frames a line each, then those of libraries, which unfold.
 
     Args:
         frames: users' and others, innermost first, by rank.
-        whole: show those of libraries a line each too; else they are one line.
     """
     if not frames:
         return _pre("no answer yet", "where ranks are")
-    return _pre("".join(_stack(rank, *both, whole=whole) for rank, both in sorted(frames.items())), "where ranks are")
+    return _pre("".join(_stack(rank, *both) for rank, both in sorted(frames.items())), "where ranks are")
 
 
-def _stack(rank: int, users: list[str], others: list[str], *, whole: bool) -> str:
-    lines = "".join(f"<div>  {escape(one)}</div>" for one in users)
-    if whole:
-        inside = "".join(f'<div class="nba-dim">  in {escape(one)}</div>' for one in others)
-    elif others:
-        inside = f'<div class="nba-frames nba-dim">  in {escape(" ← ".join(others))}</div>'
-    else:
-        inside = ""
-    return f"<div><b>{named([rank])}</b></div>{lines}{inside}"
+def _stack(rank: int, users: list[str], others: list[str]) -> str:
+    lines = "".join(f"<div>  {escape(frame)}</div>" for frame in users)
+    if others:
+        each = "".join(f"<div>    {escape(frame)}</div>" for frame in others)
+        folded = escape(" ← ".join(others))
+        lines += f'<details class="nba-dim"><summary class="nba-frames">  in {folded}</summary>{each}</details>'
+    return f"<div><b>{named([rank])}</b></div>{lines}"
 
 
 def memory(table: str) -> str:

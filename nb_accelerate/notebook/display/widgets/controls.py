@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.display.drawing import html
 from nb_accelerate.notebook.display.panel import PAUSE, RESUME
-from nb_accelerate.notebook.display.widgets import asides, notification
-from nb_accelerate.notebook.display.widgets.page_title import REPEAT_EVERY, percent_of, title_script
+from nb_accelerate.notebook.display.widgets import asides
 from nb_accelerate.notebook.display.widgets.shell_channel import answer_widgets
 
 if TYPE_CHECKING:
@@ -59,25 +58,18 @@ class Controls:
         ranks: Sequence[int],
         watched: Watched,
         where: Callable[[str], tuple[list[str], list[str]]],
-        key: str,
     ) -> None:
         self._kernel = kernel
         self._ranks = ranks
         self._watched = watched
         self._where = where
-        self._key = key
-        self._began = time.monotonic()
         self._widgets: list[Any] = []
         self._lock = threading.Lock()  # held where widgets are made, by a click say, changed by it, or closed
         self._is_over = False
         self._aside: Any = None
-        self._all_frames: Any = None
         self._rank_field: Any = None
-        self._copy: Any = None
         self._look_at_actions = 0.0
         self._memory_table = ""
-        self._percent: int | None = None
-        self._title_at = 0.0
         self._shown: Callable[[], str] | None = None
         self._ask_at = 0.0
         self._log_of = min(ranks)
@@ -90,7 +82,6 @@ class Controls:
         self._plain = ipywidgets.Layout()
         self._one_line = ipywidgets.Layout(width="auto", flex="0 0 auto")
         self._again = self._add(_html_of_new_pages(self._plain))
-        self._title = self._html("", ipywidgets.Layout(display="none"))
         self._button_look: dict[str, Any] = {"layout": self._one_line}
         self._actions = [
             (action, self._button(action.title, action.hint, action.do)) for action in self._watched.actions()
@@ -98,14 +89,13 @@ class Controls:
         self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
         self._row = (
             *(button for _, button in self._actions),
-            self._html(notification.notify_button(self._key), self._one_line),
             self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
             self._button("Memory", "show what every rank holds", lambda: self._toggle(self._memory)),
             self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log)),
         )
         margin = ipywidgets.Layout(margin="0 0 0 5px", flex_flow="row wrap")
         self._controls = self._add(ipywidgets.HBox(self._row, layout=margin))
-        children = (self._again, self._controls, self._title)
+        children = (self._again, self._controls)
         self._box = self._add(ipywidgets.VBox(children, layout=self._plain, _dom_classes=("nba-asides",)))
 
     def bundle(self) -> dict[str, Any]:
@@ -113,10 +103,9 @@ class Controls:
         model = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
         return {"application/vnd.jupyter.widget-view+json": model, "text/plain": _NO_WIDGETS}
 
-    def draw(self, view: View, number: int) -> None:
+    def draw(self, view: View) -> None:
         """Bring them up to date."""
         self._memory_table = view.memory
-        self._show_in_title(percent_of(view), number)
         if self._pause is not None:
             _change(self._pause, description=RESUME if view.is_paused else PAUSE)
         if time.monotonic() >= self._look_at_actions:
@@ -132,13 +121,6 @@ class Controls:
                 self._has_opened_log = True
                 self._open_log()
         self._draw_aside()
-
-    def tell_end(self, view: View, number: int) -> None:
-        """Have the page do what it does at the end. Their display is still there: without one nothing is run in it."""
-        last = title_script(self._key, None, number)
-        if time.monotonic() >= self._began + notification.LEAST_SECONDS:
-            last += notification.notify_script(self._key, view)
-        self._title.value = last
 
     def close(self, view: View) -> None:
         """Close them. In a page that was loaded anew, and knows no display to leave in their place, one stays."""
@@ -165,12 +147,6 @@ class Controls:
         if self._shown is None:
             self._log_of = next(rank for rank in self._ranks if self._watched.log(rank))
             self._open(self._log)
-
-    def _show_in_title(self, percent: int | None, number: int) -> None:
-        now = time.monotonic()
-        if percent != self._percent or (percent is not None and now >= self._title_at):
-            self._percent, self._title_at = percent, now + REPEAT_EVERY
-            self._title.value = title_script(self._key, percent, number)
 
     def _draw_aside(self) -> None:
         shown = self._shown
@@ -211,51 +187,35 @@ class Controls:
                 return
             if self._aside is None:
                 self._aside = self._html("", self._plain)
-                self._copy = self._html(asides.COPY_BUTTON, self._one_line)
-                self._box.children = (self._again, self._controls, self._aside, self._title)
-            self._controls.children = (*self._row, *self._of_aside(aside))
+                self._box.children = (self._again, self._controls, self._aside)
+            chooses_rank = aside == self._log and len(self._ranks) > 1
+            self._controls.children = (*self._row, self._field_of_rank()) if chooses_rank else self._row
             self._shown = aside
             if aside is None:
                 self._aside.value = ""
         if aside == self._stacks:
             self._ask()
 
-    def _of_aside(self, aside: Callable[[], str] | None) -> tuple[Any, ...]:
-        """Return the widgets beside the buttons that belong to what is open."""
-        if aside is None:
-            return ()
-        if aside == self._stacks:
-            self._all_frames = self._all_frames or self._make_all_frames()
-            return (self._all_frames, self._copy)
-        if aside == self._log and len(self._ranks) > 1:
-            self._rank_field = self._rank_field or self._make_rank_field()
-            return (self._rank_field, self._copy)
-        return (self._copy,)
-
-    def _make_all_frames(self) -> Any:
-        import ipywidgets
-
-        hint = "show each frame of libraries as well"
-        return self._add(ipywidgets.ToggleButton(description="All frames", tooltip=hint, layout=self._one_line))
-
-    def _make_rank_field(self) -> Any:
-        """Make a field that chooses the rank whose log is shown.
+    def _field_of_rank(self) -> Any:
+        """Return a field that chooses the rank whose log is shown.
 
         No list to choose from: in a cell's output JupyterLab takes the arrow keys, and all letters, for itself, but
         where one can write.
         """
-        import ipywidgets
+        if self._rank_field is None:
+            import ipywidgets
 
-        field = ipywidgets.BoundedIntText(
-            value=self._log_of,
-            min=min(self._ranks),
-            max=max(self._ranks),
-            description="of rank",
-            style={"description_width": "initial"},
-            layout={"width": "92px"},
-        )
-        field.observe(lambda change: self._show_log(change["new"]), "value")
-        return self._add(field)
+            self._rank_field = ipywidgets.BoundedIntText(
+                value=self._log_of,
+                min=min(self._ranks),
+                max=max(self._ranks),
+                description="of rank",
+                style={"description_width": "initial"},
+                layout={"width": "92px"},
+            )
+            self._rank_field.observe(lambda change: self._show_log(change["new"]), "value")
+            self._add(self._rank_field)
+        return self._rank_field
 
     def _show_log(self, rank: int) -> None:
         self._log_of = rank
@@ -267,7 +227,7 @@ class Controls:
 
     def _stacks(self) -> str:
         found = {rank: self._where(dump) for rank, dump in self._watched.stacks().items() if dump}
-        return asides.stacks(found, whole=self._all_frames.value)
+        return asides.stacks(found)
 
     def _memory(self) -> str:
         return asides.memory(self._memory_table)
