@@ -18,8 +18,8 @@ from nb_accelerate.notebook.display.frontend import choose_front_end
 from nb_accelerate.notebook.launch.launch import Launch
 from nb_accelerate.notebook.launch.neighbours import gpu_warnings
 from nb_accelerate.notebook.launch.panel import announce
-from nb_accelerate.notebook.ranks.failures import RankTraceback
-from nb_accelerate.notebook.ranks.sinks import StreamSink
+from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
+from nb_accelerate.notebook.ranks.output.sinks import StreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

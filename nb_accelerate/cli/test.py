@@ -38,7 +38,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.notebook.launch.launch import Launch
     from nb_accelerate.notebook.launch.machine import look
-    from nb_accelerate.notebook.ranks.sinks import StreamSink
+    from nb_accelerate.notebook.ranks.output.sinks import StreamSink
 
     file = read_config(arguments.config_file)
     chosen = launch_options(arguments, file)

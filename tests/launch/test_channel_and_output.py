@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from nb_accelerate import errors
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.output import MARK_SIZE, Chunk, Decoder, frame, new_mark
-from nb_accelerate.notebook.ranks.output import RankOutput
+from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
 
 MARK = bytes(range(200, 200 + MARK_SIZE))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.notebook.ranks import logs
-from nb_accelerate.notebook.ranks.logs import new_log
+from nb_accelerate.notebook.ranks.output import logs
+from nb_accelerate.notebook.ranks.output.logs import new_log
 
 
 @pytest.fixture

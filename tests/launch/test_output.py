@@ -9,9 +9,9 @@ import pytest
 from fixtures.kernels import Kernel
 
 from nb_accelerate.notebook.protocol.output import StreamName
-from nb_accelerate.notebook.ranks.output import prefixed
-from nb_accelerate.notebook.ranks.request_output import RequestOutput
-from nb_accelerate.notebook.ranks.sinks import Sink
+from nb_accelerate.notebook.ranks.output.rank_output import prefixed
+from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 SETUP = """
 import ctypes, functools, os, subprocess, sys, time

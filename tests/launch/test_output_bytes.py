@@ -20,11 +20,11 @@ from jupyter_client.session import json_packer
 from nb_accelerate.notebook.display.drawing.block import Block
 from nb_accelerate.notebook.protocol.messages import Display
 from nb_accelerate.notebook.protocol.output import MAX_PAYLOAD, frame, new_mark
-from nb_accelerate.notebook.ranks import sinks
-from nb_accelerate.notebook.ranks.display_ids import DisplayIds
-from nb_accelerate.notebook.ranks.output import RankOutput
-from nb_accelerate.notebook.ranks.request_output import RequestOutput
-from nb_accelerate.notebook.ranks.sinks import CellSink, Sink, StreamSink
+from nb_accelerate.notebook.ranks.output import sinks
+from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
+from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
+from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.output.sinks import CellSink, Sink, StreamSink
 
 MARK = new_mark()
 

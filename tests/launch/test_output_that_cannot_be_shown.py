@@ -10,9 +10,9 @@ import pytest
 from nb_accelerate.errors import LaunchError
 from nb_accelerate.notebook.launch import notebook_launcher
 from nb_accelerate.notebook.protocol.channel import Channel
-from nb_accelerate.notebook.ranks.merge import Merge
-from nb_accelerate.notebook.ranks.output import RankOutput
-from nb_accelerate.notebook.ranks.sinks import CellSink
+from nb_accelerate.notebook.ranks.output.merge import Merge
+from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
+from nb_accelerate.notebook.ranks.output.sinks import CellSink
 
 
 def talk() -> str:
@@ -50,7 +50,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Session:
     """The launches of this test are in this cell."""
     kernel = Kernel()
     # pytest's streams are not the kernel's, so they would be taken for what the cell has redirected.
-    monkeypatch.setattr("nb_accelerate.notebook.ranks.sinks._unless_kernels", lambda _: None)
+    monkeypatch.setattr("nb_accelerate.notebook.ranks.output.sinks._unless_kernels", lambda _: None)
     monkeypatch.setattr("nb_accelerate.notebook.launch.launcher.sink_here", lambda: CellSink(kernel))
     return kernel.session
 

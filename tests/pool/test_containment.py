@@ -16,11 +16,11 @@ from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.pool import CellHandle, CellOptions, Pool, PoolOptions, read_cell
 from nb_accelerate.notebook.protocol.channel import Channel
-from nb_accelerate.notebook.ranks.hang import HangWatch
+from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.loop import RankLoop
-from nb_accelerate.notebook.ranks.merge import Merge
-from nb_accelerate.notebook.ranks.output import RankOutput
-from nb_accelerate.notebook.ranks.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.output.merge import Merge
+from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
+from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
 

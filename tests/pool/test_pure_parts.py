@@ -23,9 +23,9 @@ from nb_accelerate.notebook.pool.names import free_names
 from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync, Verdict
 from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
-from nb_accelerate.notebook.ranks.display_ids import DisplayIds
-from nb_accelerate.notebook.ranks.hang import verdict
-from nb_accelerate.notebook.ranks.merge import Merge
+from nb_accelerate.notebook.ranks.failing.hang import verdict
+from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
+from nb_accelerate.notebook.ranks.output.merge import Merge
 from nb_accelerate.notebook.ranks.steps import StepKind
 
 

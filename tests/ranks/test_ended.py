@@ -5,8 +5,8 @@ from __future__ import annotations
 from fixtures.actor_ranks import SOON, ActorRank
 
 from nb_accelerate.errors import DeadlockError
-from nb_accelerate.notebook.ranks.ended import ended_as
-from nb_accelerate.notebook.ranks.failures import STOPPED, Incident, IncidentKind, Wording, error_of
+from nb_accelerate.notebook.ranks.failing.errors import STOPPED, Incident, IncidentKind, Wording, error_of
+from nb_accelerate.notebook.ranks.failing.outcome import ended_as
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Request

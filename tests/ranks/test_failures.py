@@ -12,7 +12,7 @@ from fixtures.actor_ranks import ActorRank, failure
 from nb_accelerate.errors import RankDiedError
 from nb_accelerate.notebook.pool.ending import wording
 from nb_accelerate.notebook.pool.rank import PoolRank
-from nb_accelerate.notebook.ranks.failures import Incident, IncidentKind, Wording, death, first_cause
+from nb_accelerate.notebook.ranks.failing.errors import Incident, IncidentKind, Wording, death, first_cause
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nb_accelerate.notebook.protocol.messages import InputRequest
-from nb_accelerate.notebook.ranks.failures import Wording
+from nb_accelerate.notebook.ranks.failing.errors import Wording
 from nb_accelerate.notebook.ranks.input_requests import InputRequests, PendingInput
 from nb_accelerate.notebook.ranks.request import Request
 from nb_accelerate.notebook.ranks.waiting import wait_for

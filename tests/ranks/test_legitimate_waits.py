@@ -24,9 +24,9 @@ from fixtures.actor_ranks import SOON, ActorRank
 
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.notebook.launch import Launch, notebook_launcher
-from nb_accelerate.notebook.ranks import hang
-from nb_accelerate.notebook.ranks.failures import Wording
-from nb_accelerate.notebook.ranks.hang import HangWatch
+from nb_accelerate.notebook.ranks.failing import hang
+from nb_accelerate.notebook.ranks.failing.errors import Wording
+from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Request
 from nb_accelerate.notebook.ranks.steps import call_steps

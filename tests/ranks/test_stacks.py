@@ -21,10 +21,11 @@ from nb_accelerate.base.progress_page import ProgressPage, layout
 from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL, ONE_THREAD, STOPPED, listed, where
 from nb_accelerate.notebook.launch import Launch
 from nb_accelerate.notebook.protocol.messages import Parcel, Result
-from nb_accelerate.notebook.ranks import deadlock, hang, proxy
-from nb_accelerate.notebook.ranks.deadlock import DeadlockWatch
-from nb_accelerate.notebook.ranks.failures import Wording
-from nb_accelerate.notebook.ranks.hang import HangWatch
+from nb_accelerate.notebook.ranks import proxy
+from nb_accelerate.notebook.ranks.failing import deadlock, hang
+from nb_accelerate.notebook.ranks.failing.deadlock import DeadlockWatch
+from nb_accelerate.notebook.ranks.failing.errors import Wording
+from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.panel import RequestView
 from nb_accelerate.notebook.ranks.proxy import RankProxy

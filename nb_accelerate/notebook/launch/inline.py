@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
 from nb_accelerate.notebook.launch.values import Values
-from nb_accelerate.notebook.ranks.guard import OutputGuard
+from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.worker.groups import close_groups, has_group
 
 if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.launch.plan import LaunchPlan
-    from nb_accelerate.notebook.ranks.sinks import Sink
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
 def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink, **_: object) -> Values:

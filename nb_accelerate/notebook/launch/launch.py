@@ -35,8 +35,7 @@ from nb_accelerate.notebook.launch.starters import open_server
 from nb_accelerate.notebook.launch.starting import sender, started_ranks
 from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.ranks.ended import ended_as
-from nb_accelerate.notebook.ranks.failures import (
+from nb_accelerate.notebook.ranks.failing.errors import (
     INTERRUPTED,
     STOPPED,
     Wording,
@@ -45,12 +44,13 @@ from nb_accelerate.notebook.ranks.failures import (
     interrupted,
     summary,
 )
-from nb_accelerate.notebook.ranks.guard import GuardedOutput, OutputGuard
+from nb_accelerate.notebook.ranks.failing.outcome import ended_as
 from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.output.guard import GuardedOutput, OutputGuard
+from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.panel import RequestView, make_panel
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
-from nb_accelerate.notebook.ranks.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.status import RankStatus, state_of
 from nb_accelerate.notebook.ranks.steering import Steerable, steering_actions
 from nb_accelerate.notebook.ranks.steps import StepKind, call_steps, quit_steps
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.servers import RankServer
     from nb_accelerate.notebook.launch.values import Values
     from nb_accelerate.notebook.protocol.shipping import Packed
-    from nb_accelerate.notebook.ranks.sinks import Sink
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
 _PANEL_TIMEOUT = 1.0

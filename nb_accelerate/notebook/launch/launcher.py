@@ -18,9 +18,9 @@ from nb_accelerate.notebook.launch.neighbours import gpu_warnings
 from nb_accelerate.notebook.launch.panel import announce
 from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.launch.servers import warm_server
-from nb_accelerate.notebook.ranks.failures import RankTraceback
-from nb_accelerate.notebook.ranks.guard import OutputGuard
-from nb_accelerate.notebook.ranks.sinks import sink_here
+from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
+from nb_accelerate.notebook.ranks.output.guard import OutputGuard
+from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.worker.groups import named
 from nb_accelerate.notebook.worker.limits import enough_room
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.values import Values
-    from nb_accelerate.notebook.ranks.sinks import Sink
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
 def warm_up_in_kernel() -> None:

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.notebook.ranks.failures import IncidentKind, first_cause, said_of
+from nb_accelerate.notebook.ranks.failing.errors import IncidentKind, first_cause, said_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.launch.plan import LaunchPlan
-    from nb_accelerate.notebook.ranks.sinks import Sink
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
 def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:

@@ -12,7 +12,7 @@ from nb_accelerate.errors.traceback_lines import short_lines, show_instead
 from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.messages import Result
 from nb_accelerate.notebook.protocol.shipping import pack, unpack
-from nb_accelerate.notebook.ranks.failures import add_note
+from nb_accelerate.notebook.ranks.failing.errors import add_note
 
 if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions

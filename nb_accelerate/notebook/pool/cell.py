@@ -19,7 +19,7 @@ from nb_accelerate.notebook.pool.namespace_sync import RANK_NUMBERS
 from nb_accelerate.notebook.pool.shipping import SIZE_LIMIT, make_manifest
 from nb_accelerate.notebook.protocol.content import ATOMS, is_constant
 from nb_accelerate.notebook.protocol.messages import RunCell
-from nb_accelerate.notebook.ranks.failures import IncidentKind, first_cause, said_of
+from nb_accelerate.notebook.ranks.failing.errors import IncidentKind, first_cause, said_of
 from nb_accelerate.notebook.ranks.panel import RequestView, make_panel
 from nb_accelerate.notebook.ranks.steering import steering_actions
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.pool.shipping import Ask
     from nb_accelerate.notebook.pool.source import CellSource
     from nb_accelerate.notebook.protocol.content import Numbers
-    from nb_accelerate.notebook.ranks.guard import GuardedOutput
+    from nb_accelerate.notebook.ranks.output.guard import GuardedOutput
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
-    from nb_accelerate.notebook.ranks.sinks import Sink
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
     from nb_accelerate.notebook.worker.received import Key
 

@@ -26,9 +26,9 @@ from nb_accelerate.notebook.pool.rank import PoolRank
 from nb_accelerate.notebook.pool.starting import send_join, send_setup, start_rank
 from nb_accelerate.notebook.protocol.messages import Result
 from nb_accelerate.notebook.protocol.shipping import unpack
-from nb_accelerate.notebook.ranks.display_ids import DisplayIds
-from nb_accelerate.notebook.ranks.failures import death, error_of, how_it_ended
+from nb_accelerate.notebook.ranks.failing.errors import death, error_of, how_it_ended
 from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.waiting import wait, wait_for

@@ -73,7 +73,7 @@ class CellOptions:
         send: names to send from the notebook first, also if the ranks have bound them themselves.
         large: send more than a GiB, too.
         timeout: seconds until it is ended; None for no limit.
-        style: how output of several ranks is shown, see `notebook.ranks.request_output.RequestOutput`.
+        style: how output of several ranks is shown, see `notebook.ranks.output.request_output.RequestOutput`.
         quiet: show no output.
         progress: where its panel is drawn, see `notebook.launch.notebook_launcher`.
         wants_values: return the value of the last expression of each rank.

@@ -31,9 +31,9 @@ from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.messages import Call
 from nb_accelerate.notebook.protocol.random_states import RandomStates
 from nb_accelerate.notebook.protocol.shipping import pack
-from nb_accelerate.notebook.ranks.guard import GuardedOutput
-from nb_accelerate.notebook.ranks.request_output import RequestOutput
-from nb_accelerate.notebook.ranks.sinks import sink_here
+from nb_accelerate.notebook.ranks.output.guard import GuardedOutput
+from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.ranks.status import RankStatus, locate_ranks, look_at
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.pool.rank import PoolRank
     from nb_accelerate.notebook.pool.source import CellSource
     from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
-    from nb_accelerate.notebook.ranks.sinks import Sink
     from nb_accelerate.notebook.worker.received import Key
 
 _NOTHING = read_cell("")

@@ -10,15 +10,15 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.display.drawing.lines import bundle
 from nb_accelerate.notebook.display.frontend import choose_front_end
 from nb_accelerate.notebook.display.widgets import asides
+from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.ranks.panel import make_drawing, recent
-from nb_accelerate.notebook.ranks.sinks import sink_here
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.notebook.display.panel import Drawing, Panel, Watched
     from nb_accelerate.notebook.display.view import View
-    from nb_accelerate.notebook.ranks.sinks import Sink
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
 def attach(name: str | None = None) -> None:

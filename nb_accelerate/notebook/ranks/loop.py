@@ -28,10 +28,10 @@ from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.display.widgets.shell_channel import read_shell_channel
 from nb_accelerate.notebook.protocol.messages import DebuggerResumed, InputRequest, Ready
-from nb_accelerate.notebook.ranks.failures import oom_kills
-from nb_accelerate.notebook.ranks.guard import OutputGuard, short_text
-from nb_accelerate.notebook.ranks.hang import HangWatch
+from nb_accelerate.notebook.ranks.failing.errors import oom_kills
+from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.input_requests import PendingInput
+from nb_accelerate.notebook.ranks.output.guard import OutputGuard, short_text
 from nb_accelerate.notebook.ranks.posted import PostedActions
 from nb_accelerate.notebook.ranks.process_watch import ProcessWatch
 from nb_accelerate.notebook.ranks.reader import RankReader, close_fds, kill
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.protocol.output import StreamName
-    from nb_accelerate.notebook.ranks.guard import GuardedOutput
+    from nb_accelerate.notebook.ranks.output.guard import GuardedOutput
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.request import Request
     from nb_accelerate.notebook.ranks.timeouts import Timeouts

@@ -14,7 +14,7 @@ from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
 from nb_accelerate.notebook.display.drawing.relay import Relay
 from nb_accelerate.notebook.display.panel import Panel
 from nb_accelerate.notebook.display.seen import Seen
-from nb_accelerate.notebook.ranks.sinks import CellSink, StreamSink
+from nb_accelerate.notebook.ranks.output.sinks import CellSink, StreamSink
 from nb_accelerate.notebook.ranks.status import state_of
 from nb_accelerate.notebook.ranks.steps import ask_for_stacks
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.display.panel import Action, Drawing, Watched
     from nb_accelerate.notebook.display.view import Facts
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.request import Request
-    from nb_accelerate.notebook.ranks.sinks import Sink
 
 
 _MOST_RECENT = 8

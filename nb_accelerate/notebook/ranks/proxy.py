@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.diagnostics.stacks import is_whole
 from nb_accelerate.notebook.protocol.messages import Quit
-from nb_accelerate.notebook.ranks.output import RankOutput
+from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:

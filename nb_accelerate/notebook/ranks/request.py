@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.diagnostics.stacks import STOPPED
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure, Parcel, Result
-from nb_accelerate.notebook.ranks.ended import ended_as
-from nb_accelerate.notebook.ranks.failures import Incident, IncidentKind, first_cause, oom_kills
+from nb_accelerate.notebook.ranks.failing.errors import Incident, IncidentKind, first_cause, oom_kills
+from nb_accelerate.notebook.ranks.failing.outcome import ended_as
 from nb_accelerate.notebook.ranks.input_requests import InputRequests
 from nb_accelerate.notebook.ranks.process_watch import look_whether_stopped
 from nb_accelerate.notebook.ranks.shortage import shortage_on
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nb_accelerate.notebook.display.panel import Panel
-    from nb_accelerate.notebook.ranks.failures import Wording
+    from nb_accelerate.notebook.ranks.failing.errors import Wording
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.steps import Step
 

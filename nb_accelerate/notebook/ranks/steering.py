@@ -37,7 +37,7 @@ from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, La
 from nb_accelerate.notebook.display.panel import PAUSE, RESUME, Action
 from nb_accelerate.notebook.display.words import capitalized
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.ranks.sinks import sink_here
+from nb_accelerate.notebook.ranks.output.sinks import sink_here
 
 if TYPE_CHECKING:
     import os

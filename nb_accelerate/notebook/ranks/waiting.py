@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.notebook.display.widgets.shell_channel import read_shell_channel
-from nb_accelerate.notebook.ranks.failures import interrupted
+from nb_accelerate.notebook.ranks.failing.errors import interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.protocol.output import StreamName
-    from nb_accelerate.notebook.ranks.request_output import RequestOutput
-    from nb_accelerate.notebook.ranks.sinks import Sink
+    from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 logger = logging.getLogger(__name__)
 

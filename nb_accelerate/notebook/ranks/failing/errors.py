@@ -22,7 +22,7 @@ from nb_accelerate.errors import DeadlineError, DeadlockError, LaunchError, Rank
 from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
 from nb_accelerate.notebook.diagnostics.render import place, render_report
 from nb_accelerate.notebook.protocol.shipping import unpack
-from nb_accelerate.notebook.ranks.same_failure import (
+from nb_accelerate.notebook.ranks.failing.same_failure import (
     failed_alike,
     failed_otherwise,
     interrupted_at,

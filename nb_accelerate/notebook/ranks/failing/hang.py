@@ -2,7 +2,7 @@
 
 A rank that waits in a collective while another one is elsewhere in its code, or has finished, may be right: the other
 sorts, reads a disk, or has a thread that brings the rest. So it is told who waits where, and that is all. A request is
-ended only where nobody is left who could come: see `notebook.ranks.deadlock`.
+ended only where nobody is left who could come: see `notebook.ranks.failing.deadlock`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.notebook.diagnostics.stacks import STOPPED, where
 from nb_accelerate.notebook.diagnostics.waits import in_exchange, who_waits
-from nb_accelerate.notebook.ranks.deadlock import DeadlockWatch
+from nb_accelerate.notebook.ranks.failing.deadlock import DeadlockWatch
 from nb_accelerate.notebook.ranks.steps import ask_for_stacks
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from typing_extensions import override
 
 from nb_accelerate.notebook.display import console
-from nb_accelerate.notebook.ranks.overflow import Overflow
+from nb_accelerate.notebook.ranks.output.overflow import Overflow
 
 if TYPE_CHECKING:
     from nb_accelerate.notebook.display.drawing.block import Block

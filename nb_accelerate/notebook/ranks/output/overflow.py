@@ -8,12 +8,12 @@ import uuid
 from collections import deque
 from typing import IO, TYPE_CHECKING, Any
 
-from nb_accelerate.notebook.ranks.logs import new_log
+from nb_accelerate.notebook.ranks.output.logs import new_log
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-from nb_accelerate.notebook.ranks.output import last_drawing
+from nb_accelerate.notebook.ranks.output.rank_output import last_drawing
 
 _TAIL_LINES = 20
 """Last lines that are shown."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from nb_accelerate.notebook.protocol.messages import ErrorReport, Frame
-    from nb_accelerate.notebook.ranks.failures import Incident
+    from nb_accelerate.notebook.ranks.failing.errors import Incident
     from nb_accelerate.notebook.ranks.request import Answer
 
 _MAX_OTHERS = 3

@@ -20,9 +20,9 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nb_accelerate.base.topology.rank_lists import label
-from nb_accelerate.notebook.ranks.display_ids import DisplayIds
-from nb_accelerate.notebook.ranks.merge import Merge
-from nb_accelerate.notebook.ranks.output import prefixed
+from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
+from nb_accelerate.notebook.ranks.output.merge import Merge
+from nb_accelerate.notebook.ranks.output.rank_output import prefixed
 from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.protocol.output import StreamName
-    from nb_accelerate.notebook.ranks.sinks import Sink
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 _REDRAW_INTERVAL = 0.2
 """Seconds between two drawings of progress bars."""

@@ -1,0 +1,1 @@
+"""Show what ranks print and display, where the code that started them would print."""
