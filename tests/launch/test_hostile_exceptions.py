@@ -16,7 +16,8 @@ from fixtures.ranks import RunRanks
 
 from nb_accelerate import notebook_launcher
 from nb_accelerate.notebook.diagnostics.render import render_report
-from nb_accelerate.notebook.ranks.failing.errors import Incident, IncidentKind, Wording, error_of, summary
+from nb_accelerate.notebook.ranks.failing.errors import error_of, summary
+from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, Wording
 from nb_accelerate.notebook.ranks.request import Request
 from nb_accelerate.notebook.worker.call import fail
 

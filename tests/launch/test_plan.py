@@ -23,7 +23,7 @@ from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, 
 from nb_accelerate.notebook.launch.neighbours import warnings_from
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous, open_rendezvous
-from nb_accelerate.notebook.ranks.failing.errors import oom_kills
+from nb_accelerate.notebook.ranks.failing.shortage import oom_kills
 
 
 def plan(facts: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fixtures.actor_ranks import SOON, ActorRank
 
 from nb_accelerate.errors import DeadlockError
-from nb_accelerate.notebook.ranks.failing.errors import STOPPED, Incident, IncidentKind, Wording, error_of
+from nb_accelerate.notebook.ranks.failing.errors import error_of
+from nb_accelerate.notebook.ranks.failing.incidents import STOPPED, Incident, IncidentKind, Wording
 from nb_accelerate.notebook.ranks.failing.outcome import ended_as
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.proxy import RankProxy
@@ -14,7 +15,7 @@ from nb_accelerate.notebook.ranks.steps import call_steps
 
 
 def test_in_a_deadlock_the_rank_that_left_is_marked_and_not_the_one_that_waits(loop: RankLoop) -> None:
-    ranks = [RankProxy(ActorRank(number, None), loop) for number in (0, 1)]
+    ranks = [RankProxy(ActorRank(number, None)) for number in (0, 1)]
     for rank in ranks:
         loop.add(rank)
 
@@ -32,7 +33,7 @@ def test_in_a_deadlock_the_rank_that_left_is_marked_and_not_the_one_that_waits(l
 
 
 def test_a_panel_says_whether_the_user_has_interrupted_or_stopped(loop: RankLoop) -> None:
-    rank = RankProxy(ActorRank(0, None), loop)
+    rank = RankProxy(ActorRank(0, None))
     loop.add(rank)
 
     def end(how: str) -> tuple[str, str]:

@@ -12,7 +12,8 @@ from fixtures.actor_ranks import ActorRank, failure
 from nb_accelerate.errors import RankDiedError
 from nb_accelerate.notebook.pool.ending import wording
 from nb_accelerate.notebook.pool.rank import PoolRank
-from nb_accelerate.notebook.ranks.failing.errors import Incident, IncidentKind, Wording, death, first_cause
+from nb_accelerate.notebook.ranks.failing.errors import death
+from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, Wording, first_cause
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 
@@ -49,7 +50,7 @@ class TestDeath:
     @pytest.mark.parametrize("make", [RankProxy, PoolRank])
     def test_of_a_rank_that_was_killed_for_its_memory_says_so(self, loop: RankLoop, make: Callable[..., Any]) -> None:
         handle = ActorRank(1, None)
-        rank = make(handle, loop)
+        rank = make(handle)
         handle.exitcode = -signal.SIGKILL
         words = wording("the cell") if make is PoolRank else Wording()
         error = death(rank, words, "its last words\n", out_of_memory=True)

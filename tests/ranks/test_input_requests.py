@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from nb_accelerate.notebook.protocol.messages import InputRequest
-from nb_accelerate.notebook.ranks.failing.errors import Wording
+from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.input_requests import InputRequests, PendingInput
+from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.request import Request
-from nb_accelerate.notebook.ranks.waiting import wait_for
 
 
 def pending(rank: int) -> PendingInput:
@@ -42,7 +42,7 @@ def test_other_ranks_are_asked_once_the_one_that_the_user_talks_to_has_ended() -
     assert shown.prompt.startswith("rank 1")
 
 
-def test_after_an_interrupt_at_a_prompt_no_other_rank_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_interrupt_at_a_prompt_no_other_rank_is_asked(loop: RankLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[str] = []
 
     def typed(prompt: str) -> str:
@@ -60,5 +60,6 @@ def test_after_an_interrupt_at_a_prompt_no_other_rank_is_asked(monkeypatch: pyte
         if len(prompts) > 1:
             request.input_requests.close()
 
-    wait_for(SimpleNamespace(interrupt=interrupt), request)  # type: ignore[arg-type] # a loop
+    monkeypatch.setattr(loop, "interrupt", interrupt)
+    loop.wait_for(request)
     assert prompts == ["rank 0 (Pdb) "]

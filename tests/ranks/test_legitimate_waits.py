@@ -25,8 +25,8 @@ from fixtures.actor_ranks import SOON, ActorRank
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.notebook.launch import Launch, notebook_launcher
 from nb_accelerate.notebook.ranks.failing import hang
-from nb_accelerate.notebook.ranks.failing.errors import Wording
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
+from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Request
 from nb_accelerate.notebook.ranks.steps import call_steps
@@ -332,7 +332,7 @@ def test_a_wait_for_a_rank_that_has_returned_is_told_and_ends_by_itself(
 def test_a_wait_is_told_within_fifteen_seconds(loop: RankLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
-    ranks = [RankProxy(ActorRank(rank, None), loop) for rank in range(2)]
+    ranks = [RankProxy(ActorRank(rank, None)) for rank in range(2)]
     for rank, line in zip(ranks, ("/torch/distributed/distributed_c10d.py", "train.py"), strict=True):
         loop.add(rank)
         rank.stacks[:] = f'Stack (most recent call first):\n  File "{line}", line 9 in barrier\n'.encode()

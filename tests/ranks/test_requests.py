@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 from fixtures.actor_ranks import RESULT, SOON, ActorRank, Cell, begin, failure
+from fixtures.deadlines import expire
 
 from nb_accelerate.base.progress_page.layout import Phase
 from nb_accelerate.base.progress_page.page import ProgressPage
 from nb_accelerate.errors import DeadlineError, PoolError
 from nb_accelerate.notebook.pool.ending import cell_steps
-from nb_accelerate.notebook.ranks.failing.errors import Wording, error_of
+from nb_accelerate.notebook.ranks.failing.errors import error_of
+from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.guard import GuardedOutput
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
@@ -154,15 +156,15 @@ def test_ranks_that_do_not_answer_in_time_are_named(loop: RankLoop) -> None:
     handles = [ActorRank(0, RESULT), ActorRank(1, None, ends_on=["terminate"])]
     request = begin(loop, handles, call_steps(SOON), timeout=600.0)
 
-    def expire(_: RankLoop) -> None:
-        if 0 in request.answers:
-            request.expire()
+    def act(_: RankLoop) -> None:
+        if 0 in request.answers and not request.incidents:
+            expire(request)
 
-    loop.observers.append(expire)
+    loop.observers.append(act)
     try:
         loop.run(request)
     finally:
-        loop.observers.remove(expire)
+        loop.observers.remove(act)
     error = error_of(request)
     assert isinstance(error, DeadlineError)
     assert str(error) == "the call took longer than 600 s; rank 1 had not finished"
@@ -215,7 +217,7 @@ def test_a_request_whose_answer_is_read_when_its_time_is_over_is_done_at_once(lo
     handle = ActorRank(0, RESULT)
     request = begin(loop, [handle], call_steps(SOON), timeout=600.0)
     assert select.select([handle.channel], [], [], 20.0)[0], "the answer has come, and was not read"
-    request.expire()
+    expire(request)
     loop.run(request)
     assert request.incidents == []
 

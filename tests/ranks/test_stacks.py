@@ -24,8 +24,8 @@ from nb_accelerate.notebook.protocol.messages import Parcel, Result
 from nb_accelerate.notebook.ranks import proxy
 from nb_accelerate.notebook.ranks.failing import deadlock, hang
 from nb_accelerate.notebook.ranks.failing.deadlock import DeadlockWatch
-from nb_accelerate.notebook.ranks.failing.errors import Wording
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
+from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.panel import RequestView
 from nb_accelerate.notebook.ranks.proxy import RankProxy
@@ -55,7 +55,7 @@ def test_a_list_of_frames_has_those_of_users_and_of_libraries_and_none_of_our_ow
 
 def test_stacks_that_are_asked_for_before_a_rank_is_ready_are_asked_for_when_it_is(loop: RankLoop) -> None:
     handle = ActorRank(0, None)
-    rank = RankProxy(handle, loop)
+    rank = RankProxy(handle)
     loop.add(rank)
     request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
     view = RequestView(request, ())
@@ -74,7 +74,7 @@ def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(lo
                 os.write(self._ends[2], b'Stack:\n  File "<string>", line 1 in <module>\n')
 
     handles = [Asked(0, None), Asked(1, None)]
-    ranks = [RankProxy(one, loop) for one in handles]
+    ranks = [RankProxy(one) for one in handles]
     for rank in ranks:
         loop.add(rank)
         rank.ask_for_stacks()
@@ -110,7 +110,7 @@ def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
     loop = RankLoop()
     loop.start()
     try:
-        loop.add(RankProxy(Writes(0, None), loop))
+        loop.add(RankProxy(Writes(0, None)))
         loop.observers.append(write_next)
         assert locate_ranks(loop.ranks, {0}, 20.0, loop.post) == {0: "in load, /home-of/train.py:7"}
     finally:
@@ -167,7 +167,7 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     monkeypatch.setattr(deadlock, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(ActorRank, "processor_time", lambda _: used)
 
-    ranks = [RankProxy(ActorRank(rank, None), loop) for rank in range(3)]
+    ranks = [RankProxy(ActorRank(rank, None)) for rank in range(3)]
     for rank in ranks:
         loop.add(rank)
 
@@ -239,7 +239,7 @@ def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(
     now = 100.0
     monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
 
-    rank, beside = RankProxy(ActorRank(0, None), loop), RankProxy(ActorRank(1, None), loop)
+    rank, beside = RankProxy(ActorRank(0, None)), RankProxy(ActorRank(1, None))
     for one in (rank, beside):
         loop.add(one)
 
@@ -264,7 +264,7 @@ def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(
 
 
 def test_ranks_that_do_not_run_a_cell_in_the_background_may_run_what_it_waits_for_next(loop: RankLoop) -> None:
-    ranks = [RankProxy(ActorRank(rank, None), loop) for rank in range(2)]
+    ranks = [RankProxy(ActorRank(rank, None)) for rank in range(2)]
     for rank in ranks:
         loop.add(rank)
 
@@ -308,7 +308,7 @@ def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
-    rank = RankProxy(ActorRank(0, None), loop)
+    rank = RankProxy(ActorRank(0, None))
     loop.add(rank)
     request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
     watch = HangWatch(request, Timeouts(quiet=3.0))

@@ -157,14 +157,19 @@ def room_of(file: Path, package: Path) -> str | None:
 
 
 def circles(root: Path) -> list[set[str]]:
-    """Modules that import each other, directly or through others, at any time; what only type checkers see aside."""
+    """Modules that import each other, directly or through others, at any time.
+
+    Imports that only type checkers see count in the notebook half, and in no other yet.
+    """
     package = root / PACKAGE
     files = {_name_of(file, root): file for file in package.rglob("*.py")}
     graph = {
         name: {
             found
             for one in imports_of(file, root)
-            if not one.for_types and (found := _module_of(one.module, files)) is not None and found != name
+            if (not one.for_types or name.startswith(f"{PACKAGE}.notebook."))
+            and (found := _module_of(one.module, files)) is not None
+            and found != name
         }
         for name, file in files.items()
     }

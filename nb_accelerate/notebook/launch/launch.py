@@ -35,15 +35,8 @@ from nb_accelerate.notebook.launch.starters import open_server
 from nb_accelerate.notebook.launch.starting import sender, started_ranks
 from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.ranks.failing.errors import (
-    INTERRUPTED,
-    STOPPED,
-    Wording,
-    add_note,
-    error_of,
-    interrupted,
-    summary,
-)
+from nb_accelerate.notebook.ranks.failing.errors import add_note, error_of, interrupted, summary
+from nb_accelerate.notebook.ranks.failing.incidents import INTERRUPTED, STOPPED, Wording
 from nb_accelerate.notebook.ranks.failing.outcome import ended_as
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.guard import GuardedOutput, OutputGuard
@@ -345,7 +338,7 @@ class Launch(Steerable):
                 # A script seeds by itself, as with torchrun.
                 notebook = stack.enter_context(pack_notebook(shares_random=not self._exit_returns))
                 loop.output = GuardedOutput(self._output_of(handles), self._sink)
-                ranks = [RankProxy(handle, loop) for handle in handles]
+                ranks = [RankProxy(handle) for handle in handles]
                 for rank in ranks:
                     loop.add(rank)
             send = sender(options, plan, rendezvous, stores, notebook, call, attempt)

@@ -15,7 +15,8 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.notebook.ranks.failing.errors import IncidentKind, first_cause, said_of
+from nb_accelerate.notebook.ranks.failing.errors import said_of
+from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,8 @@ from nb_accelerate.notebook.pool.namespace_sync import RANK_NUMBERS
 from nb_accelerate.notebook.pool.shipping import SIZE_LIMIT, make_manifest
 from nb_accelerate.notebook.protocol.content import ATOMS, is_constant
 from nb_accelerate.notebook.protocol.messages import RunCell
-from nb_accelerate.notebook.ranks.failing.errors import IncidentKind, first_cause, said_of
+from nb_accelerate.notebook.ranks.failing.errors import said_of
+from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.panel import RequestView, make_panel
 from nb_accelerate.notebook.ranks.steering import steering_actions
 
@@ -127,7 +128,7 @@ class Cell:
     def take_note(self) -> None:
         """Note, at its end, which names the ranks have bound and how many collectives they have seen."""
         ranks = self._group.ranks
-        for number, end in self.request.ends.items():
+        for number, end in self.request.cell_ends.items():
             sync = self._syncs[number]
             if not end.has_names and number in self._sent:
                 names, new, changed = self._sent[number]

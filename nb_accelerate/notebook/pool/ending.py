@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.pool.rank import PoolRank
 from nb_accelerate.notebook.protocol.messages import CutOff
-from nb_accelerate.notebook.ranks.failing.errors import Wording
+from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.steps import (
     Step,
     StepKind,

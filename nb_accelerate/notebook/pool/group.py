@@ -31,7 +31,7 @@ from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.steps import StepKind
-from nb_accelerate.notebook.ranks.waiting import wait, wait_for
+from nb_accelerate.notebook.ranks.waiting import wait
 from nb_accelerate.notebook.worker.limits import enough_room
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class RankGroup:
         """
         with interrupts.go_to(lambda: self.loop.interrupt(request)):
             self.loop.begin(request)
-            wait_for(self.loop, request)
+            self.loop.wait_for(request)
         return result_of(request)
 
     @enough_room()
@@ -216,7 +216,7 @@ class RankGroup:
     def _add(self, handle: RankHandle) -> PoolRank:
         """Have the loop own a rank, also if this fails."""
         try:
-            rank = PoolRank(handle, self.loop)
+            rank = PoolRank(handle)
         except BaseException:
             handle.close()
             raise

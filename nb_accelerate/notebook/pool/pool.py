@@ -37,7 +37,7 @@ from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.ranks.status import RankStatus, locate_ranks, look_at
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
-from nb_accelerate.notebook.ranks.waiting import Interrupts, interrupts_call, wait, wait_for
+from nb_accelerate.notebook.ranks.waiting import Interrupts, interrupts_call, wait
 from nb_accelerate.notebook.worker import namespace as remote
 from nb_accelerate.notebook.worker.received import changed_there
 
@@ -274,7 +274,7 @@ class Pool:
         loop = self._the_group().loop
         with interrupts_call(lambda: loop.interrupt(request)):
             begin()
-            wait_for(loop, request)
+            loop.wait_for(request)
         return self.finish(request)
 
     def begin(
@@ -346,7 +346,7 @@ class Pool:
     def finish(self, request: Request) -> list[Any]:
         """Wait for the end of a cell that was begun, and return what `run` returns."""
         if self._group is not None:
-            wait_for(self._group.loop, request)
+            self._group.loop.wait_for(request)
             self._clear_away_what_failed()
         return result_of(request)
 

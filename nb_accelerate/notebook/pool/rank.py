@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.messages import CutOff
     from nb_accelerate.notebook.ranks.handle import RankHandle
-    from nb_accelerate.notebook.ranks.loop import RankLoop
 
 
 class PoolRank(RankProxy):
@@ -28,8 +27,8 @@ class PoolRank(RankProxy):
         device: what it computes on, as text.
     """
 
-    def __init__(self, handle: RankHandle, loop: RankLoop) -> None:
-        super().__init__(handle, loop)
+    def __init__(self, handle: RankHandle) -> None:
+        super().__init__(handle)
         self.steps: Mapping[str, int] = {}
         self.has_joined = False
         self.device = ""

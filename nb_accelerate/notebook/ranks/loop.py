@@ -7,11 +7,9 @@
     deadlines -------------------------------------+
 
 A launch runs it in the calling thread until its request is done (`RankLoop.run`); a pool, and a launch in which the
-user is asked for input, in a thread of its own (`RankLoop.start`). All but the public methods at the top of the class
-runs in that thread, so only the queue of posted actions has a lock.
-
-Errors in showing output cost output and nothing else (`GuardedOutput`). If the thread of a pool fails, it kills the
-ranks, and whoever waits for them gets an error at once.
+user is asked for input, in a thread of its own (`RankLoop.start`). All but the methods at the top of the class runs in
+that thread, so only the queue of posted actions has a lock. If the thread of a pool fails, it kills the ranks, and
+whoever waits for them gets an error at once.
 
 The class is long because all of it acts, in that one thread, on the same ranks and requests.
 """
@@ -24,22 +22,25 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.display.widgets.shell_channel import read_shell_channel
 from nb_accelerate.notebook.protocol.messages import DebuggerResumed, InputRequest, Ready
-from nb_accelerate.notebook.ranks.failing.errors import oom_kills
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
+from nb_accelerate.notebook.ranks.failing.outcome import ended_as
+from nb_accelerate.notebook.ranks.failing.shortage import oom_kills
 from nb_accelerate.notebook.ranks.input_requests import PendingInput
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard, short_text
 from nb_accelerate.notebook.ranks.posted import PostedActions
 from nb_accelerate.notebook.ranks.process_watch import ProcessWatch
-from nb_accelerate.notebook.ranks.reader import RankReader, close_fds, kill
+from nb_accelerate.notebook.ranks.reader import RankEvents, RankReader, close_fds, kill
 from nb_accelerate.notebook.ranks.request import Awaits
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import NEVER
-from nb_accelerate.notebook.ranks.waiting import wait_for
+from nb_accelerate.notebook.ranks.waiting import ask_user, interrupts_call, wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,7 @@ _JOIN_TIMEOUT = 5.0
 """Seconds in which `close` waits for the thread to end."""
 
 
-class RankLoop:
+class RankLoop(RankEvents):
     """Waits for ranks that were added, and carries requests to them. `close` it.
 
     Args:
@@ -80,8 +81,7 @@ class RankLoop:
         failure: the exception that has ended its thread, if there was one.
         post: runs an action in the thread; see `PostedActions.post`.
         ended: set when its thread has ended.
-        reader: reads what ranks send.
-        observers: called in the thread after each event and before deadlines are looked at: for tests, and for whoever
+        observers: called in the thread after each event, before deadlines are looked at: for tests, and for whoever
             wants to act when something has happened and not at a time.
     """
 
@@ -110,7 +110,7 @@ class RankLoop:
         self._thread: HelperThread | None = None
         self._sources = Sources(lambda _: self._posted.run())
         self._posted = PostedActions(lambda: self._sources.ring(b"!"))
-        self.reader = RankReader(self._sources, self)
+        self._reader = RankReader(self._sources, self)
         self.post = self._posted.post
         self.ended = self._posted.ended
 
@@ -128,16 +128,24 @@ class RankLoop:
             if request.input_requests.is_asked:
                 self.start()
         if self._thread is not None:
-            wait_for(self, request)
+            self.wait_for(request)
+
+    def wait_for(self, request: Request) -> None:
+        """Wait until a request is done, beside the thread. Interrupts are passed on; debuggers may ask for input."""
+        with interrupts_call(lambda: self.interrupt(request)):
+            while (asked := request.input_requests.get(read_shell_channel)) is not None:
+                try:
+                    asked.answer(ask_user(asked.prompt))
+                except KeyboardInterrupt:
+                    request.input_requests.close()  # before another rank, which asks too, gets its prompt
+                    self.interrupt(request)
+                except NotImplementedError:  # IPython's StdinNotImplementedError is one
+                    self.say(f"rank {asked.rank.rank} asks for input, but this front end allows none")
+                    asked.answer(None)
+            wait(request.done)
 
     def add(self, rank: RankProxy) -> None:
-        """Wait for a rank that was started; it takes the place of one with the same number, which has ended.
-
-        The rank is the loop's from here on, also if this fails.
-
-        Raises:
-            PoolError: the thread has ended.
-        """
+        """Read a rank that was started; it replaces one with the same number. It is the loop's, also if this fails."""
         try:
             self._do(lambda: self._add(rank))
         except BaseException:  # also one that broke off the wait for it
@@ -145,11 +153,7 @@ class RankLoop:
             raise
 
     def remove(self, rank: RankProxy) -> None:
-        """Close a rank that has ended, and forget it.
-
-        Raises:
-            PoolError: the thread has ended.
-        """
+        """Close a rank that has ended, and forget it."""
         self._do(lambda: self._remove(rank))
 
     def begin(self, request: Request, output: GuardedOutput | None = None, *, hangs: Timeouts | None = None) -> None:
@@ -171,7 +175,6 @@ class RankLoop:
         """End the first of these requests that is not done. For any thread, also in a signal handler.
 
         Args:
-            requests: in the order in which they are begun.
             how: what the user did, as a participle.
         """
         self.post(lambda: self._interrupt(requests, kind, how))
@@ -214,7 +217,7 @@ class RankLoop:
         return error
 
     def _do(self, action: Callable[[], object]) -> None:
-        """Run an action in the thread, and wait until it has ended."""
+        """Run an action in the thread, and wait for it. Raises PoolError if the thread has ended."""
         if self._thread is None:
             action()
         else:
@@ -237,11 +240,7 @@ class RankLoop:
             self._posted.end()
 
     def _wait_once(self) -> None:
-        """Wait for one event or deadline, and handle it.
-
-        It waits once: what wakes up one wait may be the end of the loop, or of the request that it is run for, which
-        another wait would not notice.
-        """
+        """Wait for one event or deadline, and handle it. It may end the loop, or the request that it runs for."""
         if any(one.is_being_ended for one in self.requests):
             self._processes.look_soon()
         until_read = read_shell_channel()
@@ -256,19 +255,19 @@ class RankLoop:
 
     def _space_small_reads(self) -> None:
         """Wait a moment if output is read in small pieces one right after the other."""
-        if not self.reader.has_read_little:
+        if not self._reader.has_read_little:
             return
         now = time.monotonic()
         if now - self._last_small_read < _MIN_READ_INTERVAL:
             time.sleep(_MIN_READ_INTERVAL)
-        self._last_small_read, self.reader.has_read_little = now, False
+        self._last_small_read, self._reader.has_read_little = now, False
 
     def _add(self, rank: RankProxy) -> None:
-        self.reader.add(rank)
+        self._reader.add(rank)
         self.ranks[rank.rank] = rank
 
     def _remove(self, rank: RankProxy) -> None:
-        self.reader.drop(rank)
+        self._reader.drop(rank)
         self._close_rank(rank)
 
     def _close_rank(self, rank: RankProxy) -> None:
@@ -316,8 +315,7 @@ class RankLoop:
                 self._attempt(f"what follows {request.wording.what}", callback)
             if self.output is not None:
                 self.output.finish()
-            if request.panel is not None:
-                self.show(request.finish_panel)
+            self.show(_finish_panel, request)
             self._hangs.pop(request, None)
             request.take_note()
             self.requests.remove(request)  # only now: if `take_note` fails, so does the request
@@ -368,12 +366,7 @@ class RankLoop:
             self.on_end(rank)
 
     def _attempt(self, what: str, action: Callable[..., object], *arguments: Any) -> None:
-        """Call what the ranks can do without: an error in it is told and logged, and the loop goes on.
-
-        Args:
-            what: a few words for what `action` does.
-            action: to be called.
-        """
+        """Call what the ranks can do without: an error in it is told and logged, and the loop goes on."""
         try:
             action(*arguments)
         except Exception as error:
@@ -382,15 +375,15 @@ class RankLoop:
             if self.output is not None:
                 self.output.say(line)
 
-    # Called by the reader, see `RankEvents`.
+    # Called by the reader.
 
+    @override
     def show(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Call what shows output of ranks; an error in it is told and logged as one in showing output."""
         with self._guard_without_output if self.output is None else self.output.guard:
             action(*arguments)
 
+    @override
     def on_message(self, rank: RankProxy, message: Any, fds: tuple[int, ...]) -> None:
-        """Handle a message of a rank."""
         request = self._request_of(rank)
         if isinstance(message, Ready):
             rank.is_ready = True
@@ -418,33 +411,39 @@ class RankLoop:
             self.output.say(f"rank {pending.rank.rank} asks for input, which it cannot have in the background")
         pending.answer(None)
 
+    @override
     def on_text(self, rank: RankProxy, stream: StreamName, text: str) -> None:
-        """Show lines of a rank."""
         if self.output is not None:
             self.output.text(rank.rank, stream, text)
 
+    @override
     def on_display(self, rank: RankProxy, display: Display) -> None:
-        """Show a display of a rank."""
         if self.output is not None:
             self.output.display(rank.rank, display)
 
+    @override
     def on_output(self, rank: RankProxy) -> None:
-        """Note that a rank has printed something: it does not hang, and a progress bar may have changed."""
         for hang in self._hangs.values():
             hang.printed()
         if self.output is not None:
             self.output.redrawing(rank.rank, rank.output.unfinished("stderr"))
             self.output.redrawing(rank.rank, rank.output.unfinished("stdout"))
 
+    @override
     def drops_stderr(self) -> bool:
-        """Return whether connections were broken on purpose: C++ code complains about that at length."""
         return any(StepKind.CUT in one.taken for one in self.requests)
 
+    @override
     def on_end(self, rank: RankProxy) -> None:
-        """Note that a rank has ended, or is of no use any more."""
         rank.stacks_due = NEVER
         rank.has_stacks.set()
         self._attempt(f"what follows the end of rank {rank.rank}", self._on_rank_end, rank)
         for request in self.requests:
             if rank in request.ranks:
                 request.ended(rank)
+
+
+def _finish_panel(request: Request) -> None:
+    """Have the panel of a request show its end, unless the panel outlives it."""
+    if request.panel is not None and not request.keeps_panel:
+        request.panel.finish(*ended_as(request))

@@ -18,7 +18,7 @@ class PostedActions:
         wake: wakes up the loop's thread, which then calls `run`.
 
     Attributes:
-        ended: set when no action will be run any more; those that are posted are refused.
+        ended: set when actions that are posted will be refused.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -27,27 +27,14 @@ class PostedActions:
         self._actions: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
 
     def post(self, action: Callable[[], object], refuse: Callable[[], object] = lambda: None) -> None:
-        """Add an action to the queue.
-
-        Args:
-            action: called in the loop's thread.
-            refuse: called instead, in any thread, if the loop's thread has ended.
-        """
+        """Have the loop's thread call `action`; if that thread has ended, `refuse` is called instead, in any thread."""
         self._actions.append((action, refuse))
         self._wake()
         if self.ended.is_set():  # perhaps just now: then `end` refuses it, or this does, as each is popped once
             self._refuse()
 
     def do(self, action: Callable[[], object], why_not: Callable[[], Exception]) -> None:
-        """Post an action, and wait until it has run.
-
-        Args:
-            action: called in the loop's thread.
-            why_not: returns the exception to raise if that thread has ended.
-
-        Raises:
-            Exception: what the action raised, or what `why_not` returned.
-        """
+        """Have the loop's thread call `action`, and wait for it. Raises what it raises; `why_not()` if refused."""
         done: Future[None] = Future()
 
         def run() -> None:

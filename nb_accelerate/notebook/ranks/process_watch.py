@@ -17,15 +17,7 @@ _INTERVAL_WHILE_ENDING = 0.1
 
 
 class ProcessWatch:
-    """Looks at the processes of ranks from time to time. The loop's thread calls `look` when it is due.
-
-    Args:
-        interval: seconds between two looks; None looks only while ranks are being ended.
-        monitor: called at each look.
-
-    Attributes:
-        due: `time.monotonic` of the next look.
-    """
+    """Looks at the processes of ranks from time to time. The arguments are those of `RankLoop`."""
 
     def __init__(self, interval: float | None, monitor: Callable[[], object]) -> None:
         self._interval = NEVER if interval is None else interval
@@ -37,14 +29,10 @@ class ProcessWatch:
         self.due = min(self.due, time.monotonic() + _INTERVAL_WHILE_ENDING)
 
     def look(self, ranks: Iterable[RankProxy], say: Callable[[str], object], *, is_ending: bool) -> list[RankProxy]:
-        """Look at the processes of ranks.
+        """Look at the processes of ranks. Return those whose end nobody will report, and which were given up.
 
         Args:
-            say: shows a line about one that was suspended or continued.
             is_ending: whether ranks are being ended; then it does not matter if one is suspended.
-
-        Returns:
-            Ranks whose end nobody will report. They were given up.
         """
         self.due = time.monotonic() + (min(_INTERVAL_WHILE_ENDING, self._interval) if is_ending else self._interval)
         self._monitor()

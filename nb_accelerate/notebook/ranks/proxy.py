@@ -17,21 +17,15 @@ from nb_accelerate.notebook.ranks.timeouts import NEVER
 if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.ranks.handle import RankHandle
-    from nb_accelerate.notebook.ranks.loop import RankLoop
 
 _ANSWER_TIMEOUT = 0.15
 """Seconds in which a thread of a rank answers if it gets the interpreter's lock. A busy machine needs most of them."""
 
 
 class RankProxy:
-    """Owns a rank's handle, and keeps what came from the rank until it is wanted.
-
-    Args:
-        loop: shows its output. The rank is read from once it was given to `RankLoop.add`.
+    """Owns a rank's handle, and keeps what came from the rank until it is wanted. `RankLoop.add` has it read.
 
     Attributes:
-        rank: its rank.
-        handle: its connections.
         output: splits what it prints into lines.
         displays: displays that have come and whose places in the output have not.
         inbox: other messages that have come, each with its descriptors.
@@ -45,15 +39,10 @@ class RankProxy:
         lost_by: the exception behind `why_lost`, if there is one; the cause of the error about this rank.
     """
 
-    def __init__(self, handle: RankHandle, loop: RankLoop) -> None:
+    def __init__(self, handle: RankHandle) -> None:
         self.rank = handle.rank
         self.handle = handle
-        self.output = RankOutput(
-            handle.mark,
-            lambda stream, text: loop.on_text(self, stream, text),
-            alone=False,
-            on_display=lambda: loop.reader.show_next_display(self),
-        )
+        self.output = RankOutput(handle.mark)
         self.displays: deque[Display] = deque()
         self.inbox: deque[tuple[Any, tuple[int, ...]]] = deque()
         self.stacks = bytearray()

@@ -40,7 +40,7 @@ class RankEvents(Protocol):
     """What the reader calls. All of it runs in the thread of the loop."""
 
     def show(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Call what shows output; its errors must end nothing else."""
+        """Call what shows output of ranks; an error in it is told and logged, and ends nothing else."""
 
     def on_message(self, rank: RankProxy, message: Any, fds: tuple[int, ...]) -> None:
         """Handle a message that is no `Display`; its descriptors are taken over."""
@@ -55,10 +55,11 @@ class RankEvents(Protocol):
         """Note that a rank has printed something, perhaps part of a line."""
 
     def drops_stderr(self) -> bool:
-        """Return whether what C code writes to stderr is dropped now."""
+        """Return whether connections were broken on purpose: C++ code complains about that at length."""
+        raise NotImplementedError
 
     def on_end(self, rank: RankProxy) -> None:
-        """Note that a rank has ended, or that its messages cannot be read any more. Called once."""
+        """Note that a rank has ended, or that it is of no use any more. Called once."""
 
 
 class RankReader:
@@ -76,6 +77,8 @@ class RankReader:
     def add(self, rank: RankProxy) -> None:
         """Read from a rank from now on."""
         handle = rank.handle
+        rank.output.emit = functools.partial(self._events.on_text, rank)
+        rank.output.on_display = functools.partial(self._show_next_display, rank)
         try:
             for source, action in (
                 (handle.channel, self._on_channel),
@@ -95,7 +98,7 @@ class RankReader:
         for source in (handle.channel, handle.stdout, handle.stderr, handle.stacks, handle.status):
             self._sources.drop(source)
 
-    def show_next_display(self, rank: RankProxy) -> None:
+    def _show_next_display(self, rank: RankProxy) -> None:
         """Show the next display of a rank, whose place in its output has come."""
         if not rank.displays:
             self._receive(rank)  # a rank sends a display before it marks the place, so it has arrived
@@ -137,7 +140,7 @@ class RankReader:
         self._events.show(rank.output.feed, data)
         self.has_read_little = self.has_read_little or len(data) < _LARGE_READ
         self._events.on_output(rank)
-        self._hand_on_messages(rank)  # `show_next_display` may have received some
+        self._hand_on_messages(rank)  # `_show_next_display` may have received some
 
     def _on_stderr(self, rank: RankProxy) -> None:
         self._take_stderr(rank, self._read(rank.handle.stderr))
@@ -163,10 +166,7 @@ class RankReader:
             self._events.on_end(rank)
 
     def _read_output(self, rank: RankProxy) -> None:
-        """Read what a rank has written until now.
-
-        No more than that: a rank may print faster than it is read here.
-        """
+        """Read what a rank has written until now, and no more: a rank may print faster than it is read here."""
         handle = rank.handle
         for fd, take in (
             (handle.stdout, functools.partial(self._events.show, rank.output.feed)),
@@ -199,12 +199,7 @@ class RankReader:
         self._lose(rank, f"its thread {message.name} has failed ({message.error}), so it was killed", error)
 
     def _lose(self, rank: RankProxy, why: str, error: Exception) -> None:
-        """Kill a rank that is of no use any more.
-
-        Args:
-            why: see `RankProxy.why_lost`.
-            error: see `RankProxy.lost_by`.
-        """
+        """Kill a rank that is of no use any more."""
         if rank.why_lost:  # and told
             return
         rank.why_lost, rank.lost_by = why, error

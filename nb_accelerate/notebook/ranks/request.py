@@ -12,8 +12,6 @@ answered yet, and the next one follows after its deadline.
 
 The methods run in the thread of the loop. Answers are unpickled later, in the thread that has asked and closes the
 request, because users' code takes part in that.
-
-More than 400 lines: a quarter documents attributes, and what may happen to a request is easier to check in one place.
 """
 
 from __future__ import annotations
@@ -32,11 +30,10 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.diagnostics.stacks import STOPPED
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure, Parcel, Result
-from nb_accelerate.notebook.ranks.failing.errors import Incident, IncidentKind, first_cause, oom_kills
-from nb_accelerate.notebook.ranks.failing.outcome import ended_as
+from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause
+from nb_accelerate.notebook.ranks.failing.shortage import oom_kills, shortage_on
 from nb_accelerate.notebook.ranks.input_requests import InputRequests
 from nb_accelerate.notebook.ranks.process_watch import look_whether_stopped
-from nb_accelerate.notebook.ranks.shortage import shortage_on
 from nb_accelerate.notebook.ranks.steps import StepKind, ask_for_stacks, saves_in_background
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 
@@ -44,11 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nb_accelerate.notebook.display.panel import Panel
-    from nb_accelerate.notebook.ranks.failing.errors import Wording
+    from nb_accelerate.notebook.ranks.failing.incidents import Answer, Wording
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.steps import Step
-
-    Answer = tuple[Result | Failure, tuple[int, ...]]
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +67,10 @@ class Request:
         ranks: the ranks that are asked.
         send: sends the message to one of them.
         steps: the steps by which it is ended early, in their order.
-        wording: phrases for its errors.
-        awaits: what it waits for, from each rank.
         world_size: number of ranks in all, of which `ranks` may be some.
         start: seconds in which all ranks must become ready, for a request that does not itself wait for `Awaits.READY`.
         timeout: seconds in which all ranks must answer; None for no limit.
         spent: seconds of these that were over before it began.
-        say: shows the user a line.
-        panel: shows how far the ranks are; None if nothing does.
         keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
         on_host: whether its ranks compute on processors, and use no other devices.
         idle: returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
@@ -88,7 +79,7 @@ class Request:
         attended: whether somebody waits for it and can be asked for input.
         is_raised: whether its error is raised in the cell that shows its panel; if not, the panel shows the traceback.
         answers: the answers that have come, with their descriptors, by rank.
-        ends: what else cells reported at their end, by rank.
+        cell_ends: what else cells reported at their end, by rank.
         incidents: what went wrong, in the order in which it was noticed.
         failure: the error of the loop, if that has ended before the ranks have answered.
         step: the current step; None as long as nothing went wrong.
@@ -96,8 +87,6 @@ class Request:
         callbacks: called just before it is done. An error in one is shown to the user or logged, and otherwise ignored.
         take_note: called just before it is done, after `callbacks`. An error in it fails the request.
         is_unwanted: whether it was interrupted before it has begun.
-        oom_kills_before: what `oom_kills` returned when it began.
-        input_requests: requests for input of debuggers on its ranks.
         steering: held by whoever steers its training, since its ranks take one command at a time.
         done: set when every rank has answered or ended, or the loop has ended.
     """
@@ -121,7 +110,7 @@ class Request:
     is_raised: bool = True
     take_note: Callable[[], object] = lambda: None
     answers: dict[int, Answer] = field(default_factory=dict)
-    ends: dict[int, CellEnd] = field(default_factory=dict)
+    cell_ends: dict[int, CellEnd] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     failure: BaseException | None = None
     step: Step | None = None
@@ -159,11 +148,6 @@ class Request:
     def due(self) -> float:
         """`time.monotonic` at which `act` has something to do."""
         return min(self._step_ends, self._again_at, self._start_ends, self._late_at)
-
-    @property
-    def deadline(self) -> float:
-        """`time.monotonic` from which answers that have not come are late, or the current step is over."""
-        return min(self._start_ends, self._late_at) if self.step is None else self._step_ends
 
     @property
     def is_being_ended(self) -> bool:
@@ -225,13 +209,9 @@ class Request:
             self._start_ends = NEVER
 
     def answered(self, rank: RankProxy, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
-        """Note an answer.
-
-        Args:
-            fds: descriptors that came with it; taken over.
-        """
+        """Note an answer. Its descriptors are taken over."""
         if isinstance(message, CellEnd):
-            self.ends[rank.rank] = message
+            self.cell_ends[rank.rank] = message
             message = message.answer
         self.answers[rank.rank] = (message, fds)
         self.input_requests.gone(rank.rank)
@@ -276,11 +256,7 @@ class Request:
         self._add(incident)
 
     def interrupt(self, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
-        """End it early for the user. A second time, go to the step that the current one has for that.
-
-        Args:
-            how: what the user did, as a participle.
-        """
+        """End it early for the user, who has `how` it. A second time, go to the current step's `on_interrupt`."""
         again = self.was_interrupted
         self.input_requests.close()
         self.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=time.monotonic(), how=how))
@@ -291,22 +267,8 @@ class Request:
             self._enter(kind)
 
     def abandon(self, error: BaseException) -> None:
-        """End it because its ranks cannot go on, for a reason outside them; in the loop's thread.
-
-        Args:
-            error: the reason, which is raised for whoever waits.
-        """
+        """End it because its ranks cannot go on. The error, a reason outside them, is raised for whoever waits."""
         self._add(Incident(kind=IncidentKind.ABANDONED, when=time.monotonic(), error=error))
-
-    def expire(self) -> None:
-        """Treat its timeout as over. For the loop's thread, see `RankLoop.post`."""
-        if self._late_at < NEVER:
-            self._late_at = 0.0
-
-    def extend_step(self) -> None:
-        """Begin the time of the current step anew."""
-        if self.step is not None:
-            self._step_ends = time.monotonic() + self.step.seconds
 
     def act(self) -> None:
         """Go to the next step, note what is late, or nudge ranks, as is due."""
@@ -337,11 +299,6 @@ class Request:
                             ask_for_stacks(rank)
 
     # Its end.
-
-    def finish_panel(self) -> None:
-        """Have its panel show its end, unless the panel outlives it."""
-        if self.panel is not None and not self.keeps_panel:
-            self.panel.finish(*ended_as(self))
 
     def finish(self) -> None:
         """Wake up whoever waits for it."""

@@ -1,4 +1,4 @@
-"""Wait for a request in the notebook's thread, and pass interrupts and typed lines on to the ranks."""
+"""Wait in the notebook's thread, where buttons of panels, interrupts and typed lines arrive meanwhile."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from nb_accelerate.notebook.ranks.input_requests import PendingInput
-    from nb_accelerate.notebook.ranks.loop import RankLoop
-    from nb_accelerate.notebook.ranks.request import Request
 
-
-def wait_for(loop: RankLoop, request: Request) -> None:
-    """Wait until a request is done. Interrupts are passed on, and debuggers of ranks can ask the user for input."""
-    with interrupts_call(lambda: loop.interrupt(request)):
-        while (asked := request.input_requests.get(read_shell_channel)) is not None:
-            _ask_user(loop, request, asked)
-        wait(request.done)
+def ask_user(prompt: str) -> str | None:
+    """Return the line that the user types; None at the end of input. SIGINT raises KeyboardInterrupt."""
+    with _handler(signal.default_int_handler):
+        try:
+            return input(prompt)
+        except EOFError:
+            return None
 
 
 def wait(event: threading.Event, timeout: float | None = None) -> bool:
@@ -53,22 +50,6 @@ def goes_on_if_interrupted(what: str, *, ends_by: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise interrupted(f"only the wait was interrupted: {what} goes on. {ends_by} ends it") from None
-
-
-def _ask_user(loop: RankLoop, request: Request, asked: PendingInput) -> None:
-    try:
-        with _handler(signal.default_int_handler):  # SIGINT ends the input, and by that the request
-            text = input(asked.prompt)
-    except KeyboardInterrupt:
-        request.input_requests.close()  # before another rank, which asks too, gets its prompt
-        loop.interrupt(request)
-    except NotImplementedError:  # IPython's StdinNotImplementedError is one
-        loop.say(f"rank {asked.rank.rank} asks for input, but this front end allows none")
-        asked.answer(None)
-    except EOFError:
-        asked.answer(None)
-    else:
-        asked.answer(text)
 
 
 def interrupts_call(action: Callable[[], object]) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Find the first cause of a request that went wrong, and build the exception to raise for it.
+"""Build the exception to raise for a request that went wrong.
 
 When a rank fails, the others fail because of it: their collective reports a closed connection a tenth of a second
 later, or never. The notebook raises the first cause only: with its own type, with the traceback on its rank, and with
@@ -8,13 +8,10 @@ what the other ranks were doing.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import os
 import re
 import signal
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label, named
@@ -22,6 +19,7 @@ from nb_accelerate.errors import DeadlineError, DeadlockError, LaunchError, Rank
 from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
 from nb_accelerate.notebook.diagnostics.render import place, render_report
 from nb_accelerate.notebook.protocol.shipping import unpack
+from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.same_failure import (
     failed_alike,
     failed_otherwise,
@@ -33,10 +31,11 @@ from nb_accelerate.notebook.ranks.failing.same_failure import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Mapping
 
     from nb_accelerate.errors.traceback_lines import Style
     from nb_accelerate.notebook.protocol.messages import ErrorReport, Failure
+    from nb_accelerate.notebook.ranks.failing.incidents import Incident, Wording
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.request import Request
 
@@ -49,81 +48,6 @@ _OUT_OF_MEMORY = (
 )
 
 _KILLED = " If nobody ended it, memory was probably short: use smaller batches, fewer loader workers or fewer ranks."
-
-_OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
-_OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
-
-
-INTERRUPTED, STOPPED = "interrupted", "stopped"
-"""See ``how`` of `Incident`. Stopped: all ranks were to end at once."""
-
-
-class IncidentKind(enum.Enum):
-    """What can go wrong in a request."""
-
-    FAILED = "a rank answered with an exception"
-    DIED = "a rank has ended, or is of no use any more"
-    UNASKED = "a message could not be sent to a rank"
-    NOT_STARTED = "ranks were not ready in time"
-    LATE = "ranks have not answered in time"
-    INTERRUPTED = "the user has interrupted"
-    ABANDONED = "ranks cannot go on because of something outside them"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Incident:
-    """One thing that went wrong in a request.
-
-    Attributes:
-        kind: what it is.
-        when: `time.monotonic` at which it happened or was noticed.
-        rank: the rank that it happened on; None if it concerns several.
-        failure: with ``FAILED``, the rank's answer and its descriptors. The thread that has asked makes an exception
-            of it later.
-        error: with ``UNASKED``, why the message could not be sent; with ``ABANDONED``, why ranks cannot go on.
-        tail: the last output of the rank.
-        late: with ``NOT_STARTED`` and ``LATE``, the ranks that were not ready or had not answered.
-        how: with ``INTERRUPTED``, what the user did, as a participle.
-        is_consequence: whether ranks had been signalled before.
-        out_of_memory: whether the system's out-of-memory killer has killed a process since the request began.
-        memory: what ranks held when memory did not suffice, and what to turn on; "" for other incidents.
-    """
-
-    kind: IncidentKind
-    when: float
-    rank: RankProxy | None = None
-    failure: tuple[Failure, tuple[int, ...]] | None = None
-    error: BaseException | None = None
-    tail: str = ""
-    late: tuple[int, ...] = ()
-    how: str = ""
-    is_consequence: bool = False
-    out_of_memory: bool = False
-    memory: str = ""
-
-    @property
-    def peer_lost(self) -> bool:
-        """Whether it only says that another rank was lost."""
-        return self.failure is not None and self.failure[0].peer_lost
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wording:
-    """Phrases and types for the errors of a request.
-
-    Attributes:
-        what: what was asked, as the subject of a sentence: ``the cell``.
-        limit: its timeout; ``{seconds}`` stands for the number.
-        after_end: returns what follows "rank 1 was ended by SIGKILL" about a rank, up to the full stop.
-        unusable: type of the error about a rank that is of no use any more.
-        unseen: type of the error about a rank whose exit code is not known.
-    """
-
-    what: str = "the cell"
-    limit: str = "{seconds:g} s"
-    after_end: Callable[[RankProxy], str] = lambda _: ""
-    unusable: type[LaunchError] = LaunchError
-    unseen: type[LaunchError] = StartError
 
 
 class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an error, not an error
@@ -139,33 +63,6 @@ class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an er
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-def oom_kills(counters: tuple[Path, ...] = _OOM_COUNTERS) -> int:
-    """Return how many processes the out-of-memory killer has killed since the system, or the container, started."""
-    return sum(_count(path) for path in counters)
-
-
-def _count(path: Path) -> int:
-    try:
-        found = _OOM_KILLS.search(path.read_bytes())
-    except OSError:  # not Linux, or no such controller
-        return 0
-    return int(found[1]) if found else 0
-
-
-def first_cause(incidents: Iterable[Incident]) -> Incident:
-    """Return the incident that explains the others.
-
-    An interrupt of the user comes first. Of other incidents the earliest does, but those that only say that another
-    rank was lost come after the rest, and those that happened after ranks were signalled come last.
-    """
-
-    def order(incident: Incident) -> tuple[bool, bool, bool, float]:
-        interrupted = incident.kind is IncidentKind.INTERRUPTED
-        return not interrupted, incident.is_consequence, incident.peer_lost, incident.when
-
-    return min(incidents, key=order)
 
 
 def error_of(request: Request, *others: Request) -> BaseException | None:

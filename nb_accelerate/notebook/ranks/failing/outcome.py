@@ -8,7 +8,8 @@ from nb_accelerate.errors import DeadlockError
 from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.notebook.diagnostics.render import render_report
 from nb_accelerate.notebook.display.view import FailureSummary
-from nb_accelerate.notebook.ranks.failing.errors import STOPPED, IncidentKind, first_cause, signal_name
+from nb_accelerate.notebook.ranks.failing.errors import signal_name
+from nb_accelerate.notebook.ranks.failing.incidents import STOPPED, IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.same_failure import failed_alike, whose
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from nb_accelerate.notebook.protocol.messages import ErrorReport, Frame
-    from nb_accelerate.notebook.ranks.failing.errors import Incident
-    from nb_accelerate.notebook.ranks.request import Answer
+    from nb_accelerate.notebook.ranks.failing.incidents import Answer, Incident
 
 _MAX_OTHERS = 3
 """Ranks whose failures are told beside the first one."""

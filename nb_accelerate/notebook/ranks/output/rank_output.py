@@ -45,26 +45,25 @@ class RankOutput:
 
     Args:
         mark: mark of its frames, see `notebook.protocol.output`.
-        emit: called with the name of a stream and one or more whole lines.
-        alone: whether this is the only rank, so that nothing is held back until its newline.
-        on_display: called at the place of a display.
 
     Attributes:
-        alone: as given; may be changed.
+        emit: called with the name of a stream and one or more whole lines.
+        on_display: called at the place of a display.
+        alone: whether this is the only rank, so that nothing is held back until its newline.
         logged: ids of the runs that the rank has logged values of, in their order. The values are None.
     """
 
     def __init__(
         self,
         mark: bytes,
-        emit: Callable[[StreamName, str], None],
+        emit: Callable[[StreamName, str], object] = lambda *_: None,
         *,
-        alone: bool,
-        on_display: Callable[[], None] | None = None,
+        alone: bool = False,
+        on_display: Callable[[], object] = lambda: None,
     ) -> None:
+        self.emit = emit
+        self.on_display = on_display
         self._decoder = Decoder(mark)
-        self._emit_lines = emit
-        self._on_display = on_display
         self.logged: dict[str, None] = {}
         self.alone = alone
         decoder = codecs.getincrementaldecoder("utf-8")
@@ -116,9 +115,8 @@ class RankOutput:
                 self.logged[run] = None
             return
         if chunk.stream == "display":
-            if self._on_display is not None:
-                self.finish()
-                self._on_display()
+            self.finish()
+            self.on_display()
             return
         line = self._line[chunk.stream]
         text = self._text[chunk.stream].decode(chunk.data)
@@ -138,7 +136,7 @@ class RankOutput:
     def _emit(self, stream: StreamName, text: str) -> None:
         self._num_newlines += text.count("\n")
         self._last.extend(line[-_MAX_WIDTH:] for line in text.splitlines(keepends=True)[-_MAX_LINES:])
-        self._emit_lines(stream, text)
+        self.emit(stream, text)
 
 
 class _Line:
