@@ -35,9 +35,7 @@ class StartMethod:
     Attributes:
         name: what users write.
         starter: ``module:function`` that takes the `LaunchOptions` and returns a context manager with the `RankServer`;
-            "" for a method that starts no process.
-        runner: ``module:function`` that runs a whole launch, with the arguments of
-            `notebook.launch.launcher.run_in_processes`.
+            "" for the method that runs its one rank in this process.
         is_automatic: ``"auto"`` may choose it.
         device: torch's name of the only type of device that it is for; "" for all types.
         forks: ranks are forked from a process that has imported torch.
@@ -49,7 +47,6 @@ class StartMethod:
 
     name: str
     starter: str = ""
-    runner: str = "nb_accelerate.notebook.launch.launcher:run_in_processes"
     is_automatic: bool = False
     device: str = ""
     forks: bool = False
@@ -111,7 +108,7 @@ START_METHODS: dict[str, StartMethod] = {
             forks=True,
         ),
         StartMethod(name="spawn", starter="nb_accelerate.notebook.launch.starters:spawn", is_automatic=True),
-        StartMethod(name="inline", runner="nb_accelerate.notebook.launch.inline:run_inline", max_ranks=1, max_nodes=1),
+        StartMethod(name="inline", max_ranks=1, max_nodes=1),
     )
 }
 """By name, in the order in which ``"auto"`` tries them."""

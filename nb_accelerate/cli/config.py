@@ -117,9 +117,9 @@ def machine_here() -> Machine:
     """Return the hardware of this machine. PyTorch is imported only if there is the driver of a GPU."""
     from nb_accelerate.base.config.installed import is_installed
     from nb_accelerate.base.devices.xla import XLA
-    from nb_accelerate.notebook.launch.machine import look
+    from nb_accelerate.notebook.launch.machine import facts_here
 
-    facts = look({})
+    facts = facts_here({})
     return Machine(
         num_gpus=facts.num_gpus,
         num_cpus=facts.num_cpus,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.cli.job import planned
 from nb_accelerate.notebook.launch.environ import rank_environ
-from nb_accelerate.notebook.launch.machine import VisibleDevices, look
+from nb_accelerate.notebook.launch.machine import VisibleDevices, facts_here
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[
     Args:
         wants_gpus: GPUs were asked for; where none is visible the lines are those of a machine that has enough.
     """
-    facts = look(options.env)
+    facts = facts_here(options.env)
     if wants_gpus and not facts.num_gpus:
         number = options.num_processes or 1
         yield f"# no GPU is visible here; on a machine with {number} GPU{'s' if number > 1 else ''}:"

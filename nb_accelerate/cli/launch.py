@@ -109,9 +109,9 @@ def _launch(arguments: argparse.Namespace) -> int:
             wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_for_gpus(file))
             print("\n".join([*_sources(arguments, file), *describe(job, options, wants_gpus=wants_gpus)]))
             return 0
-        from nb_accelerate.notebook.launch.machine import look
+        from nb_accelerate.notebook.launch.machine import facts_here
 
-        facts = look(options.env)
+        facts = facts_here(options.env)
         if arguments.multi_gpu and not facts.num_gpus:
             raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
         plan = planned(options, facts)

@@ -37,17 +37,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.cli.script import tell
     from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.notebook.launch.launch import Launch
-    from nb_accelerate.notebook.launch.machine import look
+    from nb_accelerate.notebook.launch.machine import facts_here
     from nb_accelerate.notebook.ranks.output.sinks import StreamSink
 
     file = read_config(arguments.config_file)
     chosen = launch_options(arguments, file)
     # A machine without several GPUs shows the most with two processes.
-    if chosen["num_processes"] is None and not look(chosen["env"]).num_gpus:
+    if chosen["num_processes"] is None and not facts_here(chosen["env"]).num_gpus:
         chosen["num_processes"] = 2
     with errors_in_flags():
         options = LaunchOptions(function=run_checks, **{**chosen, "timeout": 300.0})
-        plan = planned(options, look(chosen["env"]))
+        plan = planned(options, facts_here(chosen["env"]))
     print(plan.describe() + (f" (from {file.path})" if file is not None else ""), flush=True)
     began = time.monotonic()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch import starters
 from nb_accelerate.notebook.launch.environ import rank_environ
-from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, look
+from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, facts_here
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.servers import RankServer
@@ -62,7 +63,7 @@ def plan_for(facts: MachineFacts, **options: Any) -> LaunchPlan:
 
 
 def test_a_new_row_is_planned_and_each_rank_is_given_its_device(chip: DeviceKind) -> None:
-    facts = look({})
+    facts = facts_here({})
     assert facts.accelerators[0].names == ("a", "b", "c", "d")
     plan = plan_for(facts)
     assert (plan.num_processes, plan.kind, plan.backend) == (4, chip, "gloo")
@@ -74,7 +75,7 @@ def test_a_new_row_is_planned_and_each_rank_is_given_its_device(chip: DeviceKind
     on_cpu = plan_for(facts, devices="cpu")
     assert environ(on_cpu, 0)["CHIPS"] == "none"
     assert environ(on_cpu, 0)["ACCELERATE_USE_CPU"] == "true"
-    assert [found.names for found in look({"CHIPS": "b,c"}).accelerators] == [("b", "c")]
+    assert [found.names for found in facts_here({"CHIPS": "b,c"}).accelerators] == [("b", "c")]
     with pytest.raises(ConfigError, match="there are 4 GPUs"):
         plan_for(facts, num_processes=5)
 
@@ -176,11 +177,6 @@ def open_mine(options: LaunchOptions) -> Iterator[RankServer]:
     opened.append("out")
 
 
-def run_mine(options: LaunchOptions, plan: LaunchPlan, *_: object, **__: object) -> str:
-    """A runner of somebody else's."""
-    return f"{options.function.__name__} by {plan.start_method} on {plan.num_processes}"
-
-
 @pytest.fixture
 def mine() -> Iterator[None]:
     """Start methods that are one new row each."""
@@ -188,7 +184,7 @@ def mine() -> Iterator[None]:
     START_METHODS.clear()
     rows = (
         StartMethod(name="mine", starter=f"{__name__}:open_mine", is_automatic=True),
-        StartMethod(name="alone", runner=f"{__name__}:run_mine", max_ranks=1, max_nodes=1),
+        StartMethod(name="alone", max_ranks=1, max_nodes=1),
     )
     START_METHODS.update({row.name: row for row in rows} | before)
     opened.clear()
@@ -207,7 +203,7 @@ def test_a_new_start_method_is_chosen_and_starts_ranks() -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_a_new_start_method_may_need_no_process_and_says_what_it_cannot_do() -> None:
-    assert notebook_launcher(print, (), start_method="alone", devices="cpu", progress="off") == "print by alone on 1"
+    assert notebook_launcher(os.getpid, (), start_method="alone", devices="cpu", progress="off") == [os.getpid()]
     with pytest.raises(ConfigError, match=r"start_method='alone' runs one rank .* Write num_processes=1"):
         plan_for(MachineFacts(num_cpus=1), start_method="alone", num_processes=2)
     with pytest.raises(ConfigError, match="num_nodes must be 1"):

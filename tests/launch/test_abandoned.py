@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.notebook.launch.servers import _ExecutedServer
+from nb_accelerate.notebook.launch.servers import ExecutedServer
 from nb_accelerate.notebook.worker import scratch
 from nb_accelerate.notebook.worker.scratch import Scratch, remove_abandoned
 
@@ -220,8 +220,8 @@ def test_sockets_of_multiprocessing_fit_into_it_however_long_the_path_of_the_tem
 IMPORTS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from nb_accelerate.notebook.launch.servers import _ExecutedServer
-server = _ExecutedServer(("takes_long",))
+from nb_accelerate.notebook.launch.servers import ExecutedServer
+server = ExecutedServer(("takes_long",))
 print(server.pid, flush=True)
 sys.stdin.read()
 """
@@ -265,7 +265,7 @@ def test_when_a_server_forks_there_is_no_thread_but_its_own(tmp_path: Path, monk
     os.mkfifo(said)
     (tmp_path / "looks.py").write_text(LOOKS.format(said=str(said)))
     monkeypatch.syspath_prepend(tmp_path)
-    server = _ExecutedServer(("looks",))
+    server = ExecutedServer(("looks",))
     try:
         assert said.read_text() == "MainThread 1"  # at the fork of the first idle process
     finally:

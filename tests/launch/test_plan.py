@@ -19,7 +19,7 @@ from nb_accelerate.base.devices.xla import XLA
 from nb_accelerate.cli.wording import in_flags
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch.environ import rank_environ
-from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, interface_of, look
+from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, facts_here, interface_of
 from nb_accelerate.notebook.launch.neighbours import warnings_from
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous, open_rendezvous
@@ -239,8 +239,8 @@ def test_a_variable_that_asks_for_the_cpu_is_heard_unless_gpus_are_asked_for_by_
     assert chosen.device == "cuda"
     environ = rank_environ(chosen, rendezvous(), 0, base={"ACCELERATE_USE_CPU": "true"}, extra={})
     assert environ["ACCELERATE_USE_CPU"] == "false"
-    assert look({"ACCELERATE_USE_CPU": "1"}).prefers_cpu
-    assert not look({"ACCELERATE_USE_CPU": "0"}).prefers_cpu
+    assert facts_here({"ACCELERATE_USE_CPU": "1"}).prefers_cpu
+    assert not facts_here({"ACCELERATE_USE_CPU": "0"}).prefers_cpu
 
 
 def test_a_clusters_network_interface_is_kept_and_one_machine_stays_on_loopback() -> None:
@@ -262,10 +262,10 @@ def test_torch_itself_reads_that_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_looking_at_this_machine_touches_no_device() -> None:
-    facts = look({})
+    facts = facts_here({})
     assert facts.num_cpus >= 1
     assert interface_of("127.0.0.1") == facts.loopback
-    assert look({"CUDA_VISIBLE_DEVICES": ""}).num_gpus == 0
+    assert facts_here({"CUDA_VISIBLE_DEVICES": ""}).num_gpus == 0
 
 
 def options(**given: Any) -> LaunchOptions:
@@ -390,6 +390,6 @@ def test_omp_num_threads_says_how_many_threads_ranks_have(
     said: str | None, options: dict[str, Any], threads: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", said or "")
-    facts = {"num_threads": look({}).num_threads}
+    facts = {"num_threads": facts_here({}).num_threads}
     assert plan(facts, num_processes=2, **options).num_threads == threads
-    assert look({"OMP_NUM_THREADS": "7"}).num_threads == 7
+    assert facts_here({"OMP_NUM_THREADS": "7"}).num_threads == 7

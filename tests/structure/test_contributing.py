@@ -280,11 +280,11 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
         pytest.skip("there is no table of start methods yet")
     (copy / "nb_accelerate" / "notebook" / "launch" / "careful.py").write_text(
         "import contextlib\n"
-        "from nb_accelerate.notebook.launch.servers import ColdServer\n"
+        "from nb_accelerate.notebook.launch.servers import ExecutedServer\n"
         "@contextlib.contextmanager\n"
         "def careful(options):\n"
         "    print('starting carefully')\n"
-        "    with contextlib.closing(ColdServer()) as server:\n"
+        "    with contextlib.closing(ExecutedServer((), fresh=True)) as server:\n"
         "        yield server\n"
     )
     _insert(

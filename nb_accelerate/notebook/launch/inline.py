@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
-def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink, **_: object) -> Values:
+def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink) -> Values:
     """Call the function in this process, in the environment of a single rank, which is undone afterwards.
 
     Args:

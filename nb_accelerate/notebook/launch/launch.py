@@ -1,7 +1,4 @@
-"""A launch: one attempt or several to run a function on ranks, and the handle of a launch in the background.
-
-Longer than 400 lines, because what users do with a handle and how its ranks are run share all of its state.
-"""
+"""A launch: one attempt or several to run a function on ranks, and the handle of a launch in the background."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import contextlib
 import functools
 import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -26,7 +24,6 @@ from nb_accelerate.errors import (
 from nb_accelerate.notebook.display.panel import Action
 from nb_accelerate.notebook.launch.elastic import MachineJoinedError
 from nb_accelerate.notebook.launch.machine_watch import MachineWatch
-from nb_accelerate.notebook.launch.owner import Watch
 from nb_accelerate.notebook.launch.panel import facts_of, line_prefix
 from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
 from nb_accelerate.notebook.launch.servers import one_at_a_time
@@ -35,7 +32,7 @@ from nb_accelerate.notebook.launch.starters import open_server
 from nb_accelerate.notebook.launch.starting import sender, started_ranks
 from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.ranks.failing.errors import add_note, error_of, interrupted, summary
+from nb_accelerate.notebook.ranks.failing.errors import error_of, interrupted, summary
 from nb_accelerate.notebook.ranks.failing.incidents import INTERRUPTED, STOPPED, Wording
 from nb_accelerate.notebook.ranks.failing.outcome import ended_as
 from nb_accelerate.notebook.ranks.loop import RankLoop
@@ -52,13 +49,12 @@ from nb_accelerate.notebook.ranks.waiting import goes_on_if_interrupted, interru
 from nb_accelerate.notebook.worker.limits import enough_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Generator, Sequence
     from types import TracebackType
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.display.panel import Panel
-    from nb_accelerate.notebook.display.view import FailureSummary, PanelStatus
     from nb_accelerate.notebook.launch.local import LocalRank
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet
@@ -117,7 +113,7 @@ class Launch(Steerable):
         self._seconds: float | None = None
         self._loop: RankLoop | None = None
         self._requests: tuple[Request, ...] = ()
-        self._others: MachineWatch | None = None
+        self._machines: MachineWatch | None = None
         self._values: Values | None = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
@@ -125,7 +121,8 @@ class Launch(Steerable):
         self._is_waited_for = True
         self._has_panel = threading.Event()  # or has ended without one
         self._done = threading.Event()
-        self._callbacks: list[Callable[[], object]] = []
+        self._done_for_coroutines: Future[None] = Future()
+        self._done_for_coroutines.set_running_or_notify_cancel()  # a coroutine that is cancelled does not cancel it
         self._lock = threading.Lock()
 
     # For whoever holds it.
@@ -215,22 +212,7 @@ class Launch(Steerable):
         """Wait for the values in a coroutine, and return them; see `result`."""
         import asyncio
 
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def resolve() -> None:
-            if not ended.done():  # the coroutine may have been cancelled
-                ended.set_result(None)
-
-        def tell() -> None:
-            loop.call_soon_threadsafe(resolve)
-
-        with self._lock:
-            is_done = self._done.is_set()
-            if not is_done:
-                self._callbacks.append(tell)
-        if not is_done:
-            yield from ended.__await__()
+        yield from asyncio.wrap_future(self._done_for_coroutines).__await__()
         return self.result()
 
     def __repr__(self) -> str:
@@ -267,11 +249,8 @@ class Launch(Steerable):
                 self._sink.close()
             with self._lock:
                 self._done.set()
-                self._has_panel.set()
-                callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                with contextlib.suppress(RuntimeError):  # the event loop of that coroutine has been closed
-                    callback()
+            self._has_panel.set()
+            self._done_for_coroutines.set_result(None)
 
     def _attempts(self) -> Values:
         options, plan = self._options, self._plan
@@ -318,7 +297,6 @@ class Launch(Steerable):
     def _attempt(self, server: RankServer, meet: Meet, call: Packed | None, attempt: int) -> Values:
         options, timeouts = self._options, self.timeouts
         self._check_goes_on()
-        watch = Watch(self._say)
         with contextlib.ExitStack() as stack:
             with enough_room():
                 births = stack.enter_context(contextlib.ExitStack())
@@ -330,10 +308,7 @@ class Launch(Steerable):
                     started_ranks(server, options, plan, rendezvous, wants_rows=self._front_end != "off", births=births)
                 )
                 with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
-                    loop = RankLoop(
-                        monitor_interval=options.monitor_interval,
-                        monitor=lambda: self._look_around(watch, handles),
-                    )
+                    loop = RankLoop(monitor_interval=options.monitor_interval, monitor=self._look_at_machines)
                     stack.callback(loop.close)
                 # A script seeds by itself, as with torchrun.
                 notebook = stack.enter_context(pack_notebook(shares_random=not self._exit_returns))
@@ -341,14 +316,12 @@ class Launch(Steerable):
                 ranks = [RankProxy(handle) for handle in handles]
                 for rank in ranks:
                     loop.add(rank)
-            send = sender(options, plan, rendezvous, stores, notebook, call, attempt)
-            size = plan.world_size
             calling = Request(
                 ranks=ranks,
-                send=send,
+                send=sender(options, plan, rendezvous, stores, notebook, call, attempt),
                 steps=call_steps(timeouts),
                 wording=_WORDING,
-                world_size=size,
+                world_size=plan.world_size,
                 start=timeouts.start,
                 timeout=options.timeout,
                 spent=time.monotonic() - self._began,
@@ -365,7 +338,7 @@ class Launch(Steerable):
                 steps=quit_steps(timeouts, seconds=timeouts.quit),
                 wording=_WORDING,
                 awaits=Awaits.END,
-                world_size=size,
+                world_size=plan.world_size,
                 keeps_panel=True,
             )
             with self._lock:
@@ -373,9 +346,9 @@ class Launch(Steerable):
                 was_stopped = self._stopped
             stack.callback(calling.close)
             if rendezvous.elastic is not None:
-                self._others = MachineWatch(rendezvous.elastic, calling, self._say)
-                stack.callback(self._others.close)
-            end: tuple[PanelStatus, FailureSummary | None] = ("done", None)
+                self._machines = MachineWatch(rendezvous.elastic, calling, self._say)
+                stack.callback(self._machines.close)
+            error: BaseException | None = None
             try:
                 with interrupts_call(self._interrupt_requests):
                     loop.begin(calling, hangs=timeouts)
@@ -396,20 +369,19 @@ class Launch(Steerable):
                         loop.output.note(note)
                     loop.output.finish()
                 error = error_of(calling, leaving)
-                if self._others is not None:
-                    error = self._others.explain(error)
+                if self._machines is not None:
+                    error = self._machines.explain(error)
                 if error is None:
                     return unpack_values(calling)
-                add_note(error, watch.note())
                 keep_values(error, calling)
                 raise error
-            except BaseException as error:
-                end = ended_as(calling, leaving, error=error)
+            except BaseException as raised:
+                error = raised
                 raise
             finally:
                 if calling.panel is not None:
                     with loop.output.guard:
-                        calling.panel.finish(*end)
+                        calling.panel.finish(*ended_as(calling, leaving, error=error))
 
     def _end(self, kind: StepKind, how: str) -> None:
         with self._lock:  # ranks that are just started see that the launch is to end, or are ended here
@@ -420,10 +392,9 @@ class Launch(Steerable):
         if self._loop is not None and not self._done.is_set():
             self._loop.interrupt(*self._requests, kind=kind, how=how)
 
-    def _look_around(self, watch: Watch, handles: Sequence[LocalRank]) -> None:
-        watch.look({one.owner for one in handles if one.owner and not one.ended})
-        if self._others is not None:
-            self._others.look()
+    def _look_at_machines(self) -> None:
+        if self._machines is not None:
+            self._machines.look()
 
     def _panel(self, request: Request, *, is_first: bool) -> Panel | None:
         facts = facts_of(self._name, self._plan)

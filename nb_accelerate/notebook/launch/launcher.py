@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nb_accelerate.base.config.env import LAUNCH, RESUME, Environment
 from nb_accelerate.base.config.file import default_path, read_config
@@ -12,8 +12,9 @@ from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
+from nb_accelerate.notebook.launch.inline import run_inline
 from nb_accelerate.notebook.launch.launch import Launch
-from nb_accelerate.notebook.launch.machine import look
+from nb_accelerate.notebook.launch.machine import facts_here
 from nb_accelerate.notebook.launch.neighbours import gpu_warnings
 from nb_accelerate.notebook.launch.panel import announce
 from nb_accelerate.notebook.launch.plan import make_plan
@@ -21,17 +22,13 @@ from nb_accelerate.notebook.launch.servers import warm_server
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
-from nb_accelerate.notebook.worker.groups import named
 from nb_accelerate.notebook.worker.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
-    from nb_accelerate.notebook.display.frontend import FrontEnd
-    from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.values import Values
-    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
 def warm_up_in_kernel() -> None:
@@ -239,7 +236,7 @@ def notebook_launcher(
         fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
     )
     with enough_room():
-        plan = make_plan(options, look(options.env))
+        plan = make_plan(options, facts_here(options.env))
     sink = sink_here()
     front_end = choose_front_end(options.progress)
     place = ""
@@ -253,41 +250,24 @@ def notebook_launcher(
         for warning in (*plan.warnings, *gpu_warnings(plan)):
             with guard:
                 sink.write("stderr", warning + "\n")
-    run = cast("Callable[..., Values | Launch]", named(plan.method.runner))
     try:
-        return run(options, plan, sink, front_end=front_end, place=place, block=block)
+        if not plan.method.starter:
+            return run_inline(options, plan, sink)
+        launch = Launch(options, plan, sink, front_end, place)
+        if block:
+            return launch.run()
+        launch.run_in_background()
+        return launch
     except SyntaxError as error:  # of which IPython shows the cause and all frames, here those of the wait for ranks
         if wants_full() or not isinstance(error.__cause__, RankTraceback):
             raise
         raise error.with_traceback(None) from None
 
 
-def run_in_processes(
-    options: LaunchOptions, plan: LaunchPlan, sink: Sink, *, front_end: FrontEnd, place: str, block: bool
-) -> Values | Launch:
-    """Run a launch in processes of its own. The runner of start methods that have a starter.
-
-    Args:
-        sink: the cell or stream that shows its output.
-        place: id of the display that the panel takes the place of; "" for none.
-
-    Returns:
-        The values of the ranks; the launch with ``block=False``.
-
-    Raises what `notebook_launcher` says.
-    """
-    launch = Launch(options, plan, sink, front_end, place)
-    if block:
-        return launch.run()
-    launch.run_in_background()
-    return launch
-
-
 def _defaults() -> tuple[dict[str, Any], str]:
     """Return which ranks to start where the call does not say, and who says so: the notebook before the file."""
-    of_notebook: dict[str, Any] = {
-        name: SESSION_DEFAULTS[name] for name in ("num_processes", "devices") if name in SESSION_DEFAULTS
-    }
+    names = ("num_processes", "devices")
+    of_notebook: dict[str, Any] = {name: SESSION_DEFAULTS[name] for name in names if name in SESSION_DEFAULTS}
     if of_notebook:
         return of_notebook, "%distributed config"
     file = read_config()

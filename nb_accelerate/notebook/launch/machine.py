@@ -74,7 +74,7 @@ class MachineFacts:
         return len(self.accelerators[0].names) if self.accelerators else 0
 
 
-def look(env: Mapping[str, str]) -> MachineFacts:
+def facts_here(env: Mapping[str, str]) -> MachineFacts:
     """Return the facts as they are now.
 
     Args:

@@ -30,8 +30,6 @@ _START_TIMEOUT = 60.0
 _KILL_TIMEOUT = 1.0
 """Seconds for processes that were killed to end."""
 
-_STOPPED = "Process {pid}, which starts the ranks, is stopped (SIGSTOP). To let it go on: kill -CONT {pid}"
-
 
 class Owner:
     """The process of a server, which has forked the ranks.
@@ -42,7 +40,6 @@ class Owner:
         log: returns what it wrote, which is nothing unless something is wrong with it.
 
     Attributes:
-        pid, log: as given.
         is_given_up: no more ranks are to be started with it.
     """
 
@@ -72,20 +69,13 @@ class Owner:
             return False
 
     def silence(self) -> str:
-        """Return why it cannot answer now, as the end of a sentence about it.
-
-        That is "" if it can answer, or has ended, which its descriptors tell.
-        """
+        """Return why it cannot answer now, as the end of a sentence; "" if it can, or has ended."""
         if self.is_stopped():
             return f"is stopped (SIGSTOP). To let it go on: kill -CONT {self.pid}"
         return "" if self.serves() else "has not begun to start ranks yet"
 
     def give_up(self) -> None:
-        """Note that it did not report the end of a rank.
-
-        A server that is stopped, or has been serving, gets no more ranks. One that still imports is kept: the next
-        launch may wait for it.
-        """
+        """Start no more ranks with it: it did not report an end. One that still imports is kept for the next launch."""
         begins = not self.serves() and time.monotonic() < self._begun + _START_TIMEOUT
         self.is_given_up = self.is_given_up or self.is_stopped() or not begins
 
@@ -113,26 +103,3 @@ class Owner:
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
-
-
-class Watch:
-    """Reports servers that are stopped while their ranks are waited for."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._stopped: set[int] = set()
-
-    def look(self, owners: set[Owner]) -> None:
-        """Report which servers were stopped or continued since the last call."""
-        for owner in owners:
-            is_stopped = owner.is_stopped()
-            if is_stopped and owner.pid not in self._stopped:
-                self._stopped.add(owner.pid)
-                self._say(_STOPPED.format(pid=owner.pid))
-            elif not is_stopped and owner.pid in self._stopped:
-                self._stopped.remove(owner.pid)
-                self._say(f"process {owner.pid}, which starts the ranks, goes on")
-
-    def note(self) -> str:
-        """Return a line for each server that is stopped; "" if none is."""
-        return "\n".join(_STOPPED.format(pid=pid) for pid in sorted(self._stopped))

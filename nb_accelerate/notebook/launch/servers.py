@@ -3,7 +3,7 @@
 There are three kinds:
 
 - warm (`warm_server`): a fresh interpreter with torch imported, kept between launches (``forkserver``);
-- cold (`ColdServer`): a fresh interpreter with nothing imported, which starts fresh interpreters (``spawn``);
+- cold: a fresh interpreter with nothing imported, which starts fresh interpreters (``spawn``);
 - forked (`notebook.launch.forked_server`): a fork of this process, with everything that is in memory (``fork``).
 """
 
@@ -79,20 +79,14 @@ class RankServer(ABC):
 
     @abstractmethod
     def start(self, handles: Iterable[LocalRank]) -> None:
-        """Start ranks; each then waits for `Setup` on its handle's channel.
-
-        Args:
-            handles: of the ranks. The next handle is taken when the rank before it is on its way.
+        """Start ranks, which then wait for `Setup`. A handle is taken when the one before is on its way.
 
         Raises:
             StartError: the server is gone, or the system has no room for another process.
         """
 
     def forget(self) -> None:  # noqa: B027 - most inherit nothing
-        """Wait until no process has copies of the descriptors that were open here when the last ranks were started.
-
-        Called when these ranks have ended.
-        """
+        """Wait, when its ranks have ended, until no process has copies of descriptors open when they started."""
 
     @abstractmethod
     def close(self) -> None:
@@ -104,11 +98,7 @@ class RankServer(ABC):
             self._channel.send(Quit())
 
     def _tell(self, handle: LocalRank, key: int, owner: Owner) -> None:
-        """Tell a handle that its rank is being started, and how to signal it.
-
-        Args:
-            key: names the rank in `SignalRank`.
-        """
+        """Tell a handle that its rank is being started, and how to signal it."""
         channel = self._channel
 
         def send_signal(signum: int) -> None:
@@ -118,17 +108,15 @@ class RankServer(ABC):
         handle.handed_over(send_signal, owner)
 
 
-class _ExecutedServer(RankServer):
+class ExecutedServer(RankServer):
     """A server that is a fresh interpreter.
 
     Args:
         preload: modules that it imports first.
+        fresh: whether its ranks are fresh interpreters too, and no forks of it.
     """
 
-    fresh = False
-    """Whether ranks are fresh interpreters too."""
-
-    def __init__(self, preload: tuple[str, ...]) -> None:
+    def __init__(self, preload: tuple[str, ...], *, fresh: bool = False) -> None:
         super().__init__()
         with contextlib.ExitStack() as undo:
             self._channel, there = Channel.pair()
@@ -147,6 +135,7 @@ class _ExecutedServer(RankServer):
                     )
                     undo.pop_all()
         self.owner = Owner(self._process.pid, self._channel, log=self.log)
+        self._fresh = fresh
         self._handles: list[LocalRank] = []
         self._limits = limits()
 
@@ -179,7 +168,7 @@ class _ExecutedServer(RankServer):
         for handle in handles:
             self._handles.append(handle)
             key = next(self._keys)
-            message = StartRank(key=key, mark=handle.mark, fresh=self.fresh)
+            message = StartRank(key=key, mark=handle.mark, fresh=self._fresh)
             try:
                 self._channel.send(message, handle.start_fds)
             except OSError as error:
@@ -204,20 +193,9 @@ class _ExecutedServer(RankServer):
             remove_abandoned()  # it could not do so itself
 
 
-class WarmServer(_ExecutedServer):
-    """A server with torch imported. It is started once and kept: only the first rank waits for the import."""
-
-    def __init__(self) -> None:
-        super().__init__((*PRELOAD, *_PRELOAD_FOR_NOTEBOOKS) if is_in_kernel() else PRELOAD)
-
-
-class ColdServer(_ExecutedServer):
-    """A server with nothing imported, whose ranks are fresh interpreters. For one launch."""
-
-    fresh = True
-
-    def __init__(self) -> None:
-        super().__init__(())
+def new_warm_server() -> ExecutedServer:
+    """Return a server with torch imported: only its first rank waits for that."""
+    return ExecutedServer((*PRELOAD, *_PRELOAD_FOR_NOTEBOOKS) if is_in_kernel() else PRELOAD)
 
 
 def _fill_streams() -> None:
@@ -238,12 +216,12 @@ def one_at_a_time() -> Iterator[None]:
 
 
 _lock = threading.Lock()
-_warm: WarmServer | None = None
-_retired: list[WarmServer] = []
+_warm: ExecutedServer | None = None
+_retired: list[ExecutedServer] = []
 """Warm servers that start no more ranks, and end when the ranks have ended that they have."""
 
 
-def warm_server() -> WarmServer:
+def warm_server() -> ExecutedServer:
     """Return the warm server of this process; start one if there is none that can be used."""
     global _warm  # noqa: PLW0603 - one per process is what "warm" means
     with _lock:
@@ -251,7 +229,7 @@ def warm_server() -> WarmServer:
         if _warm is None:
             atexit.unregister(close_warm_server)
             atexit.register(close_warm_server)
-            _warm = WarmServer()
+            _warm = new_warm_server()
         return _warm
 
 

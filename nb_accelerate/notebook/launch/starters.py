@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.notebook.launch.forked_server import ForkedServer
-from nb_accelerate.notebook.launch.servers import ColdServer, WarmServer, retire_warm_server, warm_server
+from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server, retire_warm_server, warm_server
 from nb_accelerate.notebook.worker.groups import named
 
 if TYPE_CHECKING:
@@ -29,34 +29,21 @@ def open_server(method: StartMethod, options: LaunchOptions) -> contextlib.Abstr
 @contextlib.contextmanager
 def forkserver(_: LaunchOptions) -> Iterator[RankServer]:
     """Start ranks as forks of a fresh process with torch imported, which is kept for the next launch."""
-    if Environment().keep_warm:
-        try:
-            yield warm_server()
-        finally:
-            retire_warm_server()  # unless it can be used again
+    if not Environment().keep_warm:
+        with contextlib.closing(new_warm_server()) as server:
+            yield server
         return
-    server = WarmServer()
     try:
-        yield server
+        yield warm_server()
     finally:
-        server.close()
+        retire_warm_server()  # unless it can be used again
 
 
-@contextlib.contextmanager
-def spawn(_: LaunchOptions) -> Iterator[RankServer]:
+def spawn(_: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
     """Start ranks as fresh interpreters."""
-    server = ColdServer()
-    try:
-        yield server
-    finally:
-        server.close()
+    return contextlib.closing(ExecutedServer((), fresh=True))
 
 
-@contextlib.contextmanager
-def fork(options: LaunchOptions) -> Iterator[RankServer]:
+def fork(options: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
     """Start ranks as forks of this process, with the function and its arguments in memory."""
-    server = ForkedServer((options.function, options.args, dict(options.kwargs)))
-    try:
-        yield server
-    finally:
-        server.close()
+    return contextlib.closing(ForkedServer((options.function, options.args, dict(options.kwargs))))

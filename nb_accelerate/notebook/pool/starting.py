@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.notebook.launch.local import LocalRank
-from nb_accelerate.notebook.launch.machine import look
+from nb_accelerate.notebook.launch.machine import facts_here
 from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.launch.setup import make_setup
 from nb_accelerate.notebook.protocol.messages import Join
@@ -42,7 +42,7 @@ def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
     ipython = sys.modules.get("IPython")
     if ipython is not None and getattr(ipython.get_ipython(), "is_rank", False):
         raise PoolError("this runs on a rank already: ranks that stay are started in the notebook")
-    facts = look(options.env)
+    facts = facts_here(options.env)
     number = options.num_processes
     launch = options.as_launch(number)
     _check_number(launch.num_processes or 1)
