@@ -16,10 +16,9 @@ from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.magics.auto import route
 from nb_accelerate.notebook.magics.names import words_for
-from nb_accelerate.notebook.pool.code_names import names_in
 from nb_accelerate.notebook.pool.group import breaks_group
 from nb_accelerate.notebook.pool.lifecycle import PoolState, check, state_of
-from nb_accelerate.notebook.pool.names import free_names
+from nb_accelerate.notebook.pool.names import free_names, names_in
 from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync, Verdict
 from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
@@ -183,7 +182,7 @@ class TestNames:
             ("await fetch(url)", {"fetch", "url"}),
             ("f'{value:{width}}'", {"value", "width"}),
             ("lambda q: q + w", {"w"}),
-            ("get_ipython().run_line_magic('timeit', 'step(batch)')", {"get_ipython", "step", "batch"}),
+            ("get_ipython().run_line_magic('timeit', 'step(batch)')", {"get_ipython", "timeit", "step", "batch"}),
         ],
     )
     def test_names_that_a_cell_reads_before_it_binds_them(self, code: str, names: set[str]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError, TooLargeError
-from nb_accelerate.notebook.pool.code_names import names_in
+from nb_accelerate.notebook.pool.names import names_in
 from nb_accelerate.notebook.pool.namespace_sync import SHELL_NAMES, Verdict
 from nb_accelerate.notebook.protocol.content import Snapshot, is_constant
 from nb_accelerate.notebook.protocol.main_module import Globals

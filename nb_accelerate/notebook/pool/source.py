@@ -1,6 +1,7 @@
 """Read a cell before it runs: check its syntax, and find the names that it uses. Nothing is run."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import re
@@ -61,7 +62,7 @@ def read_cell(
     try:
         source = transform(code)
         tree = ast.parse(source, filename)
-        compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        compiled = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         raise _moved_down(error, filename, above) from None
     return CellSource(
@@ -69,7 +70,7 @@ def read_cell(
         filename=filename,
         text=text,
         above=above,
-        free=frozenset(free_names(tree)),
+        free=frozenset(free_names(tree, compiled.co_flags & __future__.annotations.compiler_flag)),
         is_python=source.rstrip("\n") == code.rstrip("\n"),
     )
 
