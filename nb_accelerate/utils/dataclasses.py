@@ -2,7 +2,7 @@
 
 from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from nb_accelerate.base.config.distributed import DistributedType as DistributedType
+from nb_accelerate.base.config.distributed import DistributedType as DistributedType, PrecisionType as PrecisionType
 from nb_accelerate.base.config.dynamo import (
     DynamoBackend as DynamoBackend,
     TorchDynamoPlugin as TorchDynamoPlugin,
@@ -19,7 +19,6 @@ from nb_accelerate.base.config.kwargs import (
 )
 from nb_accelerate.base.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
 from nb_accelerate.base.config.parallelism import ParallelismConfig as ParallelismConfig
-from nb_accelerate.base.config.precision import PrecisionType as PrecisionType
 from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
 from nb_accelerate.base.config.project import (
     ComputeEnvironment as ComputeEnvironment,

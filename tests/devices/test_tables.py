@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from nb_accelerate import notebook_launcher
+from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.base.config.launch import LaunchOptions
-from nb_accelerate.base.config.precision import PrecisionType
 from nb_accelerate.base.devices import CPU, DEVICE_KINDS, DeviceKind, backend_named, find_kind
 from nb_accelerate.base.start_methods import START_METHODS, StartMethod
 from nb_accelerate.base.topology import Topology, read_topology

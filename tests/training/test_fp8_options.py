@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.file import read_config
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
-from nb_accelerate.base.config.precision import PrecisionType
 from nb_accelerate.base.devices.cuda import CUDA
 from nb_accelerate.base.devices.mps import MPS
 from nb_accelerate.errors import ConfigError, MissingDependencyError

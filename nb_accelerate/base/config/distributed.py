@@ -1,4 +1,4 @@
-"""The names of distributed setups."""
+"""The names of distributed setups, and of precisions."""
 
 from __future__ import annotations
 
@@ -30,3 +30,20 @@ class DistributedType(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+class PrecisionType(str, Enum):
+    """The values of ``mixed_precision``."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Return the values, as they are written in code and in the environment."""
+        return [member.value for member in cls]

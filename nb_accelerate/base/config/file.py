@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
-from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.base.config.distributed import DistributedType, PrecisionType
 from nb_accelerate.base.config.engine_variables import (
     FSDP_DEFAULTS,
     USES,
@@ -28,7 +28,6 @@ from nb_accelerate.base.config.engine_variables import (
     xla_variables,
 )
 from nb_accelerate.base.config.file_keys import KEYS, KNOWN, KNOWN_IN, NO_WORDS
-from nb_accelerate.base.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_choice, check_flag, check_whole
-from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.base.config.distributed import DistributedType, PrecisionType
 from nb_accelerate.base.config.engine_variables import DEEPSPEED_KEYS, FSDP_KEYS, MESH_KEYS, MESH_PREFIX
-from nb_accelerate.base.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, described, shown
+from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.kwargs import KwargsHandler
-from nb_accelerate.base.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_choice, check_number, check_whole, described, shown
-from nb_accelerate.base.config.precision import PrecisionType
+from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.start_methods import START_METHODS
 from nb_accelerate.errors import ConfigError

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
-from nb_accelerate.base.config.precision import PrecisionType
 from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
-from nb_accelerate.training.accelerator.communication import CommunicationSlice
+from nb_accelerate.training.accelerator.communication import CommunicationMixin
 from nb_accelerate.training.accelerator.core import build_core
-from nb_accelerate.training.accelerator.identity import IdentitySlice
-from nb_accelerate.training.accelerator.loaders import LoadersSlice
-from nb_accelerate.training.accelerator.options import OptionsSlice
+from nb_accelerate.training.accelerator.identity import IdentityMixin
+from nb_accelerate.training.accelerator.loaders import LoadersMixin
+from nb_accelerate.training.accelerator.options import OptionsMixin
 from nb_accelerate.training.accelerator.ownership import MAKE_IT_INSIDE
-from nb_accelerate.training.accelerator.preparing import PreparingSlice
-from nb_accelerate.training.accelerator.recording import RecordingSlice
-from nb_accelerate.training.accelerator.resuming import ResumingSlice
-from nb_accelerate.training.accelerator.training import TrainingSlice
+from nb_accelerate.training.accelerator.preparing import PreparingMixin
+from nb_accelerate.training.accelerator.recording import RecordingMixin
+from nb_accelerate.training.accelerator.resuming import ResumingMixin
+from nb_accelerate.training.accelerator.training import TrainingMixin
 from nb_accelerate.training.accelerator.unprepared import watch_for_unprepared_training
 
 if TYPE_CHECKING:
@@ -81,14 +81,14 @@ _PLACES: dict[type[Options], str] = {
 
 
 class Accelerator(
-    IdentitySlice,
-    OptionsSlice,
-    TrainingSlice,
-    CommunicationSlice,
-    LoadersSlice,
-    PreparingSlice,
-    ResumingSlice,
-    RecordingSlice,
+    IdentityMixin,
+    OptionsMixin,
+    TrainingMixin,
+    CommunicationMixin,
+    LoadersMixin,
+    PreparingMixin,
+    ResumingMixin,
+    RecordingMixin,
 ):
     """Run a plain PyTorch training loop on one CPU, on one GPU, or on one rank of many.
 

@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nb_accelerate.base.progress_page.commands import NO_FOLDER
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint import state
 from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
 from nb_accelerate.training.checkpoint.sharing import ThisRank
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.checkpoint.sharded import ShardedFolder
 
 
-class CheckpointPartsSlice(Slice):
+class CheckpointPartsMixin(CoreMixin):
     """The parts of a checkpoint, and the folder that numbered ones are in."""
 
     def register_for_checkpointing(self, *objects: Any) -> None:

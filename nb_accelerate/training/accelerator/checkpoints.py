@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nb_accelerate.base.config.checks import check_choice, check_flag
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.training.accelerator.checkpoint_parts import CheckpointPartsSlice
+from nb_accelerate.training.accelerator.checkpoint_parts import CheckpointPartsMixin
 from nb_accelerate.training.accelerator.main_process_only import is_under_main_process
-from nb_accelerate.training.accelerator.model_files import ModelFilesSlice
+from nb_accelerate.training.accelerator.model_files import ModelFilesMixin
 from nb_accelerate.training.checkpoint import loading, opening, state
 from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.checkpoint.background import saves
@@ -32,7 +32,7 @@ _MOST_NEARBY = 3
 """Checkpoints that are named if one was asked for that is not there."""
 
 
-class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
+class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
     """Checkpoints. Their files are those of Hugging Face accelerate."""
 
     @overload

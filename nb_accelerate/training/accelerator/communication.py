@@ -1,4 +1,4 @@
-"""`CommunicationSlice`: gather, reduce and pad tensors over processes."""
+"""`CommunicationMixin`: gather, reduce and pad tensors over processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.comm import operations
 from nb_accelerate.training.pytree import find_batch_size, map_tensors, tensors_in
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.data.tracker import TrackedLoop
 
 
-class CommunicationSlice(Slice):
+class CommunicationMixin(CoreMixin):
     """Exchange tensors and objects between processes.
 
     Processes of one tensor-parallel group, which read the same rows, count as one.

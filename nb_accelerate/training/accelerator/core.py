@@ -24,6 +24,7 @@ from nb_accelerate.base.progress_page import here
 from nb_accelerate.training.accelerator.equal_losses import EqualLosses
 from nb_accelerate.training.accelerator.losses import LossReport
 from nb_accelerate.training.accelerator.memory_report import MemoryReport
+from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.accelerator.replicas import Replicas
 from nb_accelerate.training.accelerator.steering import Steering
 from nb_accelerate.training.checkpoint.registry import Registry
@@ -43,18 +44,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
-    from torch import nn
 
     from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
+    from nb_accelerate.base.config.distributed import PrecisionType
     from nb_accelerate.base.config.dynamo import DynamoBackend, TorchDynamoPlugin
     from nb_accelerate.base.config.kwargs import KwargsHandler
     from nb_accelerate.base.config.loader import DataLoaderConfiguration
-    from nb_accelerate.base.config.precision import PrecisionType
     from nb_accelerate.base.config.project import ProjectConfiguration
     from nb_accelerate.base.progress_page import ProgressPage
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data import DataLoaderShard, LoaderTracker
-    from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler
+    from nb_accelerate.training.data import LoaderTracker
     from nb_accelerate.training.precision import Precision
     from nb_accelerate.training.process.context import ProcessContext
     from nb_accelerate.training.process.rng import RNGType
@@ -63,21 +62,6 @@ if TYPE_CHECKING:
     from nb_accelerate.training.strategies.select import EngineOptions
 
 logger = logging.getLogger("nb_accelerate")
-
-
-@dataclass(kw_only=True)
-class Prepared:
-    """Objects that went through ``prepare``, in order."""
-
-    models: list[nn.Module] = field(default_factory=list)
-    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
-    loaders: list[DataLoaderShard] = field(default_factory=list)
-    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Forget all objects."""
-        for things in (self.models, self.optimizers, self.loaders, self.schedulers):
-            things.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +290,7 @@ def _note_uses(core: Core, accumulation: GradientAccumulationPlugin | None) -> N
         note_use(core.handlers.scaler, made, advice="Set it before Accelerator(kwargs_handlers=[...]).")
 
 
-class Slice:
+class CoreMixin:
     """Base of the classes that make up `Accelerator`, each with the methods of one subject. They share a core.
 
     Attributes:

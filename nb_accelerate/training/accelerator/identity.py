@@ -1,4 +1,4 @@
-"""`IdentitySlice`: ranks, the device, and work for the main process."""
+"""`IdentityMixin`: ranks, the device, and work for the main process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.state import AcceleratorState, GradientState
 from nb_accelerate.training.state.identity import Identity
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.process.context import ProcessContext
 
 
-class IdentitySlice(Slice, Identity):
+class IdentityMixin(CoreMixin, Identity):
     """Ranks, the device, and work for the main process."""
 
     @override

@@ -1,4 +1,4 @@
-"""`LoadersSlice`: leave out the first batches of a loader, and train where ranks have different numbers of batches."""
+"""`LoadersMixin`: leave out the first batches of a loader, and train where ranks have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_flag
-from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.data import skip_first_batches
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.data import DataLoaderShard
 
 
-class LoadersSlice(Slice):
+class LoadersMixin(CoreMixin):
     """The methods of `Accelerator` about prepared loaders."""
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint.model import write_model
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class ModelFilesSlice(Slice):
+class ModelFilesMixin(CoreMixin):
     """Files with the weights of models, as Hugging Face accelerate and transformers write them."""
 
     @property

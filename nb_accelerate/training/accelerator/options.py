@@ -1,4 +1,4 @@
-"""`OptionsSlice`: the options of an `Accelerator`, to read and to set."""
+"""`OptionsMixin`: the options of an `Accelerator`, to read and to set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.process.rng import resolve_rng_types
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class OptionsSlice(Slice):
+class OptionsMixin(CoreMixin):
     """Options, with their defaults filled in. Setting one affects objects that are prepared afterwards."""
 
     @property

@@ -1,4 +1,4 @@
-"""Errors for models, optimizers and accelerators that do not belong together; which models have a device map."""
+"""Errors for models, optimizers and accelerators that do not belong together."""
 
 from __future__ import annotations
 
@@ -62,8 +62,3 @@ MAKE_IT_INSIDE = (
     "It knows only the process it was made in. Make it, and what it prepares, inside of the function that you launch: "
     "def train(): accelerator = Accelerator(); model, optimizer, loader = accelerator.prepare(...)."
 )
-
-
-def verify_device_map(model: nn.Module) -> bool:
-    """Return whether a model has a device map of several entries (``device_map="auto"``), as in accelerate."""
-    return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())

@@ -1,7 +1,8 @@
-"""`PreparingSlice`: ``prepare`` wraps models, optimizers, loaders and schedulers."""
+"""`PreparingMixin`: wrap models, optimizers, loaders and schedulers, and release them."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import replace
 from functools import partial
@@ -17,9 +18,9 @@ from nb_accelerate.base.config.options import note_use
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.compiling import compiled
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.forward_phase import time_forward
-from nb_accelerate.training.accelerator.ownership import check_owned, verify_device_map
-from nb_accelerate.training.accelerator.prepared import PreparedSlice
+from nb_accelerate.training.accelerator.ownership import check_owned
 from nb_accelerate.training.accelerator.unprepared import warn_of_unprepared_loader
 from nb_accelerate.training.data import check_loaders, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
@@ -41,8 +42,8 @@ _SCHEDULERS = (LRScheduler, AcceleratedScheduler)  # the second: one that anothe
 _KINDS = (nn.Module, torch.optim.Optimizer, DataLoader, *_SCHEDULERS, type(None))
 
 
-class PreparingSlice(PreparedSlice):
-    """Wrap the user's objects."""
+class PreparingMixin(CoreMixin):
+    """Wrap the user's objects, unwrap and release them."""
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the run. They are returned in the order of arguments.
@@ -79,31 +80,27 @@ class PreparingSlice(PreparedSlice):
             )
         for item in args:
             _check_kind(item)
-        models = [number for number, item in enumerate(args) if isinstance(item, nn.Module)]
-        optimizers = [number for number, item in enumerate(args) if isinstance(item, torch.optim.Optimizer)]
-        if again := [args[number] for number in models if _contains(self.core.prepared.models, args[number])]:
+        models = [index for index, item in enumerate(args) if isinstance(item, nn.Module)]
+        optimizers = [index for index, item in enumerate(args) if isinstance(item, torch.optim.Optimizer)]
+        loaders = [index for index, item in enumerate(args) if isinstance(item, DataLoader)]
+        if again := [args[index] for index in models if _contains(self.core.prepared.models, args[index])]:
             self.core.strategy.copy_rank_0(again)
             self.core.replicas.prepared_again()
         results: dict[int, Any] = dict.fromkeys(range(len(args)))
         trained = self._prepare_training(
-            [self._request(args[number], places[number], args) for number in models],
-            [(args[number], self.core.device_placement) for number in optimizers],
+            [self._request(args[index], places[index], args) for index in models],
+            [(args[index], self.core.device_placement) for index in optimizers],
         )
         results |= zip([*models, *optimizers], [*trained[0], *trained[1]], strict=True)
-        results |= {
-            number: self.prepare_data_loader(item, device_placement=places[number])
-            for number, item in enumerate(args)
-            if isinstance(item, DataLoader)
-        }
+        results |= {index: self.prepare_data_loader(args[index], places[index]) for index in loaders}
         # Last, because they look for their prepared optimizers.
         results |= {
-            number: self.prepare_scheduler(item) for number, item in enumerate(args) if isinstance(item, _SCHEDULERS)
+            index: self.prepare_scheduler(item) for index, item in enumerate(args) if isinstance(item, _SCHEDULERS)
         }
         # A model is prepared on all ranks together, so its loaders can be compared. A rank that prepares
         # a loader alone must not wait for others.
         if models or Environment().debug_mode:
-            loaders = [number for number, item in enumerate(args) if isinstance(item, DataLoader)]
-            check_loaders(self.core.collectives, [args[one] for one in loaders], [results[one] for one in loaders])
+            check_loaders(self.core.collectives, [args[index] for index in loaders], [results[i] for i in loaders])
         return results[0] if len(results) == 1 else tuple(results.values())
 
     def prepare_model(
@@ -138,20 +135,20 @@ class PreparingSlice(PreparedSlice):
     def _prepare_training(
         self, models: Sequence[ModelRequest], optimizers: Sequence[tuple[torch.optim.Optimizer, bool]]
     ) -> tuple[list[nn.Module], list[AcceleratedOptimizer]]:
-        """Prepare models and optimizers together. What this `Accelerator` has prepared before is returned as it is.
+        """Prepare models and optimizers together, and return what takes the place of each.
 
         Args:
             models: those of one call, in the order of the arguments.
             optimizers: likewise, each with whether to move its state to the devices of its parameters.
-
-        Returns:
-            What takes the place of each.
         """
         core = self.core
+        # What this `Accelerator` has prepared before is returned as it is.
         requests = {
-            id(one.model): self._checked(one) for one in models if not _contains(core.prepared.models, one.model)
+            id(request.model): self._checked(request)
+            for request in models
+            if not _contains(core.prepared.models, request.model)
         }
-        given = {id(one[0]): one for one in optimizers if not _contains(core.prepared.optimizers, one[0])}
+        given = {id(pair[0]): pair for pair in optimizers if not _contains(core.prepared.optimizers, pair[0])}
         for request in requests.values():
             core.precision.prepare_model(innermost(request.model))
         page = here()
@@ -169,16 +166,12 @@ class PreparingSlice(PreparedSlice):
             made[key] = self._finish_optimizer(optimizer, engine, place)
         core.memory.prepared()
         return (
-            [made.get(id(one.model), one.model) for one in models],
+            [made.get(id(request.model), request.model) for request in models],
             [made.get(id(optimizer), optimizer) for optimizer, _ in optimizers],
         )
 
     def _request(self, model: nn.Module, place: bool, together: Sequence[Any]) -> ModelRequest:
-        """Return the request for a model.
-
-        Args:
-            together: all arguments of the call of ``prepare``.
-        """
+        """Return the request for a model. ``together`` are all arguments of the call of ``prepare``."""
         core = self.core
         world_size = core.data_collectives.world_size if core.loader.split_batches else 1
         sizes = [item.batch_size for item in together if isinstance(item, DataLoader)]
@@ -193,7 +186,7 @@ class PreparingSlice(PreparedSlice):
 
     def _checked(self, request: ModelRequest) -> ModelRequest:
         """Return a request without ``place`` for a model whose layers are on several devices; refuse it on ranks."""
-        if not verify_device_map(request.model):
+        if not _has_device_map(request.model):
             return request
         world_size = self.core.collectives.world_size
         if world_size > 1:
@@ -220,12 +213,9 @@ class PreparingSlice(PreparedSlice):
     def _finish_optimizer(
         self, optimizer: torch.optim.Optimizer, engine: torch.optim.Optimizer, place: bool
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer that the strategy has prepared, and remember it.
+        """Wrap ``engine``, which the strategy has made of the user's optimizer, and remember it.
 
-        Args:
-            optimizer: what the user gave: a plain optimizer, or one that another `Accelerator` prepared.
-            engine: what the strategy made of the plain one.
-            place: move its state to the devices of its parameters.
+        The user's may be one that another `Accelerator` has prepared.
         """
         core = self.core
         if isinstance(optimizer, AcceleratedOptimizer) and optimizer.is_lent_scaler:
@@ -314,7 +304,7 @@ class PreparingSlice(PreparedSlice):
             core.prepared.schedulers.append(prepared)
             return prepared
         own = scheduler.optimizer
-        matching = [one for one in core.shared.optimizers if one is own or one.optimizer is own]
+        matching = [known for known in core.shared.optimizers if known is own or known.optimizer is own]
         prepared = AcceleratedScheduler(
             scheduler,
             matching or core.prepared.optimizers,
@@ -334,6 +324,76 @@ class PreparingSlice(PreparedSlice):
                 prepared.repeats,
             )
         return prepared
+
+    # Lists under the names that scripts and libraries look for, to find what was prepared.
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self.core.prepared.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self.core.prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self.core.prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[DataLoaderShard]:
+        return self.core.prepared.loaders
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether the layers of a model were spread over several devices (``device_map="auto"``)."""
+        return _has_device_map(model)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's model inside a prepared one.
+
+        Example::
+
+            model = accelerator.prepare(model)
+            torch.save(accelerator.unwrap_model(model).state_dict(), "weights.pt")
+
+        Args:
+            model: what ``prepare`` returned, or any other model.
+            keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
+            keep_torch_compile: False also takes it out of `torch.compile`.
+        """
+        return self.core.strategy.unwrap(
+            model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
+        )
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Drop all references to prepared objects, and release the cached memory of the device.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+
+        Args:
+            *objects: to be replaced: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
+
+        Returns:
+            As many None as objects were given.
+        """
+        count = len(objects)
+        del objects
+        self.core.tracker.forget(self.core.prepared.loaders)
+        self.core.prepared.clear()
+        self.core.registry.copies.clear()
+        self.core.accumulation.step = 0
+        gc.collect()
+        self.core.process.kind.empty_cache()
+        self.core.memory.prepared()
+        return [None] * count
+
+    def clear(self, *objects: Any) -> list[None]:
+        """Do what `free_memory` does; both names are in use."""
+        return self.free_memory(*objects)
 
 
 def _check_kind(item: Any) -> None:
@@ -359,8 +419,13 @@ def _check_first_step(
         equal_losses.is_on = False  # which would say it again
 
 
+def _has_device_map(model: nn.Module) -> bool:
+    # As in accelerate: a map of several entries, of ``device_map="auto"``.
+    return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+
+
 def _contains(known: Sequence[Any], item: Any) -> bool:
-    return any(one is item for one in known)
+    return any(other is item for other in known)
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""`RecordingSlice`: log values to trackers, profile, save objects."""
+"""`RecordingMixin`: log values to trackers, profile, save objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import ConfigError, NbAccelerateError, NotPreparedError
 from nb_accelerate.training.accelerator import saving
-from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.process import group
 from nb_accelerate.training.tracking import BlankTracker, make_trackers
@@ -33,7 +33,7 @@ logger = logging.getLogger("nb_accelerate")
 _TRACE = "profile_{rank}.json"
 
 
-class RecordingSlice(Slice):
+class RecordingMixin(CoreMixin):
     """The methods of `Accelerator` about trackers, folders and profiles."""
 
     @property

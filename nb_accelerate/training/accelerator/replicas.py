@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nb_accelerate.training.accelerator.core import Prepared
+    from nb_accelerate.training.accelerator.prepared import Prepared
     from nb_accelerate.training.strategies import Strategy
 
 logger = logging.getLogger("nb_accelerate")

@@ -21,7 +21,7 @@ from nb_accelerate.base.config.project import SaveInterval
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.checkpoint_schedule import CheckpointSchedule
-from nb_accelerate.training.accelerator.checkpoints import CheckpointSlice
+from nb_accelerate.training.accelerator.checkpoints import CheckpointMixin
 from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.checkpoint.fitting import position_here
 from nb_accelerate.training.checkpoint.numbered import newest_of_others, next_number, numbered, tell_of_links
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nb_accelerate")
 
 
-class ResumingSlice(CheckpointSlice):
+class ResumingMixin(CheckpointMixin):
     """Loops over epochs, and checkpoints that are saved and found again by themselves."""
 
     def epochs(self, number: int, *, start: int = 0) -> Iterator[int]:

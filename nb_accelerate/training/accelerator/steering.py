@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.project import ProjectConfiguration
     from nb_accelerate.base.progress_page.commands import Command, CommandReader
-    from nb_accelerate.training.accelerator.core import Prepared
+    from nb_accelerate.training.accelerator.prepared import Prepared
     from nb_accelerate.training.data.loader import DataLoaderShard
     from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.training.state.shared import SharedTraining

@@ -1,4 +1,4 @@
-"""`TrainingSlice`: the steps of a training loop: accumulate, backward, clip, autocast."""
+"""`TrainingMixin`: the steps of a training loop: accumulate, backward, clip, autocast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from nb_accelerate.base.config.checks import check_flag, check_whole
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import NotPreparedError
-from nb_accelerate.training.accelerator.core import Slice
+from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.exchange_time import time_exchange
 from nb_accelerate.training.accelerator.ownership import foreign_accelerator, forgotten_model
-from nb_accelerate.training.optim import AcceleratedOptimizer, clip_grad_norm, clip_grad_value
+from nb_accelerate.training.optim import AcceleratedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ _BACKWARD, _RUNNING = Phase.BACKWARD, Phase.RUNNING  # Python 3.11 looks members
 
 
 class AccumulateBlock:
-    """The block of one batch in an accumulation window. Made by `TrainingSlice.accumulate`."""
+    """The block of one batch in an accumulation window. Made by `TrainingMixin.accumulate`."""
 
     __slots__ = ("_core", "_inner", "_models")
 
@@ -54,7 +54,7 @@ class AccumulateBlock:
             self._inner = None
 
 
-class TrainingSlice(Slice):
+class TrainingMixin(CoreMixin):
     """Methods that a training loop calls for each batch."""
 
     @property
@@ -251,15 +251,11 @@ class TrainingSlice(Slice):
             The norm before clipping, of unscaled gradients: a tensor of shape ``()``.
         """
         core = self.core
-        return clip_grad_norm(
-            parameters,
-            max_norm,
-            norm_type,
-            optimizers=core.shared.optimizers,
-            accumulation=core.accumulation,
-            precision=core.precision,
-            strategy=core.strategy,
-        )
+        items = core.strategy.current_parameters(_as_iterable(parameters))
+        if not core.accumulation.sync_gradients:  # they are not complete: their norm is returned, and that is all
+            return core.precision.without_scale(core.strategy.grad_norm(items, norm_type), items)
+        self._complete_gradients(items)
+        return core.strategy.clip_grad_norm(items, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Limit every element of the gradients to between ``-clip_value`` and ``clip_value``, when the window closes.
@@ -268,14 +264,20 @@ class TrainingSlice(Slice):
             parameters: usually ``model.parameters()``.
         """
         core = self.core
-        clip_grad_value(
-            parameters,
-            clip_value,
-            optimizers=core.shared.optimizers,
-            accumulation=core.accumulation,
-            precision=core.precision,
-            strategy=core.strategy,
-        )
+        if core.accumulation.sync_gradients:
+            items = core.strategy.current_parameters(_as_iterable(parameters))
+            self._complete_gradients(items)
+            core.strategy.clip_grad_value(items, clip_value)
+
+    def _complete_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients over all ranks, and divide them by the loss scale."""
+        core = self.core
+        incomplete = [optimizer for optimizer in core.shared.optimizers if optimizer.completes_gradients]
+        wanted = {id(parameter) for parameter in parameters} if incomplete else set()
+        for optimizer in incomplete:
+            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+                optimizer.complete_gradients()
+        core.precision.unscale(parameters)  # of optimizers that another Accelerator prepared
 
     def maybe_context_parallel(
         self,
@@ -309,3 +311,7 @@ class TrainingSlice(Slice):
             autocast_handler: arguments for this block; by default those given to the `Accelerator`.
         """
         return self.core.precision.autocast(autocast_handler)
+
+
+def _as_iterable(parameters: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else parameters

@@ -1,7 +1,6 @@
 """Accumulation windows, and optimizers and schedulers that respect them."""
 
 from nb_accelerate.training.optim.accumulation import AccumulationState
-from nb_accelerate.training.optim.clipping import clip_grad_norm, clip_grad_value
 from nb_accelerate.training.optim.optimizer import AcceleratedOptimizer, OptimizerTraining
 from nb_accelerate.training.optim.scheduler import AcceleratedScheduler
 
@@ -10,6 +9,4 @@ __all__ = [
     "AcceleratedScheduler",
     "AccumulationState",
     "OptimizerTraining",
-    "clip_grad_norm",
-    "clip_grad_value",
 ]

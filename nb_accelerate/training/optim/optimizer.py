@@ -26,15 +26,10 @@ class OptimizerTraining:
     """What an `Accelerator` gives to a prepared optimizer.
 
     Attributes:
-        accumulation: knows whether the window closes.
-        step: takes steps in the precision of the run.
-        scaler: scales losses; None where the precision needs none.
-        before_first_step: called once, with the optimizer inside, before its first step.
-        complete_gradients: averages the gradients that backward has not averaged; None if backward averages all. It is
-            told whether a step follows.
-        drop_gradients: drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
+        before_first_step: called once, with the optimizer inside.
+        complete_gradients: averages the gradients that backward has not averaged. It is told whether a step follows.
+        drop_gradients: drops gradients that are kept elsewhere than in ``parameter.grad``.
         owns_gradients: whether `drop_gradients` drops all, and the optimizer's own ``zero_grad`` is not to be called.
-        after_step: called after each step.
     """
 
     accumulation: AccumulationState
@@ -94,12 +89,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Follow another `Accelerator` from now on. Called by ``prepare``."""
         self.scaler = training.scaler
         self.accelerated_step = training.step
+        self._training = training
         self._accumulation = training.accumulation
         self._before_first_step = training.before_first_step
-        self._complete_gradients = training.complete_gradients
-        self._drop_gradients = training.drop_gradients
-        self._owns_gradients = training.owns_gradients
-        self._after_step = training.after_step
 
     @property
     def is_lent_scaler(self) -> bool:
@@ -124,31 +116,32 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             page = here()
             page.trains()
             page.enter(_STEP)
-            if self._complete_gradients is not None:
+            complete_gradients = self._training.complete_gradients
+            if complete_gradients is not None:
                 if closure is None:
-                    self._complete_gradients(True)
+                    complete_gradients(True)
                 else:
-                    closure = _completed(closure, self._complete_gradients)
+                    closure = _completed(closure, complete_gradients)
             taken = self.accelerated_step(closure)
             self.num_steps += 1
             page.enter(_RUNNING)
-            if self._after_step is not None:
-                self._after_step()
+            if self._training.after_step is not None:
+                self._training.after_step()
             return taken
         return None
 
     @property
     def completes_gradients(self) -> bool:
         """Whether `complete_gradients` has anything to do."""
-        return self._complete_gradients is not None or self.accelerated_step.unscales
+        return self._training.complete_gradients is not None or self.accelerated_step.unscales
 
     def complete_gradients(self) -> None:
         """Average gradients over all ranks and divide them by the loss scale. Called before they are clipped.
 
         In the middle of an accumulation window they stay those of each rank: they are not complete.
         """
-        if self._complete_gradients is not None and self._accumulation.window.closes:
-            self._complete_gradients(False)
+        if self._training.complete_gradients is not None and self._accumulation.window.closes:
+            self._training.complete_gradients(False)
         self.accelerated_step.unscale()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -161,7 +154,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigError: the optimizer inside has no such argument.
         """
         if self._accumulation.window.closes:
-            if self._owns_gradients:
+            if self._training.owns_gradients:
                 pass  # an engine keeps them in buffers that its optimizer must not take away
             elif self._takes_set_to_none:
                 self.optimizer.zero_grad(set_to_none=set_to_none is not False)
@@ -182,8 +175,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _discard(self) -> None:
         """Drop gradients that are kept elsewhere, once those of the parameters are dropped."""
         self.accelerated_step.discard()
-        if self._drop_gradients is not None:
-            self._drop_gradients()
+        if self._training.drop_gradients is not None:
+            self._training.drop_gradients()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -282,4 +275,4 @@ def _completed(closure: Callable[[], float], complete_gradients: Callable[[bool]
 
 
 def _nothing() -> None:
-    """Stand in for ``train`` and ``eval`` of optimizers that have none."""
+    """Do nothing, as optimizers that have no ``train`` and ``eval`` would."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.fp8 import AORecipeKwargs
-from nb_accelerate.base.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.precision.autocast import BF16Precision
 from nb_accelerate.training.precision.fp8 import FP8Precision
