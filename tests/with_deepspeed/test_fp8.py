@@ -114,17 +114,3 @@ def test_deepspeed_refuses_8_bits(run_ranks):
 
     with pytest.raises(ConfigError, match=r"fp8.*Write mixed_precision='bf16', or shard the model with fsdp_plugin"):
         run_ranks(run)
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_layers_that_stay_in_8_bits_for_a_later_accelerator_are_a_warning(
-    caplog: pytest.LogCaptureFixture, precision: str
-):
-    context.reset()
-    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
-    model = accelerator.unwrap_model(accelerator.prepare(make()[0]))
-    accelerator.prepare(model)
-    assert "still do" not in caplog.text
-    context.reset()
-    Accelerator(cpu=True, mixed_precision=precision).prepare(model)
-    assert f"mixed_precision='{precision}': 2 layers of Sequential were made to compute in 8 bits" in caplog.text

@@ -41,35 +41,10 @@ if TYPE_CHECKING:
     from nb_accelerate.training.process.rng import RNGType
     from nb_accelerate.training.tracking import GeneralTracker
 
-_NOT_YET = {
-    "megatron_lm_plugin": "Megatron-LM",
-}
-_ARGUMENTS = (
-    "device_placement",
-    "split_batches",
-    "mixed_precision",
-    "gradient_accumulation_steps",
-    "cpu",
-    "dataloader_config",
-    "rng_types",
-    "log_with",
-    "project_dir",
-    "project_config",
-    "gradient_accumulation_plugin",
-    "step_scheduler_with_optimizer",
-    "kwargs_handlers",
-    "dynamo_backend",
-    "dynamo_plugin",
-    "fsdp_plugin",
-    "parallelism_config",
-    "torch_tp_plugin",
-    "deepspeed_plugin",
-    "deepspeed_plugins",
-    "scheduler_steps_per_process",
-)
+_NOT_YET = {"megatron_lm_plugin": "Megatron-LM"}
 
 # Options that are not arguments themselves: the object they are fields of, and where that is given.
-_PLACES: dict[type[Options], str] = {
+_GIVEN_IN: dict[type[Options], str] = {
     DataLoaderConfiguration: "dataloader_config={}",
     ProjectConfiguration: "project_config={}",
     GradientAccumulationPlugin: "gradient_accumulation_plugin={}",
@@ -205,8 +180,8 @@ class Accelerator(
         raise ShippingError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")
 
     def __repr__(self) -> str:
-        place = f"process {self.process_index} of {self.num_processes} on {self.device}"
-        return f"Accelerator({place}, mixed_precision={self.mixed_precision!r})"
+        process = f"process {self.process_index} of {self.num_processes} on {self.device}"
+        return f"Accelerator({process}, mixed_precision={self.mixed_precision!r})"
 
 
 def _name_methods() -> None:
@@ -225,7 +200,8 @@ _name_methods()
 def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in _NOT_YET:
-            instead = _instead(name, value) or suggest(name, (*_ARGUMENTS, *_NOT_YET))
+            *known, _others = signature(Accelerator).parameters
+            instead = _instead(name, value) or suggest(name, (*known, *_NOT_YET))
             raise UnknownArgumentError(f"Accelerator has no argument {name!r}.{instead}")
         if value is not None:
             raise ConfigError(
@@ -237,8 +213,8 @@ def _instead(name: str, value: object) -> str:
     """Return what to write for an argument that older versions of accelerate had, or that belongs elsewhere."""
     if name in PrecisionType.list():  # fp16=True
         return f" Write mixed_precision={name!r}." if value else " Leave it out: that is the default."
-    for kind, place in _PLACES.items():
+    for kind, argument in _GIVEN_IN.items():
         if name in signature(kind).parameters:
             also = ", or project_dir for checkpoints and logs together" if name == "logging_dir" else ""
-            return f" Write {place.format(f'{kind.__name__}({name}={value!r})')}{also}."
+            return f" Write {argument.format(f'{kind.__name__}({name}={value!r})')}{also}."
     return ""

@@ -69,30 +69,12 @@ class Core:
     """The parts of an `Accelerator`. A setter of an option replaces the `Core`; state changes inside its parts.
 
     Attributes:
-        process: rank, device and process group.
-        collectives: how ranks exchange data.
-        strategy: how models are trained on all ranks.
-        precision: the dtype they compute in.
-        accumulation: the position of the loop in its accumulation window.
         shared: state that all `Accelerator` objects of this process share.
-        loader: how loaders share out data.
         rng_types: which random generators get the state of rank 0 at each epoch.
-        handlers: arguments for torch.
-        device_placement: whether models and batches are moved to the device.
         step_scheduler_with_optimizer: whether schedulers wait for optimizer steps.
         scheduler_steps_per_process: whether schedules advance once for each process at an optimizer step.
-        dynamo: how models are compiled.
         engines: options of the engines by which the strategy was chosen.
         trigger: whether this rank called `set_trigger`.
-        recording: trackers, directories, profiles.
-        registry: objects and hooks that users add to checkpoints.
-        page: the progress page of this process.
-        losses: reports losses to the progress page.
-        equal_losses: notices that ranks train with the same rows.
-        steering: obeys commands of the notebook.
-        replicas: notices that the models of ranks differ.
-        memory: reports what is held in memory to the progress page.
-        prepared: objects that went through ``prepare``.
     """
 
     process: ProcessContext
@@ -291,10 +273,6 @@ def _note_uses(core: Core, accumulation: GradientAccumulationPlugin | None) -> N
 
 
 class CoreMixin:
-    """Base of the classes that make up `Accelerator`, each with the methods of one subject. They share a core.
-
-    Attributes:
-        core: the chosen parts.
-    """
+    """Base of the classes that make up `Accelerator`, each with the methods of one subject. They share a core."""
 
     core: Core

@@ -27,9 +27,9 @@ logger = logging.getLogger("nb_accelerate")
 _COMPARED = 3
 """Losses that are compared. Those of different rows differ in the first one already."""
 
-_LOOKS_AFTER = 6
-"""Steps after which rank 0 looks at what the others have written: they are one step behind it at most, since ranks wait
-for one another when gradients are averaged."""
+_COMPARED_AFTER = 6
+"""Steps after which rank 0 compares: the others are one step behind it at most, since ranks wait for one another when
+gradients are averaged."""
 
 _counter = itertools.count()
 
@@ -38,12 +38,11 @@ class EqualLosses:
     """Compares the first losses of the ranks, each of which is to have rows of its own.
 
     Args:
-        strategy: how models are trained on all ranks.
         tracker: with a prepared loader in it, rows are shared out.
         reads_later: reading a loss would have a program compiled.
 
     Attributes:
-        is_on: whether losses are still looked at.
+        is_on: whether losses are still compared.
     """
 
     def __init__(self, strategy: Strategy, tracker: LoaderTracker, *, reads_later: bool) -> None:
@@ -57,7 +56,7 @@ class EqualLosses:
         self._losses: list[float] = []
 
     def begin(self) -> None:
-        """Look at the losses that follow, until they are told: another model was prepared."""
+        """Compare the losses that follow: another model was prepared."""
         self.is_on = self._is_of_use
         self._key = f"nb_accelerate/losses {next(_counter)} of rank"
         self._losses = []
@@ -69,27 +68,27 @@ class EqualLosses:
         if not self.is_on:
             return
         self._losses.append(float(loss.detach()) if len(self._losses) < _COMPARED else math.nan)
-        if len(self._losses) not in (_COMPARED, _LOOKS_AFTER):
-            return
         own = self._losses[:_COMPARED]
-        # Where nothing is learnt, rows say nothing.
-        self.is_on = all(map(math.isfinite, own)) and len(set(own)) > 1
-        if not self.is_on:
-            return
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one that all ranks are sure to share
         if len(self._losses) == _COMPARED:
-            store.set(f"{self._key} {self._rank}", repr(own))
-            self.is_on = self._rank == 0
-            return
-        self.is_on = False
-        keys = [f"{self._key} {rank}" for rank in range(self._world_size)]
-        if store.check(keys) and len({bytes(store.get(key)) for key in keys}) == 1:
-            self._is_of_use = False
-            logger.warning(
-                "%s: the first losses are equal to the last bit on all %d processes, so each of them trains with the "
-                "same rows, and no work is shared. Prepare a DataLoader, and loop over it; or give each process rows "
-                "of its own: set_seed(seed, device_specific=True) before batches are drawn, or "
-                "rows[accelerator.process_index :: accelerator.num_processes]",
-                calling_line() or "accelerator.backward",
-                self._world_size,
-            )
+            # Where nothing is learnt, rows say nothing.
+            self.is_on = all(map(math.isfinite, own)) and len(set(own)) > 1
+            if self.is_on:
+                store.set(f"{self._key} {self._rank}", repr(own))
+                self.is_on = self._rank == 0
+        elif len(self._losses) == _COMPARED_AFTER:
+            self.is_on = False
+            keys = [f"{self._key} {rank}" for rank in range(self._world_size)]
+            if store.check(keys) and len({bytes(store.get(key)) for key in keys}) == 1:
+                self._is_of_use = False
+                self._tell()
+
+    def _tell(self) -> None:
+        logger.warning(
+            "%s: the first losses are equal to the last bit on all %d processes, so each of them trains with the "
+            "same rows, and no work is shared. Prepare a DataLoader, and loop over it; or give each process rows "
+            "of its own: set_seed(seed, device_specific=True) before batches are drawn, or "
+            "rows[accelerator.process_index :: accelerator.num_processes]",
+            calling_line() or "accelerator.backward",
+            self._world_size,
+        )

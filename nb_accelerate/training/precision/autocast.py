@@ -8,8 +8,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.base.config.options import note_use
-from nb_accelerate.training.precision.float8_layers import warn_of_float8_layers
-from nb_accelerate.training.precision.forward import AutocastForward, without_autocast
+from nb_accelerate.training.precision.forward import AutocastForward, restore_forward
 from nb_accelerate.training.precision.precision import Precision
 
 if TYPE_CHECKING:
@@ -21,17 +20,7 @@ if TYPE_CHECKING:
 
 
 class AutocastPrecision(Precision):
-    """Compute in a 16-bit dtype where autocast does; weights and optimizer state stay in float32.
-
-    Args:
-        device_type: torch's name for the type of device.
-        dtype: the 16-bit dtype.
-
-    Attributes:
-        has_float8_layers: whether layers that compute in 8 bits are part of it.
-    """
-
-    has_float8_layers = False
+    """Compute in a 16-bit dtype where autocast does; weights and optimizer state stay in float32."""
 
     def __init__(self, device_type: str, dtype: torch.dtype, options: AutocastKwargs) -> None:
         self.device_type = device_type
@@ -40,12 +29,10 @@ class AutocastPrecision(Precision):
 
     @override
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        if not self.has_float8_layers:
-            warn_of_float8_layers(model, self.name)
         arguments = self._arguments(self.options)
         present = model.forward
         if not isinstance(present, AutocastForward) or present.arguments != arguments:
-            without_autocast(model)
+            restore_forward(model, AutocastForward)
             model.forward = AutocastForward(model.forward, arguments)
             note_use(self.options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         return model

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class Float32Forward:
-    """Call a model's forward and convert 16-bit outputs to float32. Pickles and deep-copies with the model.
-
-    Args:
-        forward: the model's own forward.
-    """
+    """Call a model's forward and convert 16-bit outputs to float32. Pickles and deep-copies with the model."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.__wrapped__ = forward  # inspect.signature follows it to the arguments of the model
@@ -36,12 +32,7 @@ class Float32Forward:
 
 
 class AutocastForward(Float32Forward):
-    """Call a model's forward under autocast and convert 16-bit outputs to float32.
-
-    Args:
-        forward: the model's own forward.
-        arguments: those of `torch.autocast`.
-    """
+    """Call a model's forward under `torch.autocast` with these arguments, and convert 16-bit outputs to float32."""
 
     def __init__(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> None:
         super().__init__(forward)
@@ -54,21 +45,11 @@ class AutocastForward(Float32Forward):
         return to_float32(outputs)
 
 
-def restore_forward(model: nn.Module) -> nn.Module:
-    """Undo all that ``prepare`` did to ``model.forward``, in any precision, and return the model."""
-    while isinstance(vars(model).get("forward"), Float32Forward):
+def restore_forward(model: nn.Module, kind: type[Float32Forward] = Float32Forward) -> nn.Module:
+    """Undo what ``prepare`` did to ``model.forward``, in any precision or with one kind of forward only."""
+    while isinstance(vars(model).get("forward"), kind):
         own = vars(model)["forward"].__wrapped__
         del model.forward
         if model.forward != own:  # the instance had a forward of its own before
             model.forward = own
-    return model
-
-
-def without_autocast(model: nn.Module) -> nn.Module:
-    """Remove the `AutocastForward` of another `Accelerator`, and return the model. A `Float32Forward` is kept."""
-    present = vars(model).get("forward")
-    if isinstance(present, AutocastForward):
-        del model.forward
-        if model.forward != present.__wrapped__:
-            model.forward = present.__wrapped__
     return model

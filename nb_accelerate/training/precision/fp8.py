@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,6 @@ from nb_accelerate.errors import MissingDependencyError
 from nb_accelerate.training.precision.autocast import AutocastPrecision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nb_accelerate.base.config.fp8 import AORecipeKwargs
     from nb_accelerate.base.config.kwargs import AutocastKwargs
 
@@ -30,16 +27,11 @@ class FP8Precision(AutocastPrecision):
 
     Layers are replaced in place by torchao's, which have the same weights under the same names.
 
-    Args:
-        device_type: torch's name for the type of device.
-        recipe: how layers compute in 8 bits.
-
     Raises:
         MissingDependencyError: torchao is not installed.
     """
 
     name = "fp8"
-    has_float8_layers = True
 
     def __init__(self, device_type: str, options: AutocastKwargs, recipe: AORecipeKwargs) -> None:
         super().__init__(device_type, torch.bfloat16, options)
@@ -84,31 +76,21 @@ class FP8Precision(AutocastPrecision):
             )
 
 
-@contextlib.contextmanager
-def _only_errors(*names: str) -> Iterator[None]:
-    """Run a block in which loggers say errors only: torchao warns of each device's kernels that do not load here."""
-    before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
-
-
 def _import_torchao() -> Any:
     """Return the module ``torchao.float8``.
 
     Raises:
         MissingDependencyError: it is not installed.
     """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # torchao warns of each device's kernels that do not load here
     try:
-        with _only_errors("torchao", "torch.utils._pytree"):
-            import torchao.float8
-            import torchao.float8.float8_linear
+        import torchao.float8
+        import torchao.float8.float8_linear
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torchao":
             raise
         raise MissingDependencyError("torchao", needed_for="mixed_precision='fp8'") from error
+    finally:
+        logging.disable(disabled)
     return torchao.float8

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.training.precision.float8_layers import warn_of_float8_layers
-from nb_accelerate.training.precision.forward import without_autocast
+from nb_accelerate.training.precision.forward import AutocastForward, restore_forward
 from nb_accelerate.training.precision.step import OptimizerStep
 
 if TYPE_CHECKING:
@@ -34,8 +33,7 @@ class Precision:
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Make the forward of a model compute in this precision. Called by ``prepare``, before the strategy."""
-        warn_of_float8_layers(model, self.name)
-        return without_autocast(model)
+        return restore_forward(model, AutocastForward)  # of another `Accelerator`
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Return a block that computes in this precision. Called by users around a loss function."""

@@ -40,11 +40,7 @@ class OptimizerStep:
 
 
 class GivenScalerStep(OptimizerStep):
-    """Take the steps of one optimizer with the user's own scaler, and update its scale after each.
-
-    Args:
-        scaler: scales the losses of this optimizer only; the user calls ``scaler.scale(loss)``.
-    """
+    """Take the steps of one optimizer with the user's own scaler, which scales no other losses, and update it."""
 
     unscales = True
 
@@ -77,11 +73,7 @@ class GivenScalerStep(OptimizerStep):
 
 
 def refuse_closure(closure: Callable[[], float] | None) -> None:
-    """Refuse a closure: the gradients it computes would not be unscaled.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse a closure: the gradients it computes would not be unscaled."""
     if closure is not None:
         raise ConfigError(
             "optimizer.step was given a closure, which cannot work with mixed_precision='fp16': the closure's "

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.base.config.parallelism import ParallelismConfig
     from nb_accelerate.training.process.context import ProcessContext
+    from nb_accelerate.training.strategies.select import EngineOptions
 
 _PLUGINS = (
     "dynamo_plugin",
@@ -86,22 +87,29 @@ class AcceleratorState(ProcessView):
         return self._fixed[0] if self._fixed else current_process()
 
     @property
+    def _choices(self) -> Choices | None:
+        return self._fixed[1] if self._fixed else newest_choices()
+
+    @property
+    def _engines(self) -> EngineOptions | None:
+        choices = self._choices
+        return choices.engines if choices else None
+
+    @property
     @override
     def distributed_type(self) -> DistributedType:
-        choices = self._fixed[1] if self._fixed else newest_choices()
-        chosen = choices.distributed_type if choices else None
+        chosen = self._choices.distributed_type if self._choices else None
         return super().distributed_type if chosen is None else chosen
 
     @property
     def mixed_precision(self) -> str:
         """The precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
-        choices = self._fixed[1] if self._fixed else newest_choices()
-        return choices.mixed_precision if choices else str(resolve_precision(None, Environment()))
+        return (self._choices or Choices.make()).mixed_precision
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """How models are compiled."""
-        return (self._fixed[1] if self._fixed else newest_choices() or Choices.make()).dynamo
+        return (self._choices or Choices.make()).dynamo
 
     @property
     def initialized(self) -> bool:
@@ -111,8 +119,7 @@ class AcceleratorState(ProcessView):
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """How DeepSpeed trains models, by the names that were given; None where it does not."""
-        choices = self._fixed[1] if self._fixed else newest_choices()
-        engines = choices.engines if choices else None
+        engines = self._engines
         return None if engines is None or engines.deepspeed is None else dict(engines.deepspeed)
 
     @property
@@ -155,15 +162,14 @@ class AcceleratorState(ProcessView):
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """How models are sharded; None if they are not."""
-        choices = self._fixed[1] if self._fixed else newest_choices()
-        engines = choices.engines if choices else None
+        engines = self._engines
         return engines.fsdp if engines is not None and self.is_fsdp2 else None
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How ranks are laid out; None if nobody has said."""
-        choices = self._fixed[1] if self._fixed else newest_choices()
-        return choices.engines.parallelism if choices and choices.engines is not None else None
+        engines = self._engines
+        return None if engines is None else engines.parallelism
 
     @property
     def is_fsdp2(self) -> bool:

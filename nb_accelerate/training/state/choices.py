@@ -33,12 +33,7 @@ class Choices:
     """The choices of an `Accelerator` that states show. It refers to no model, so it may outlive the `Accelerator`.
 
     Attributes:
-        mixed_precision: the name of the precision.
-        distributed_type: the name of the strategy; None where no `Accelerator` has chosen one.
-        engines: the options by which the strategy was chosen; None where no `Accelerator` has chosen one.
-        dynamo: how models are compiled.
-        accumulation: the accumulation window, and the batch of it that the loop is at.
-        tracker: which loader is being iterated.
+        distributed_type: None where no `Accelerator` has chosen one, as ``engines``.
         variables: the environment variables about precision, compilation and engines at the time of the choice.
     """
 

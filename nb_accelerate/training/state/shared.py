@@ -29,9 +29,7 @@ class SharedTraining:
     """The prepared objects of this process, and the position of the training loop.
 
     Attributes:
-        tracker: which loaders are being iterated.
-        window: whether the current batch closes an accumulation window.
-        scaler: the loss scaler of fp16; None until an `Accelerator` uses fp16.
+        scaler: None until an `Accelerator` uses fp16.
         models: prepared models that are still referred to.
         given_optimizers: optimizers that were given to ``prepare``.
         watches_steps: steps of optimizers are looked at, whether they were prepared.
@@ -48,13 +46,13 @@ class SharedTraining:
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
         """Prepared optimizers that are still referred to, in the order of preparation, which all ranks share."""
-        return [optimizer for one in self._optimizers if (optimizer := one()) is not None]
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
 
     def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
         """Add a prepared optimizer, unless it is in the list."""
         with contextlib.suppress(TypeError):  # an engine's need not be one of torch
             self.given_optimizers.add(optimizer.optimizer)
-        if not any(one is optimizer for one in self.optimizers):
+        if not any(known is optimizer for known in self.optimizers):
             self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
 
     def drop_gradients(self) -> None:
