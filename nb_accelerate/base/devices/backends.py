@@ -10,7 +10,6 @@ class Backend:
     """One row. A backend without a row has the defaults.
 
     Attributes:
-        name: what torch.distributed calls it.
         device: torch's name for the type of device whose tensors it carries; "" if unknown.
         returns_early: a collective may return before the other ranks have joined it, because it runs on the device.
         polls_store: ranks may wait for keys of the store in Python, which needs the interpreter. False for a backend
@@ -36,9 +35,5 @@ BACKENDS = (
 
 
 def backend_named(name: str) -> Backend:
-    """Return the row of a backend.
-
-    Args:
-        name: as ``torch.distributed.get_backend`` gives it. A name without a row gets one with the defaults.
-    """
+    """Return the row of a backend, by its name in torch.distributed; one with the defaults if it has none."""
     return next((backend for backend in BACKENDS if backend.name == name), Backend(name=name))

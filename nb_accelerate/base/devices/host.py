@@ -39,11 +39,7 @@ def memory_peak() -> int:
 
 
 def memory_left(ranks: int) -> int:
-    """Return the bytes that this process could have in addition; 0 if the system does not say.
-
-    Args:
-        ranks: of this machine. What is free is taken to be shared out among them.
-    """
+    """Return the bytes that this process, one of so many ranks of the machine, could have in addition; 0 if unknown."""
     import psutil
 
     with contextlib.suppress(OSError, psutil.Error):  # no /proc

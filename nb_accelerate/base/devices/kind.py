@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 
 
 def by_name(dotted: str) -> Callable[..., Any]:
-    """Return a function that looks up another one when it is called, and calls it.
+    """Return a function that looks up ``module:function`` when it is called, and calls it.
 
     The module is imported at the first call, so a table of such functions needs no torch. The last name is looked up at
     every call: builds of torch may lack one, and tests put stand-ins for hardware there.
-
-    Args:
-        dotted: ``module:function``, such as ``"torch.cuda:device_count"``.
     """
     module, _, name = dotted.partition(":")
 
@@ -63,7 +60,6 @@ class DeviceKind:
         pins_memory: host memory can be pinned for it, so that ``copy_(..., non_blocking=True)`` returns at once.
         mixed_precision: names of the precisions that autocast, the loss scaler of fp16 and torchao offer on it.
         compile_backends: those of torch.compile that work on it, by torch's names; empty where all may.
-        label: what one of them is called in messages.
         all_or_one: ranks of a machine use all of them or one; its runtime knows no other number.
 
         start_runtime: for a runtime of its own, which takes the place of torch.distributed: starts it in this process,
@@ -86,15 +82,10 @@ class DeviceKind:
         memory_users: takes devices as `find` gives them; returns lines of ``pid, MiB``, one for each process that
             holds memory of them.
 
-        is_available: whether this machine has such a device.
         count: number of devices that this process sees; 0 means that the device has no number.
-        is_initialized: whether this process has started its runtime.
-        set_device: make the device with a number the current one.
-        current_device: number of the current one.
         get_rng_state: random state of the current device as a byte tensor on the CPU; None if it has none of its own.
         get_rng_states: states of all devices that this process sees, by number; None for types with one device.
         set_rng_state: set a random state; takes the state and, optionally, the number of the device.
-        empty_cache: release cached memory of the device.
         memory_allocated: bytes that tensors use on it now.
         memory_used: bytes that count against its limit: for the host, the resident memory of this process; else what
             tensors use; 0 if that is not known.
@@ -106,8 +97,6 @@ class DeviceKind:
             and the driver's library raise where that library is missing, or does not know this device.
         reads_later: numbers that it computes are read a step later, because reading one at once would run what was
             recorded so far as a program of its own.
-        supports_bf16: whether this device computes in bfloat16.
-        supports_fp8: whether it computes in 8-bit floating point numbers, where ``mixed_precision`` has fp8.
         pci_address: where the device with a number is on the PCI bus; None if that is not known.
         uuid: a name of the device with a number that is unique over all machines; None if it has none.
         describe: product name and memory of the device with a number; "" if torch does not say.

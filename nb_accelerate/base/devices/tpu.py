@@ -42,11 +42,7 @@ def _pin(devices: Sequence[str], _local_rank: int) -> Mapping[str, str]:
 
 @functools.cache
 def _launch_variables(number: int) -> tuple[tuple[str, str], ...]:
-    """Return what ranks have to agree on, in a process of its own: the notebook is left as it is.
-
-    Raises:
-        OSError: torch_tpu has said no, or nothing for `_SECONDS`.
-    """
+    """Return what ranks have to agree on, in a process of its own: the notebook is left as it is."""
     command = [sys.executable, "-c", _VARIABLES, str(number)]
     try:
         run = subprocess.run(

@@ -20,14 +20,6 @@ if TYPE_CHECKING:
 class Topology:
     """Rank, local rank, world size and machine of one process.
 
-    Attributes:
-        rank: its number among all processes, from 0.
-        local_rank: its number among those of its machine, from 0.
-        node_rank: the number of its machine, from 0.
-        world_size: processes in all.
-        local_world_size: processes on its machine.
-        num_nodes: machines in all.
-
     Raises:
         ConfigError: the numbers contradict each other.
     """
@@ -101,10 +93,7 @@ class Topology:
 class Launcher:
     """The variables that one launcher sets for a process. Of several names, the first that is set counts.
 
-    Attributes:
-        name: of the launcher.
-        rank, world_size: the variables that have these numbers. A process without both was not started by it.
-        local_rank, local_world_size, node_rank, num_nodes: the variables that have these; empty if there is none.
+    A process without rank and world size was not started by it.
     """
 
     name: str
@@ -147,7 +136,6 @@ LAUNCHERS = (
         rank="SLURM_PROCID",
         world_size="SLURM_STEP_NUM_TASKS",
         local_rank=("SLURM_LOCALID",),
-        local_world_size=(),
         node_rank=("SLURM_NODEID",),
         num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     ),

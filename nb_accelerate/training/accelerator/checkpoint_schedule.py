@@ -31,9 +31,7 @@ class CheckpointSchedule:
     """Decide when the next checkpoint is due, the same on all ranks.
 
     Args:
-        core: of the `Accelerator`.
         interval: between two checkpoints; None where only signals ask for one.
-        project: says after which signals a checkpoint is saved and training ends.
     """
 
     def __init__(self, core: Core, interval: SaveInterval | None, project: ProjectConfiguration) -> None:
@@ -110,12 +108,7 @@ class CheckpointSchedule:
             self._look()
 
     def saved(self) -> None:
-        """Note that a checkpoint was saved, and end training if a signal has asked for that.
-
-        Raises:
-            KeyboardInterrupt: a signal had asked for it, and the handler before says so.
-            SystemExit: as above, where there was no handler.
-        """
+        """Note that a checkpoint was saved, and end training as before the handler if a signal has asked for that."""
         self.is_due = False
         self._saved_at_step = self._step
         self._saved_at = time.monotonic()

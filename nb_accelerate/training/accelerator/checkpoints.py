@@ -14,7 +14,6 @@ from nb_accelerate.training.accelerator.model_files import ModelFilesMixin
 from nb_accelerate.training.checkpoint import loading, opening, state
 from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.checkpoint.background import saves
-from nb_accelerate.training.checkpoint.names import MANIFEST_NAME
 from nb_accelerate.training.checkpoint.numbered import is_taken, read_newest, remove_old
 from nb_accelerate.training.checkpoint.sharing import share
 from nb_accelerate.training.comm import SingleCollectives
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
-
-_MOST_NEARBY = 3
-"""Checkpoints that are named if one was asked for that is not there."""
 
 
 class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
@@ -111,7 +107,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             )
         self.wait_for_checkpoint()
         folder = _given(output_dir, "output_dir")
-        with self._shown_as_saving():
+        with self.core.shown_as_saving():
             collectives = self.core.collectives if async_save else self._who_saves(folder)
             handle = self._save(
                 folder,
@@ -130,14 +126,11 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         async_save: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> Path | CheckpointHandle:
-        """Save to the next numbered folder of the project, and remove those that are over its ``total_limit``.
-
-        See `save_state`. All processes call it together.
-        """
+        """Save to the next numbered folder of the project, and remove those over its ``total_limit``. Collective."""
         self.wait_for_checkpoint()
         folder = self._next_folder()
         project = self.core.recording.project
-        with self._shown_as_saving():
+        with self.core.shown_as_saving():
             handle = self._save(
                 folder,
                 self.core.collectives,
@@ -365,13 +358,5 @@ def _own_or(first: Path, given: str | os.PathLike[str] | None) -> Path:
 def _there(folder: str | os.PathLike[str] | None) -> Path:
     path = _given(folder, "input_dir")
     if not path.is_dir():
-        raise ConfigError(f"There is no folder {path} to load a checkpoint from.{_nearby(path)}")
+        raise ConfigError(f"There is no folder {path} to load a checkpoint from.")
     return path
-
-
-def _nearby(path: Path) -> str:
-    """Return a sentence with the newest checkpoints beside a path, or in ``checkpoints`` there; none without any."""
-    parents = (path.parent, path.parent / "checkpoints")
-    found = {entry.parent.resolve() for parent in parents for entry in parent.glob(f"*/{MANIFEST_NAME}")}
-    newest = sorted(found, key=lambda entry: entry.stat().st_mtime, reverse=True)[:_MOST_NEARBY]
-    return f" The newest checkpoints nearby: {', '.join(map(str, newest))}." if newest else ""

@@ -141,11 +141,7 @@ class CommunicationMixin(CoreMixin):
 
 
 def _rows_of_group(data: Any, loops: Sequence[TrackedLoop], ranks: int) -> GroupRows | None:
-    """Return the numbers of rows of the group that data were computed for.
-
-    Args:
-        loops: over loaders that advance together, outer ones first.
-    """
+    """Return the numbers of rows of the group that data were computed for. Outer loops come first."""
     if len({loop.rows for loop in loops}) == 1:
         return loops[0].rows
     fitting = [loop for loop in loops if _entries(data) == _rows_on_rank(loop, ranks)]

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from nb_accelerate.base.config.handlers import Handlers
 from nb_accelerate.base.config.loader import resolve_loader
 from nb_accelerate.base.config.options import note_use
 from nb_accelerate.base.config.precision import resolve_precision
-from nb_accelerate.base.progress_page import here
+from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.training.accelerator.equal_losses import EqualLosses
 from nb_accelerate.training.accelerator.losses import LossReport
 from nb_accelerate.training.accelerator.memory_report import MemoryReport
@@ -41,7 +42,7 @@ from nb_accelerate.training.tracking import Recording, resolve_recording
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -135,6 +136,15 @@ class Core:
         """The device of models and batches."""
         return self.process.device
 
+    @contextlib.contextmanager
+    def shown_as_saving(self) -> Iterator[None]:
+        """Show on the progress page that this process saves while a block runs."""
+        self.page.enter(Phase.SAVING)
+        try:
+            yield
+        finally:
+            self.page.enter(Phase.RUNNING)
+
 
 def build_core(
     *,
@@ -214,14 +224,7 @@ def build_core(
     )
     shared.scaler = precision.scaler or shared.scaler
     prepared = Prepared()
-    memory = MemoryReport(
-        here(),
-        process.kind,
-        strategy,
-        prepared.models,
-        prepared.optimizers,
-        ranks=process.topology.local_world_size,
-    )
+    memory = MemoryReport(here(), process.kind, strategy, prepared, ranks=process.topology.local_world_size)
     core = Core(
         process=process,
         collectives=strategy.collectives,

@@ -21,9 +21,7 @@ def time_exchange(loss: Tensor, page: ProgressPage) -> None:
     Wrappers such as DistributedDataParallel wait for the exchange in a callback, which the autograd engine calls when
     there is nothing left to compute. The engine calls them in the order in which they were queued, and this one is
     queued by the first gradient.
-
-    Args:
-        loss: before its backward. On a device that computes asynchronously the times say nothing.
+    Called before the backward. On a device that computes asynchronously the times say nothing.
     """
     if loss.requires_grad:
         page.times_waits()

@@ -32,11 +32,7 @@ class LossReport:
     """Writes the loss of some steps, and the memory and utilisation of the device, to the progress page.
 
     A loss on a device is copied asynchronously into one buffer on the CPU. The value reported is the newest one whose
-    copy has finished, usually that of the report before.
-
-    Args:
-        kind: the row of its device in the device table.
-        held: reports what is held in memory, at some of these steps.
+    copy has finished, usually that of the report before. ``held`` reports memory at some of these steps.
     """
 
     def __init__(self, page: ProgressPage, kind: DeviceKind, held: MemoryReport) -> None:

@@ -10,14 +10,13 @@ from nb_accelerate.base.progress_page import RankMemory
 from nb_accelerate.training.accelerator.reporting import only_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
-    from torch import nn
 
     from nb_accelerate.base.devices import DeviceKind
     from nb_accelerate.base.progress_page import ProgressPage
-    from nb_accelerate.training.optim import AcceleratedOptimizer
+    from nb_accelerate.training.accelerator.prepared import Prepared
     from nb_accelerate.training.strategies.strategy import Strategy
 
 _WHAT = "the figure of memory"
@@ -31,11 +30,8 @@ class MemoryReport:
     """Writes what is held for prepared models and optimizers to the progress page, now and then.
 
     Args:
-        page: the progress page of this process. Whoever has it can have it measured, too, when memory did not suffice.
-        kind: the row of the device in the device table.
-        strategy: knows how models are spread over ranks.
-        models: prepared ones; the list itself, which grows.
-        optimizers: likewise.
+        page: of this process. Whoever has it can have it measured, too, when memory did not suffice.
+        prepared: its lists grow.
         ranks: of this machine, which share the memory of the host.
     """
 
@@ -44,16 +40,15 @@ class MemoryReport:
         page: ProgressPage,
         kind: DeviceKind,
         strategy: Strategy,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[AcceleratedOptimizer],
+        prepared: Prepared,
         *,
         ranks: int,
     ) -> None:
         self._page = page
         self._kind = kind
         self._strategy = strategy
-        self._models = models
-        self._optimizers = optimizers
+        self._models = prepared.models  # the lists: the page must not keep an `Accelerator` alive
+        self._optimizers = prepared.optimizers
         self._ranks = ranks
         self._due = 0.0
         self._wait = _FIRST_WAIT

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint.model import write_model
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
 
     from torch import Tensor, nn
 
@@ -80,18 +77,10 @@ class ModelFilesMixin(CoreMixin):
             raise CheckpointError(f"{lacking[0]} is on the device meta: it has no numbers that could be saved.")
         weights = self.get_state_dict(model)
         if self.should_save_model:
-            with self._shown_as_saving():
+            with self.core.shown_as_saving():
                 write_model(
                     weights,
                     save_directory,
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
                 )
-
-    @contextlib.contextmanager
-    def _shown_as_saving(self) -> Iterator[None]:
-        self.core.page.enter(Phase.SAVING)
-        try:
-            yield
-        finally:
-            self.core.page.enter(Phase.RUNNING)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
-from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import ConfigError, NbAccelerateError, NotPreparedError
 from nb_accelerate.training.accelerator import saving
 from nb_accelerate.training.accelerator.core import CoreMixin
@@ -188,11 +187,8 @@ class RecordingMixin(CoreMixin):
             obj: the object; with ``safe_serialization`` a dict of tensors.
             safe_serialization: write safetensors instead of what `torch.save` writes.
         """
-        self.core.page.enter(Phase.SAVING)
-        try:
+        with self.core.shown_as_saving():
             saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
-        finally:
-            self.core.page.enter(Phase.RUNNING)
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:

@@ -43,12 +43,7 @@ _counter = itertools.count()
 
 
 class Replicas:
-    """Compares the weights of the ranks.
-
-    Args:
-        strategy: how models are trained on all ranks.
-        prepared: what went through ``prepare``.
-    """
+    """Compares the weights of the ranks."""
 
     def __init__(self, strategy: Strategy, prepared: Prepared) -> None:
         self._strategy = strategy

@@ -18,10 +18,7 @@ logger = logging.getLogger("nb_accelerate")
 def only_reports(what: str) -> Callable[[Report], Report]:
     """Decorate a method that reports about training, which goes on when the report fails.
 
-    The first error is logged. After it, the method does nothing for that object.
-
-    Args:
-        what: what is missing then, for the log.
+    The first error is logged, with ``what`` is missing then. After it, the method does nothing for that object.
     """
 
     def decorate(method: Report) -> Report:

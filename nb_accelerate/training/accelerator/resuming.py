@@ -73,7 +73,7 @@ class ResumingMixin(CheckpointMixin):
         """Save a checkpoint in a folder; "" for the next numbered one of the project. All processes call it."""
         if folder:
             self.wait_for_checkpoint()
-            with self._shown_as_saving():
+            with self.core.shown_as_saving():
                 self._save(Path(folder), self.core.collectives)
             return Path(folder)
         saved = self._save_numbered()
@@ -152,11 +152,7 @@ class ResumingMixin(CheckpointMixin):
             logger.warning("There is no checkpoint in %s to go on from: training begins with the first epoch.", parent)
 
     def _leave_earlier_run(self, *, begins_anew: bool) -> None:
-        """Note which checkpoints are of an earlier run. Ranks that are started again go on from none of them.
-
-        Args:
-            begins_anew: whether this run was launched to begin anew.
-        """
+        """Note which checkpoints are of an earlier run. Ranks that are started again go on from none of them."""
         core, parent, progress = self.core, self._numbered_folders(), self.core.registry.progress
         # Each machine may have launched its ranks, and a machine may have joined later, when others had saved.
         of_ranks = core.collectives.all_gather_object(progress.launches)

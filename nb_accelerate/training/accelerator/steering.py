@@ -45,11 +45,7 @@ _PAUSE_LOOK = 0.02
 class Steering:
     """Obeys the commands of a progress page, for one `Accelerator`.
 
-    Args:
-        shared: has the optimizers, and the tracker of loaders, of this process.
-        prepared: has the schedulers of the `Accelerator`. It is not kept alive: loaders know this object as long as
-            the process lives.
-        project: says whether numbered checkpoints have a folder.
+    Loaders know this object as long as the process lives: it keeps nothing alive that was prepared.
 
     Attributes:
         stops: training is to end after this epoch.
@@ -69,11 +65,7 @@ class Steering:
         self.stops = False
 
     def saves_by(self, save: Callable[[str], Path]) -> None:
-        """Save checkpoints by this method, as long as its object is referred to.
-
-        Args:
-            save: takes a folder, or "" for the next numbered one of the project. All ranks call it together.
-        """
+        """Save checkpoints by this method, which takes a folder or "" for the next numbered one of the project."""
         self._save = weakref.WeakMethod(save)
 
     def begin(self) -> None:
@@ -82,11 +74,7 @@ class Steering:
         self._tracker.when_a_loop_begins = self._note_what_it_could_obey
 
     def after_step(self) -> None:
-        """Count an optimizer's step. Outside of loops over prepared loaders, obey.
-
-        Raises:
-            CheckpointError: a save in the background has failed; on all ranks after the same step.
-        """
+        """Count an optimizer's step. Outside of loops over prepared loaders, obey."""
         saves.end_step()
         number = self._commands.count_step()
         if number and self._tracker.active is None:

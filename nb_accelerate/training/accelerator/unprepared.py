@@ -109,13 +109,7 @@ def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataL
     """Name the loader of the user's loop if it was not prepared. Called before the first step of an optimizer.
 
     Nothing is said of loaders that may share out rows by themselves: with a sampler of the user's, or a stream.
-
-    Args:
-        collectives: of the ranks that share out rows.
-        prepared: the loaders that were prepared; with one of them, nothing is said of others.
-
-    Returns:
-        Whether one was named.
+    With a prepared one, nothing is said of others. Return whether one was named.
     """
     readers = collectives.world_size
     if readers == 1 or collectives.rank or prepared:

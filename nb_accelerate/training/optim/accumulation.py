@@ -34,7 +34,6 @@ class Window:
     """State of the current batch that all `Accelerator` objects of a process share.
 
     Attributes:
-        closes: whether it closes an accumulation window.
         num_open: how many blocks of ``accumulate`` are open; they may be nested.
     """
 
@@ -56,14 +55,7 @@ class Window:
 class AccumulationState:
     """The position of a loop in its accumulation window.
 
-    Args:
-        options: how gradients accumulate; ``num_steps`` is set.
-        loaders: tell whether the current batch is the last of its loader.
-        window: that of this process; one of its own by default.
-
     Attributes:
-        num_steps: batches in a window.
-        window: whether the current batch closes one.
         step: batches since the loader began; 0 after its last one.
     """
 
@@ -98,11 +90,7 @@ class AccumulationState:
         self.window.closes = value
 
     def advance(self) -> bool:
-        """Count one more batch.
-
-        Returns:
-            Whether its gradients are exchanged: it closes the window, or ``sync_each_batch`` is set.
-        """
+        """Count one more batch; return whether its gradients are exchanged."""
         if self.sync_with_dataloader and self.loaders.end_of_dataloader:
             self.step = 0
             closes = True

@@ -52,11 +52,7 @@ class FP16Precision(AutocastPrecision):
 
     @override
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Make the forward of a model compute in float16.
-
-        Raises:
-            ConfigError: the model's weights are float16 themselves; their gradients cannot be unscaled.
-        """
+        """Make the forward of a model compute in float16. Weights in float16 are refused."""
         halves = [
             name for name, weight in model.named_parameters() if weight.requires_grad and weight.dtype is torch.float16
         ]

@@ -77,11 +77,7 @@ class FP8Precision(AutocastPrecision):
 
 
 def _import_torchao() -> Any:
-    """Return the module ``torchao.float8``.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
+    """Return the module ``torchao.float8``."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # torchao warns of each device's kernels that do not load here
     try:

@@ -24,7 +24,6 @@ class Precision:
     Attributes:
         name: the value of ``mixed_precision``.
         dtype: numbers that models compute in; None for those that the model has.
-        scaler: scales losses; None where they need no scaling.
     """
 
     name = "no"

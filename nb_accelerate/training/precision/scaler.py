@@ -107,12 +107,7 @@ class ScaledStep(OptimizerStep):
 class LossScaler(torch.amp.GradScaler):
     """torch's scaler, shared by the prepared optimizers of all `Accelerator` objects of this process.
 
-    Args:
-        device: torch's name for the type of device.
-        **options: those of `torch.amp.GradScaler`.
-
     Attributes:
-        device_type: the type of device.
         num_scaled: losses scaled so far.
         models: prepared models whose losses are scaled.
     """

@@ -27,16 +27,10 @@ def select_precision(
     fp8: AORecipeKwargs | None = None,
     scaler_before: LossScaler | None = None,
 ) -> Precision:
-    """Return the chosen precision, for a kind of device.
+    """Return the chosen precision, for a kind of device. One that it cannot compute in is refused.
 
     Args:
-        scaler: arguments of the loss scaler of fp16.
-        fp8: how layers compute in 8 bits; None takes the defaults.
         scaler_before: the one of this process, if there is one already.
-
-    Raises:
-        ConfigError: the device cannot compute in it.
-        MissingDependencyError: the library that computes in 8 bits is not installed.
     """
     if chosen is not PrecisionType.NO and chosen.value not in kind.mixed_precision:
         offered = " or ".join(map(repr, ("no", *kind.mixed_precision)))

@@ -15,9 +15,6 @@ class SharedState:
     """Descriptor of ``_shared_state``, the class attribute that holds a state's values in accelerate. Read-only.
 
     Libraries compare it to find out whether there is a state: ``if PartialState._shared_state == {}``.
-
-    Args:
-        known: returns whether the state was set up.
     """
 
     def __init__(self, known: Callable[[], bool], *names: str) -> None:
