@@ -165,7 +165,7 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
     """
     said = vars(arguments)
 
-    from nb_accelerate.base.topology.place import place_in_step
+    from nb_accelerate.base.topology.master_address import node_in_step
 
     def choose(flag: str, default: Any) -> Any:
         return said[flag] if said[flag] is not None else default if file is None else file.get(flag, default)
@@ -202,7 +202,7 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         devices = _TPU
     variables = _variables(arguments, file)
     check_mesh(variables, None if processes is None else processes * machines)
-    step = place_in_step(os.environ, machines)
+    step = node_in_step(os.environ, machines)
     if arguments.machine_rank is not None or arguments.main_process_ip is not None:
         step = None
     # Files of accelerate always say static, with which there are no ranges.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nb_accelerate.base.topology import read_topology
-from nb_accelerate.base.topology.place import first_node, place_in_step, place_of
+from nb_accelerate.base.topology.master_address import first_node, master_address, node_in_step
 
 SAY_WHO = """
 import torch
@@ -85,8 +85,8 @@ def test_a_step_with_a_task_on_each_node_numbers_the_machines(
     variables: dict[str, str], place: tuple[int, str] | None
 ) -> None:
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
-    assert place_in_step({**step, "SLURM_STEP_NODELIST": "gpu[07-08]", **variables}, 2) == place
-    assert place_in_step(step | {"SLURM_STEP_NODELIST": "gpu[07-08]"}, 3) is None
+    assert node_in_step({**step, "SLURM_STEP_NODELIST": "gpu[07-08]", **variables}, 2) == place
+    assert node_in_step(step | {"SLURM_STEP_NODELIST": "gpu[07-08]"}, 3) is None
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_the_first_node_of_a_list_is_where_processes_meet(nodes: str, first: str
     assert first_node(nodes) == first
     variables = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
     variables |= {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_ID": "0"}
-    place = place_of(variables, read_topology(variables))
-    other_step = place_of(variables | {"SLURM_STEP_ID": "1"}, read_topology(variables))
+    place = master_address(variables, read_topology(variables))
+    other_step = master_address(variables | {"SLURM_STEP_ID": "1"}, read_topology(variables))
     assert place is not None
     assert other_step is not None
     assert place[0] == first
@@ -107,10 +107,10 @@ def test_the_first_node_of_a_list_is_where_processes_meet(nodes: str, first: str
 
 def test_processes_of_mpi_meet_on_one_machine_only() -> None:
     variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    place = place_of(variables, read_topology(variables))
+    place = master_address(variables, read_topology(variables))
     assert place is not None
     assert place[0] == "127.0.0.1"
     spread = variables | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert place_of(spread, read_topology(spread)) is None
+    assert master_address(spread, read_topology(spread)) is None
     by_hand = {"RANK": "0", "WORLD_SIZE": "4"}
-    assert place_of(by_hand, read_topology(by_hand)) is None
+    assert master_address(by_hand, read_topology(by_hand)) is None

@@ -164,7 +164,7 @@ def test_states_are_views_and_cannot_be_set():
     theirs, ours = both(cpu=True)
     theirs.state.distributed_type = accelerate.DistributedType.MULTI_GPU
     assert theirs.distributed_type is accelerate.DistributedType.MULTI_GPU
-    with pytest.raises(AttributeError, match="cannot be set"):
+    with pytest.raises(AttributeError):
         ours.state.distributed_type = nb_accelerate.DistributedType.MULTI_GPU
     kept = pickle.dumps(theirs.state), pickle.dumps(ours.state)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

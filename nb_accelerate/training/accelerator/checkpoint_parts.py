@@ -86,11 +86,13 @@ class CheckpointPartsMixin(CoreMixin):
         models = [innermost(model) for model in prepared.models]
         return state.parts_of(
             optimizers=[
-                OptimizerPart(one.optimizer, strategy, models)
-                for one in prepared.optimizers
-                if strategy.owner_of(one.optimizer) is None
+                OptimizerPart(optimizer.optimizer, strategy, models)
+                for optimizer in prepared.optimizers
+                if strategy.owner_of(optimizer.optimizer) is None
             ],
-            schedulers=[one for one in prepared.schedulers if one.repeats],  # the others are an engine's
+            schedulers=[
+                scheduler for scheduler in prepared.schedulers if scheduler.repeats
+            ],  # the others are an engine's
             loaders=prepared.loaders,
             scaler=self.core.precision.scaler,
             custom=self.core.registry.objects,

@@ -88,7 +88,7 @@ class CheckpointSchedule:
             self.is_due |= self._step - self._saved_at_step >= interval.amount
         self._steps_to_question -= 1
         if not self._asks:
-            self._look()
+            self._decide_alone()
         elif self._steps_to_question <= 0:
             self._ask()
 
@@ -105,7 +105,7 @@ class CheckpointSchedule:
         if self._asks:
             self._ask()
         else:
-            self._look()
+            self._decide_alone()
 
     def saved(self) -> None:
         """Note that a checkpoint was saved, and end training as before the handler if a signal has asked for that."""
@@ -129,7 +129,7 @@ class CheckpointSchedule:
             return False
         return time.monotonic() - self._saved_at >= interval.amount
 
-    def _look(self) -> None:
+    def _decide_alone(self) -> None:
         """Decide for this rank alone, where no other could come to another decision."""
         self._decide(self._time_is_over(), self._received is not None)
         if saves.has_failed:
@@ -147,7 +147,9 @@ class CheckpointSchedule:
         self._asked_at, self._steps_since = now, 0
         self._steps_to_question = told[0][0]
         self._decide(told[0][1], any(signalled for _, _, signalled, _ in told))
-        if any(one for *_, one in told):  # of all ranks at the same step: none waits for another that has raised
+        if any(
+            has_failed for *_, has_failed in told
+        ):  # of all ranks at the same step: none waits for another that has raised
             saves.join()
 
     def _decide(self, time_is_over: bool, signalled: bool) -> None:

@@ -280,7 +280,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             for hook in hooks.values():
                 hook(offered, str(checkpoint.folder))
             models[:] = [model for model in offered if not core.strategy.saves_itself(model)]
-            engines = {tag: engine for tag, engine in engines.items() if any(one is engine for one in offered)}
+            engines = {tag: engine for tag, engine in engines.items() if any(model is engine for model in offered)}
             weights = run_on_all_ranks(collectives, lambda: read_weights(checkpoint))
         loading.apply(
             checkpoint,

@@ -126,7 +126,7 @@ class CommunicationMixin(CoreMixin):
             gathered = [entry for part in parts for entry in part][: kept[0]]
         else:
             tensors = tensors_in(input_data)
-            kept = [rows.real_entries([len(one)] * ranks) if one.dim() else None for one in tensors]
+            kept = [rows.real_entries([len(tensor)] * ranks) if tensor.dim() else None for tensor in tensors]
             each = iter(kept)
             with torch.no_grad():
                 gathered = map_tensors(lambda tensor: tensor[: next(each)], self.gather(input_data))

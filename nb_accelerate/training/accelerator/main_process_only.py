@@ -55,6 +55,6 @@ def _is_main_only(test: ast.expr) -> bool:
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(map(_is_main_only, test.values))
     if isinstance(test, ast.BoolOp):
-        others = [ast.unparse(one) for one in test.values if not _is_main_only(one)]
+        others = [ast.unparse(value) for value in test.values if not _is_main_only(value)]
         return len(others) < len(test.values) and all(any(name in other for name in _ENGINES) for other in others)
     return isinstance(test, ast.Attribute | ast.Name) and ast.unparse(test).split(".")[-1] == "is_main_process"

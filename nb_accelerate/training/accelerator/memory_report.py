@@ -78,7 +78,7 @@ class MemoryReport:
         self._page.rank_memory(self._measured())
 
     def _measured(self) -> RankMemory:
-        optimizers: list[torch.optim.Optimizer] = [one.optimizer for one in self._optimizers]
+        optimizers: list[torch.optim.Optimizer] = [optimizer.optimizer for optimizer in self._optimizers]
         found = self._strategy.model_memory(self._models, optimizers)
         used = self._kind.memory_used()
         left = self._kind.memory_left(self._ranks)

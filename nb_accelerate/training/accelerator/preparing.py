@@ -206,7 +206,7 @@ class PreparingMixin(CoreMixin):
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
         core.steering.begin()
-        core.tracker.look = core.replicas.look
+        core.tracker.look = core.replicas.check
         core.equal_losses.begin()
         return prepared
 

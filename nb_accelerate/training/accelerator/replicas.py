@@ -55,7 +55,7 @@ class Replicas:
         self._is_told = False
 
     @only_reports("the comparison of weights")
-    def look(self, begins: bool) -> None:
+    def check(self, begins: bool) -> None:
         """Look at the weights; called when a pass over a loader begins and ends."""
         prepared = self._prepared()
         collectives = self._strategy.collectives
@@ -64,7 +64,7 @@ class Replicas:
         try:
             store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one that all are sure to share
             if begins and (values := _some_of(self._strategy.replicated(prepared.models))):
-                position = self._position(sum(one.num_steps for one in prepared.optimizers))
+                position = self._position(sum(optimizer.num_steps for optimizer in prepared.optimizers))
                 store.set(f"{self._key} {collectives.rank}", f"{position}: {' '.join(map(repr, values))}")
                 self._own = dict([*self._own.items(), (position, values)][-_KEPT:])
             if collectives.rank == 0 and self._own:
@@ -101,14 +101,14 @@ class Replicas:
                 return
 
 
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > _TOLERANCE * max(abs(one), abs(other))
+def _differ(own: float, other: float) -> bool:
+    return abs(own - other) > _TOLERANCE * max(abs(own), abs(other))
 
 
 def _some_of(parameters: Sequence[Tensor]) -> list[float]:
     """Return some values, the same ones on all ranks."""
     values: list[float] = []
-    for one in parameters[:: max(1, len(parameters) // _PARAMETERS)]:
-        flat = one.detach().reshape(-1)
+    for parameter in parameters[:: max(1, len(parameters) // _PARAMETERS)]:
+        flat = parameter.detach().reshape(-1)
         values += flat[:: max(1, len(flat) // _VALUES)][:_VALUES].double().tolist()
     return values

@@ -156,7 +156,7 @@ class ResumingMixin(CheckpointMixin):
         core, parent, progress = self.core, self._numbered_folders(), self.core.registry.progress
         # Each machine may have launched its ranks, and a machine may have joined later, when others had saved.
         of_ranks = core.collectives.all_gather_object(progress.launches)
-        progress.launches = sorted({one for launches in of_ranks for one in launches})
+        progress.launches = sorted({launch for launches in of_ranks for launch in launches})
         earlier = gather_from_all_ranks(
             core.collectives, lambda: newest_of_others(parent, progress.launches) if begins_anew else -1
         )

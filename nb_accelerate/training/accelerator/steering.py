@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.training.state.shared import SharedTraining
 
-_DECISION_LOOK = 0.001
-"""Seconds between two looks for the notebook's decision. Memory that is shared tells no events."""
+_DECISION_INTERVAL = 0.001
+"""Seconds between two reads of the notebook's decision. Memory that is shared tells no events."""
 
-_PAUSE_LOOK = 0.02
-"""Seconds between two looks for the next command during a pause."""
+_PAUSE_INTERVAL = 0.02
+"""Seconds between two reads of the next command during a pause."""
 
 
 class Steering:
@@ -78,13 +78,13 @@ class Steering:
         saves.end_step()
         number = self._commands.count_step()
         if number and self._tracker.active is None:
-            self._look(number)
+            self._obey_if_due(number)
 
     def between_batches(self, loader: DataLoaderShard) -> None:
         """Obey between two batches of a loader, or before its first. Not of one in a loop over another."""
         number = self._commands.pending
         if number and self._tracker.loaders[:1] in ((), (loader,)):
-            self._look(number)
+            self._obey_if_due(number)
 
     def epochs(self, epochs: range) -> Iterator[int]:
         """Yield numbers of epochs until training is to stop; if that is before the last one, say so on the page."""
@@ -110,12 +110,12 @@ class Steering:
         self._commands.note_folder(self._project.project_dir is not None)
         self._commands.note_epoch_loop(self._num_epoch_loops > 0)
 
-    def _look(self, number: int) -> None:
+    def _obey_if_due(self, number: int) -> None:
         commands = self._commands
         if not commands.is_due(number):
             return
         while (holds := commands.holds(number)) is None:
-            time.sleep(_DECISION_LOOK)
+            time.sleep(_DECISION_INTERVAL)
         if holds:
             self._obey(number)
 
@@ -140,9 +140,9 @@ class Steering:
         page.enter(Phase.NOTHING)  # its time is that of no phase
         try:
             while self._is_paused:
-                time.sleep(_PAUSE_LOOK)
+                time.sleep(_PAUSE_INTERVAL)
                 if number := self._commands.pending:
-                    self._look(number)
+                    self._obey_if_due(number)
         finally:  # an interrupt ends a pause too
             page.enter(before)
             self._is_paused = False

@@ -219,13 +219,13 @@ class TrainingMixin(CoreMixin):
             chosen: list[Any] = self._own_or_all_optimizers()
         else:
             chosen = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for one in chosen:
-            if not isinstance(one, AcceleratedOptimizer):
+        for item in chosen:
+            if not isinstance(item, AcceleratedOptimizer):
                 raise NotPreparedError(
-                    f"unscale_gradients was given a {type(one).__name__} that did not go through prepare, so its "
+                    f"unscale_gradients was given a {type(item).__name__} that did not go through prepare, so its "
                     "gradients were never scaled. Write optimizer = accelerator.prepare(optimizer) first."
                 )
-            one.complete_gradients()
+            item.complete_gradients()
 
     def _own_or_all_optimizers(self) -> list[AcceleratedOptimizer]:
         """Return the optimizers that this `Accelerator` prepared, or if there are none those of others."""

@@ -48,7 +48,7 @@ def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraini
     is_first = collectives.world_size > 1
     told: WeakSet[Optimizer] = WeakSet()
 
-    def look(optimizer: Optimizer, _arguments: object, _named: object) -> None:
+    def watch(optimizer: Optimizer, _arguments: object, _named: object) -> None:
         # It stays registered: torch iterates over its hooks while it calls this one.
         nonlocal is_first
         if shared.scaler is not None and here().phase != Phase.STEP and optimizer not in told:
@@ -64,7 +64,7 @@ def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraini
             is_first = False
             _warn_of_first_step(optimizer, collectives.world_size, shared)
 
-    register_optimizer_step_pre_hook(look)
+    register_optimizer_step_pre_hook(watch)
 
 
 def _warn_of_first_step(optimizer: Optimizer, world_size: int, shared: SharedTraining) -> None:
@@ -100,9 +100,9 @@ def _trains(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
 def _is_averaged(optimizer: Optimizer) -> bool:
     """Return whether a library may average the gradients of an optimizer."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if "deepspeed" in sys.modules or any(type(one).__name__ == _SHARDED for one in parameters):
+    if "deepspeed" in sys.modules or any(type(parameter).__name__ == _SHARDED for parameter in parameters):
         return True
-    return any(type(one).__name__ in _AVERAGING for one in gc.get_objects())
+    return any(type(item).__name__ in _AVERAGING for item in gc.get_objects())
 
 
 def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataLoaderShard]) -> bool:
@@ -128,8 +128,8 @@ def _find_loader(frame: FrameType | None) -> str | None:
     """Return the name of a plain loader that is being read by one of the callers."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            loaders = {name: one for name, one in list(locals_of(frame).items()) if isinstance(one, DataLoader)}
-            if any(isinstance(one, DataLoaderShard) for one in loaders.values()):
+            loaders = {name: value for name, value in list(locals_of(frame).items()) if isinstance(value, DataLoader)}
+            if any(isinstance(loader, DataLoaderShard) for loader in loaders.values()):
                 return None  # by another `Accelerator`
             for name, loader in loaders.items():
                 if _gives_all_rows(loader) and any(_readers(loader)):
@@ -148,7 +148,7 @@ def _gives_all_rows(loader: DataLoader[Any]) -> bool:
 def _readers(loader: DataLoader[Any]) -> Iterator[bool]:
     """Yield True for each iterator of a loader. They are known by the batch sampler, which torch gives to them."""
     sampler = loader.batch_sampler or loader.sampler
-    for one in gc.get_referrers(sampler):
-        attributes = one if type(one) is dict else vars(one) if isinstance(one, _BaseDataLoaderIter) else {}
+    for item in gc.get_referrers(sampler):
+        attributes = item if type(item) is dict else vars(item) if isinstance(item, _BaseDataLoaderIter) else {}
         if attributes.get("_index_sampler") is sampler and "_base_seed" in attributes:
             yield True

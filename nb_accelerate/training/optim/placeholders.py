@@ -41,7 +41,9 @@ class DummyOptim(torch.optim.Optimizer):
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
-        groups = [dict(one) if isinstance(one, dict) else one for one in self.params]  # torch adds options to them
+        groups = [
+            dict(group) if isinstance(group, dict) else group for group in self.params
+        ]  # torch adds options to them
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     @override

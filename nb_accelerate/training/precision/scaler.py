@@ -210,7 +210,9 @@ class LossScaler(torch.amp.GradScaler):
             return
         after = self._scale if self._enabled and self._scale is not None else torch.ones_like(before)
         done = self._ids_of_unscaled()
-        scaled = {id(one): one for step in self.steps() if step.holds_scaled for one in step.parameters()}
+        scaled = {
+            id(parameter): parameter for step in self.steps() if step.holds_scaled for parameter in step.parameters()
+        }
         for key, parameter in scaled.items():
             if parameter.grad is not None and key not in done:
                 parameter.grad.mul_((after / before).to(parameter.grad.device))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from nb_accelerate.base.devices import backend_named
-from nb_accelerate.base.topology.place import place_of
+from nb_accelerate.base.topology.master_address import master_address
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.process import context
 
@@ -55,7 +55,7 @@ def create(
             f"{kind.name} devices cannot exchange tensors between ranks. Write Accelerator(cpu=True), or start "
             "one rank."
         )
-    place = None if environment.has_rendezvous else place_of(environment.variables, topology)
+    place = None if environment.has_rendezvous else master_address(environment.variables, topology)
     if options.init_method is None and not environment.has_rendezvous and place is None:
         raise ConfigError(
             f"This is rank {topology.rank} of {topology.world_size}, but MASTER_ADDR and MASTER_PORT do not say where "

@@ -31,15 +31,6 @@ class SharedState:
 class View:
     """A read-only object whose attributes are computed. A copy of it is the object itself."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        known = getattr(type(self), name, None)
-        if isinstance(known, property) and known.fset is None:
-            raise AttributeError(
-                f"{type(self).__name__}.{name} cannot be set: it shows a property of this process or a choice of "
-                "its Accelerator. Write it as an argument of Accelerator(...), or set an attribute of the Accelerator."
-            )
-        object.__setattr__(self, name, value)
-
     def __copy__(self) -> Self:
         return self
 

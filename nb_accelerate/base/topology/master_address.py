@@ -20,7 +20,7 @@ _FIRST_NODE = re.compile(r"(?P<prefix>[^,\[]+)(?:\[(?P<number>[0-9]+)[^\]]*\](?P
 """The first node of a list such as ``gpu[07-09,12]-x,login``."""
 
 
-def place_of(variables: Mapping[str, str], topology: Topology) -> tuple[str, int] | None:
+def master_address(variables: Mapping[str, str], topology: Topology) -> tuple[str, int] | None:
     """Return the address and the port at which all processes of a job meet.
 
     In a job of SLURM that is the node of the first process. The port follows from the numbers of job and step, so two
@@ -41,7 +41,7 @@ def place_of(variables: Mapping[str, str], topology: Topology) -> tuple[str, int
     return None
 
 
-def place_in_step(variables: Mapping[str, str], num_nodes: int) -> tuple[int, str] | None:
+def node_in_step(variables: Mapping[str, str], num_nodes: int) -> tuple[int, str] | None:
     """Return the number of this node in a step of SLURM that has one task on each node, and the name of its first node.
 
     Returns:
