@@ -131,14 +131,14 @@ def test_a_call_ends_although_its_main_thread_is_blocked(tmp_path: Path) -> None
 def test_whatever_a_save_in_the_background_raises_ends_it_on_all_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
     def save(where: str) -> str:
         from nb_accelerate import Accelerator
-        from nb_accelerate.training.checkpoint.state import StateWriter
+        from nb_accelerate.training.checkpoint import state
 
         def leaves(*_: Any) -> Any:
             raise SystemExit(3)
 
         accelerator = Accelerator(cpu=True)
         if accelerator.process_index == 1:
-            StateWriter.write = leaves  # type: ignore[method-assign]
+            state.write_content = leaves
         try:
             accelerator.save_state(where, async_save=True).wait(LIMIT)
         except BaseException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -28,7 +27,7 @@ from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.checkpoint import state
-from nb_accelerate.training.checkpoint.background import StoreExchange, saves
+from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.checkpoint.files import load_state_dict, write
 from nb_accelerate.training.checkpoint.host_copies import HostCopies
 from nb_accelerate.training.process import context, group
@@ -56,13 +55,13 @@ def test_what_is_saved_in_the_background_is_what_was_there_when_it_was_asked_for
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     may_write = threading.Event()
-    write = state.StateWriter.write
+    write = state.write_content
 
     def write_later(*args: Any) -> Any:
         assert may_write.wait(30)
         return write(*args)
 
-    monkeypatch.setattr(state.StateWriter, "write", write_later)
+    monkeypatch.setattr(state, "write_content", write_later)
     accelerator, model, _ = _filled(1.0)
     handle = accelerator.save_state(tmp_path / "state", async_save=True)
     assert not handle.done()
@@ -252,13 +251,13 @@ def test_a_second_signal_ends_a_process_that_had_no_handler(tmp_path: Path):
 def held_back(monkeypatch: pytest.MonkeyPatch):
     """Hold saves back until it is set."""
     may_write = threading.Event()
-    write = state.StateWriter.write
+    write = state.write_content
 
     def write_later(*args: Any) -> Any:
         assert may_write.wait(30)
         return write(*args)
 
-    monkeypatch.setattr(state.StateWriter, "write", write_later)
+    monkeypatch.setattr(state, "write_content", write_later)
     yield may_write
     may_write.set()
 
@@ -371,11 +370,11 @@ def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Pat
         "from training.test_background_saves import _filled\n"
         "from nb_accelerate.training.checkpoint import state\n"
         "too_late = threading.Event()\n"
-        "write = state.StateWriter.write\n"
+        "write = state.write_content\n"
         "def write_later(*args):\n"
         "    too_late.wait(0.5)\n"
         "    return write(*args)\n"
-        "state.StateWriter.write = write_later\n"
+        "state.write_content = write_later\n"
         "def save():\n"
         "    _filled(1.0)[0].save_state(sys.argv[1], async_save=True)\n"
         "    atexit.register(too_late.set)\n"
@@ -437,53 +436,26 @@ def test_ranks_may_leave_their_group_while_they_save(run_ranks: RunRanks, tmp_pa
     assert run_ranks(save, str(tmp_path / "state")) == [True, True]
 
 
-def test_what_is_planted_in_the_store_is_refused_and_never_run(run_ranks: RunRanks, tmp_path: Path):
-    def exchange(ran: str) -> None:
-        from training.test_background_saves import _Planted
-
-        torch.distributed.init_process_group("gloo")
-        told = StoreExchange.open("a save")
-        if told._rank == 1:
-            told._store.set("0/1", pickle.dumps(_Planted(Path(ran))))
-        else:
-            with pytest.raises(CheckpointError, match="cannot be read"):
-                told.gather(lambda: "written")
-        torch.distributed.barrier()
-
-    run_ranks(exchange, str(tmp_path / "ran"))
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("polls", [True, False])
-def test_a_rank_that_says_nothing_in_time_is_named_whatever_the_store(run_ranks: RunRanks, polls: bool):
-    def exchange(polls: bool) -> str:
-        import os
-        import tempfile
-
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_of_a_save_exchange_objects_one_save_after_the_other(run_ranks: RunRanks, ranks: int):
+    def exchange() -> None:
         import torch.distributed as dist
 
+        from nb_accelerate.training.checkpoint.background import SaveGroup
+
         dist.init_process_group("gloo")
-        assert dist.group.WORLD is not None
-        file = tempfile.mktemp()
-        store: Any = dist.distributed_c10d._get_default_store() if polls else dist.FileStore(file, -1)  # type: ignore[attr-defined]
-        told = StoreExchange(store.clone(), dist.group.WORLD, timeout=0.1)
-        try:
-            told._world_size = 2
-            with pytest.raises(CheckpointError) as caught:
-                told.gather(lambda: "written")
-            return str(caught.value)
-        finally:
-            if not polls:
-                os.unlink(file)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for number in range(20):
+            group = SaveGroup(f"{number}", size)
+            told = [group.all_gather_object(("x" * 1000 * rank, number, again)) for again in range(2)]
+            group.close()  # while others still read
+            assert told == [[("x" * 1000 * other, number, again) for other in range(size)] for again in range(2)]
+        group = SaveGroup("the last", size)
+        if rank == 1:
+            group.close()
+        else:
+            with pytest.raises(CheckpointError, match="a rank did not finish its part"):
+                group.all_gather_object(rank)
+        dist.barrier()
 
-    assert run_ranks(exchange, polls, world_size=1) == ["rank 1 did not finish its part of a checkpoint."]
-
-
-class _Planted:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self._path,)
+    run_ranks(exchange, world_size=ranks)

@@ -86,7 +86,7 @@ def test_a_rank_that_is_killed_while_it_saves_in_the_background_holds_up_nobody(
 
         accelerator = _accelerator()
         if accelerator.process_index == 1:
-            state.StateWriter.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assign]
+            state.write_content = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assign]
         accelerator.save_state(where, async_save=True).wait()
 
     began = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_rank_that_is_interrupted_as_a_save_begins_ends_it_for_all_and_the_nex
         accelerator.save_state(where, async_save=True).wait(60)
         return told
 
-    assert run_ranks(save, str(tmp_path / "state"))[0] == "on rank 1: KeyboardInterrupt: "
+    assert "a rank did not finish its part" in run_ranks(save, str(tmp_path / "state"))[0]
     assert nb_accelerate.checkpoints(tmp_path / "state")[0].is_whole
     assert os.listdir(tmp_path) == ["state"]
 
@@ -136,13 +136,13 @@ def test_a_rank_that_fails_leaves_the_others_the_time_to_end_a_save_in_the_backg
         from nb_accelerate.training.checkpoint import state
 
         accelerator = _accelerator()
-        write = state.StateWriter.write
+        write = state.write_content
 
         def write_slowly(*args: Any) -> Any:
             time.sleep(2.0)  # a slow disk; ranks are ended 1.1 s after a failure
             return write(*args)
 
-        state.StateWriter.write = write_slowly  # type: ignore[method-assign]
+        state.write_content = write_slowly  # type: ignore[method-assign]
         accelerator.save_state(where, async_save=True)
         if accelerator.process_index == 1:
             raise ZeroDivisionError("on purpose")

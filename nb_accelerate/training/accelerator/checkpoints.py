@@ -173,24 +173,26 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             if limit is not None:
                 remove_old(saved, limit, first=first, worth=project.worth)
 
-        writer = state.StateWriter(
-            shared=share(
-                folder, collectives=collectives, this_rank=this_rank, on_each_machine=project.save_on_each_node
-            ),
-            this_rank=this_rank,
-            weights=lambda folder: self._weights(weights, folder, engine_kwargs or {}),
-            parts=parts,
-            loaders=core.prepared.loaders,
-            step=core.accumulation.step,
-            progress=core.registry.progress,
-            folders=folders,
-            safe_serialization=safe_serialization,
-            after=remove,
-        )
+        shared = share(folder, collectives=collectives, this_rank=this_rank, on_each_machine=project.save_on_each_node)
+
+        def collect() -> state.Content:
+            return state.collect(
+                shared,
+                this_rank,
+                weights=self._weights(weights, shared.own, engine_kwargs or {}),
+                folders=folders,
+                parts=parts,
+                loaders=core.prepared.loaders,
+                step=core.accumulation.step,
+                progress=core.registry.progress,
+                safe_serialization=safe_serialization,
+            )
+
         if async_save:
-            copies = core.registry.copies
-            return state.save_state_in_background(writer, collectives, folder=folder, copies=copies)
-        state.save_state(writer, collectives)
+            return state.save_state_in_background(
+                shared, collect, collectives, after=remove, folder=folder, copies=core.registry.copies
+            )
+        state.save_state(shared, collect, collectives, after=remove)
         return None
 
     def load_state(

@@ -4,31 +4,29 @@
 
     main thread                                   thread of the save
     join the save before, make a staging folder
+    connect the ranks for this save
     copy all states to host memory            ->  write this rank's files
-    return a handle, train                        tell the others through the store: written, or what failed
+    return a handle, train                        gather what the ranks have written, or what failed
                                                   rank 0: all have -> publish; one has not -> discard
     count the steps of optimizers             ->  one has failed: all agree on the step after which that is raised
     that step, handle.wait(), the next save,  <-  every rank learns how it ended
     the end
 
-Collectives of the default group would get mixed up with those of the training, whose order the main threads decide.
-The store has no order. Ranks are waited for as long as their process group is there, and for its timeout. One that is
-killed, or that was interrupted before its thread began, ends the save on all of them; the checkpoint that was there
-before stays.
+Collectives of the default group would get mixed up with those of the training, whose order the main threads decide, so
+a save has a gloo group. Gloo ends a collective when a rank has gone: one that is killed, or that was interrupted before
+its thread began, ends the save on all ranks. The checkpoint that was there before stays.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
+import pickle
 import threading
-import time
-import weakref
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from nb_accelerate.base.helper_threads import HelperThread
@@ -36,7 +34,7 @@ from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
@@ -46,123 +44,57 @@ _BEGIN = 1.0
 """Seconds for a thread to begin that may have been started when its start was interrupted."""
 
 
-_WAIT = timedelta(seconds=1)
-"""For what ranks say, until it is looked whether their process group is still there."""
-
-
-class StoreExchange:
-    """Tells the ranks of the default process group what each of them has to say, in any thread.
+class SaveGroup:
+    """The ranks of one save, which exchange objects in any thread. All ranks make it together.
 
     Args:
-        store: that all of them share; of this thread alone.
-        timeout: in seconds, for what a rank says.
-
-    Attributes:
-        has_lost_rank: one did not come, so there is no use in waiting for it again.
+        name: of the save, which no other has; the same on all ranks.
+        world_size: how many ranks save.
     """
 
-    def __init__(self, store: Any, group: dist.ProcessGroup, *, timeout: float) -> None:
-        self._store = store
-        self._group = weakref.ref(group)
-        self._timeout = timeout
-        self._rank = group.rank()
-        self._world_size = group.size()
-        self._rounds = 0
-        self.has_lost_rank = False
+    def __init__(self, name: str, world_size: int) -> None:
+        self._is_alone = world_size == 1
+        self._group: Any = None
+        if not self._is_alone:
+            c10d: Any = dist.distributed_c10d
+            store = c10d._get_default_store()  # noqa: SLF001 - the only one that all ranks share
+            # Not by `new_group`: that numbers groups, and ranks that were interrupted would number them differently.
+            self._group = c10d.ProcessGroupGloo(
+                dist.PrefixStore(f"nb_accelerate/save {name}", store),
+                dist.get_rank(),
+                world_size,
+                timeout=store.timeout,
+            )
 
-    @classmethod
-    def open(cls, name: str) -> StoreExchange:
-        """Return one for the process group that this process is in.
-
-        Args:
-            name: of the exchange, the same on all ranks, and never used again.
-        """
-        group = dist.group.WORLD
-        assert group is not None
-        whole: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one all ranks share
-        # Calls of this one do not wait for those of another thread.
-        store: Any = dist.PrefixStore(f"nb_accelerate/background saves/{name}", whole.clone())  # type: ignore[attr-defined]
-        return cls(store, group, timeout=whole.timeout.total_seconds())
-
-    def gather(self, action: Callable[[], object]) -> list[Any]:
-        """Return what ``action`` returns on each rank, in rank order. All ranks call it.
-
-        Args:
-            action: returns what JSON can hold. Whoever reaches the port of a store may write to it, so nothing in it is
-                unpickled.
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order.
 
         Raises:
-            CheckpointError: it failed on one of them, on all ranks; or a rank did not come.
+            CheckpointError: a rank has gone, or did not come in time.
         """
-        error: BaseException | None = None
-        result: object = None
+        if self._is_alone:
+            return [item]
+        if self._group is None:
+            raise CheckpointError("a rank did not finish its part of a checkpoint.")
+        data = pickle.dumps(item)
         try:
-            result = action()
-        except BaseException as caught:  # SystemExit too: the others wait for what this rank says
-            error = caught
-        told = self._tell((None if error is None else f"{type(error).__name__}: {error}", result))
-        if error is not None:
-            raise error
-        failed = [f"on rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text is not None]
-        if failed:
-            raise CheckpointError("\n".join(failed))
-        return [value for _, value in told]
-
-    def abandon(self, error: BaseException) -> None:
-        """Tell the others, who may have begun, that this rank takes no part: they wait for what it says first."""
-        self._say((f"{type(error).__name__}: {error}", None))
-        self._rounds += 1
-        self._say((None, 0))  # to `CheckpointHandle.agree_on_step`: its main thread has been told
-        self._store.set(f"read {self._rank}", b"")
+            sizes = [int(size) for size in self._all_gather(torch.tensor([len(data)]))]
+            padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+            gathered = self._all_gather(padded)
+        except RuntimeError as error:
+            self.close()  # ranks that wait for this one and not for the one that has gone
+            raise CheckpointError(f"a rank did not finish its part of a checkpoint: {error}") from error
+        # Only ranks are in the group, see `training.process.loopback`.
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(gathered, sizes, strict=True)]
 
     def close(self) -> None:
-        """Let rank 0, which may serve the store, wait until all have read everything; remove what was said."""
-        self._store.set(f"read {self._rank}", b"")
-        if self._rank == 0:
-            read = [f"read {rank}" for rank in range(self._world_size)]
-            self._wait_for(read)
-            said = [_key(number, rank) for number in range(self._rounds) for rank in range(self._world_size)]
-            for key in (*read, *said):
-                self._store.delete_key(key)
+        """Disconnect this rank. Others that wait for it get an error."""
+        self._group = None
 
-    def _say(self, value: object) -> None:
-        self._store.set(_key(self._rounds, self._rank), json.dumps(value))
-
-    def _tell(self, value: object) -> list[Any]:
-        self._say(value)
-        keys = [_key(self._rounds, rank) for rank in range(self._world_size)]
-        self._rounds += 1
-        if lost := self._wait_for(keys):
-            self.has_lost_rank = True
-            raise CheckpointError(f"rank {lost[0]} did not finish its part of a checkpoint.")
-        try:
-            return [json.loads(self._store.get(key)) for key in keys]
-        except ValueError as error:
-            raise CheckpointError(f"what the ranks said of a checkpoint cannot be read: {error}") from error
-
-    def _wait_for(self, keys: Sequence[str]) -> list[int]:
-        """Wait for a key of each rank. Return the ranks that have not set theirs, and will not."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            # Before the keys: a pool makes a new group when it has lost a rank.
-            is_over = self._has_been_replaced or time.monotonic() >= deadline
-            try:
-                self._store.wait(list(keys), _WAIT)
-            except dist.DistNetworkError:  # who serves the store has gone
-                raise
-            except RuntimeError:  # the time is over: a file raises no subclass
-                if is_over:
-                    return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            else:
-                return []
-
-    @property
-    def _has_been_replaced(self) -> bool:
-        return dist.is_initialized() and dist.group.WORLD is not self._group()
-
-
-def _key(number: int, rank: int) -> str:
-    return f"{number}/{rank}"
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        received = [torch.empty_like(tensor) for _ in range(self._group.size())]
+        self._group.allgather([received], [tensor]).wait()
+        return received
 
 
 class CheckpointHandle:
@@ -240,21 +172,17 @@ class CheckpointHandle:
         self._has_agreed.wait()
         return self._num_steps >= self._raised_after
 
-    def agree_on_step(self, exchange: StoreExchange | None) -> None:
+    def agree_on_step(self, ranks: SaveGroup) -> None:
         """Agree with the other ranks on the step after which its error is raised. Called in the thread of the save.
 
         A rank that raised it alone would leave the others waiting for its gradients. A rank that ends a step meanwhile
         waits for the agreement, so no rank is past the step that is agreed on.
-
-        Args:
-            exchange: with the others; None where there are none.
         """
         self._is_failing = True  # before steps are read: those that end from now on wait
         num_steps = self._num_steps
         try:
-            if exchange is not None and not exchange.has_lost_rank:
-                self._raised_after = max(exchange.gather(lambda: num_steps)) + 1
-        except Exception:  # a rank has died meanwhile: raised after the next step
+            self._raised_after = max(ranks.all_gather_object(num_steps)) + 1
+        except CheckpointError:  # a rank has gone: raised after the next step
             logger.debug("the ranks could not agree when to raise the error of a checkpoint", exc_info=True)
         finally:
             self._has_agreed.set()
@@ -286,30 +214,20 @@ class BackgroundSaves:
         self._handle: CheckpointHandle | None = None
         self._closes_at_exit = False
 
-    def start(
-        self, folder: Path, write: Callable[[StoreExchange | None], object], exchange: StoreExchange | None
-    ) -> CheckpointHandle:
-        """Write in a thread. `join` comes before.
-
-        Args:
-            write: does it; given what it tells other ranks with.
-            exchange: that; None where there are no others.
-        """
+    def start(self, folder: Path, write: Callable[[], object], ranks: SaveGroup) -> CheckpointHandle:
+        """Call ``write`` in a thread, and close the group of the ranks after it. `join` comes before."""
         assert self._handle is None, "the save before was not joined"
         page = here()
 
         def run() -> None:
             try:
-                write(exchange)
+                write()
             except BaseException:
-                handle.agree_on_step(exchange)
+                handle.agree_on_step(ranks)
                 raise
             finally:
-                try:
-                    if exchange is not None:
-                        exchange.close()
-                finally:
-                    page.save_in_background(False)
+                ranks.close()
+                page.save_in_background(False)
 
         handle = CheckpointHandle(folder, run)
         try:

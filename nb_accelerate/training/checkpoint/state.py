@@ -8,14 +8,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.training.checkpoint.background import StoreExchange, saves
-from nb_accelerate.training.checkpoint.checksums import FileRecord, Recorder
+from nb_accelerate.training.checkpoint.background import SaveGroup, saves
+from nb_accelerate.training.checkpoint.checksums import Recorder
 from nb_accelerate.training.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
 from nb_accelerate.training.checkpoint.fitting import (
     check_optimizer,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nb_accelerate.training.checkpoint.background import CheckpointHandle
+    from nb_accelerate.training.checkpoint.checksums import FileRecord
     from nb_accelerate.training.checkpoint.host_copies import HostCopies
     from nb_accelerate.training.checkpoint.registry import Progress
     from nb_accelerate.training.checkpoint.sharded import ShardedFolder
@@ -124,202 +126,197 @@ class Content:
         states: the name of each other file, and what is in it.
         folders: of which this rank writes a part.
         manifest: what is known about the run, without files.
+        safe_serialization: write weights as safetensors.
     """
 
     weights: list[Mapping[str, Any]]
     states: list[tuple[str, Any]]
     folders: list[ShardedFolder]
     manifest: Manifest
+    safe_serialization: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateWriter:
-    """Writes a checkpoint in place of the one that is there: collect, write, publish.
+def collect(
+    shared: SharedStaging,
+    this_rank: ThisRank,
+    *,
+    weights: Sequence[Mapping[str, Any]],
+    folders: Sequence[ShardedFolder],
+    parts: Sequence[Part],
+    loaders: Sequence[Any],
+    step: int,
+    progress: Progress,
+    safe_serialization: bool,
+) -> Content:
+    """Return what a rank is to write, without copies.
 
-    Attributes:
+    Args:
         shared: the folder that is written to.
-        this_rank: which one it is, of how many.
-        weights: returns the weights of the models, given the folder that hooks may write to.
+        weights: of the models.
+        folders: states of which each rank writes a part, planned; among them may be weights and parts.
         parts: see `parts_of`.
         loaders: whose epochs, positions and seeds are noted.
         step: batches in the current accumulation window.
         progress: what else is known about the run.
-        folders: states of which each rank writes a part, planned; among them may be weights and parts.
-        safe_serialization: write weights as safetensors.
-        after: called where the checkpoint was published, when it was.
     """
+    publishes = shared.staging is not None
+    left = {id(state) for state in weights}  # by hooks, which may save weights in another way
+    sharded = {id(folder.state) for folder in folders}
+    names = {folder.name for folder in folders}
+    states = [
+        (part.name_on(this_rank.rank), part.thing.state_dict())
+        for part in parts
+        if (part.on_every_rank or publishes) and part.folder not in names
+    ]
+    orders = [order and order.encoded() for order in (loader.order() for loader in loaders)]
+    numbers = rng.capture(this_rank.kind) | {"step": step, SAVED_BY: "nb_accelerate", "orders": orders}
+    positions = [position_of(loader) for loader in loaders]
+    manifest = Manifest(
+        step=step,
+        num_processes=this_rank.world_size,
+        num_readers=None if this_rank.num_sharing == 1 else this_rank.readers,
+        ranks=shared.ranks,
+        epochs=[epoch for epoch, _ in positions],
+        seeds=[_seed(loader) for loader in loaders],
+        positions=[position for _, position in positions],
+        rows_per_step=[rows_per_step(loader) for loader in loaders],
+        num_rows=[num_rows(loader) for loader in loaders],
+        launches=progress.launches,
+        global_step=progress.global_step,
+        metrics=progress.read_metrics(),
+        kinds={part.file: class_of(part.thing) for part in parts if part.check is not None},
+    )
+    return Content(
+        weights=[state for state in weights if id(state) not in sharded] if publishes else [],
+        states=[*states, (RANDOM_NUMBERS.format(this_rank.rank), numbers)],
+        folders=[folder for folder in folders if folder.content != "model" or id(folder.state) in left],
+        manifest=manifest,
+        safe_serialization=safe_serialization,
+    )
 
-    shared: SharedStaging
-    this_rank: ThisRank
-    weights: Callable[[Path], Sequence[Mapping[str, Any]]]
-    parts: Sequence[Part]
-    loaders: Sequence[Any]
-    step: int
-    progress: Progress
-    safe_serialization: bool
-    after: Callable[[], object]
-    folders: Sequence[ShardedFolder] = ()
 
-    def collect(self) -> Content:
-        """Return what is to be written, without copies."""
-        shared, rank = self.shared, self.this_rank.rank
-        weights = list(self.weights(shared.own))
-        publishes = shared.staging is not None
-        left = {id(one) for one in weights}  # by hooks, which may save weights in another way
-        folders = [one for one in self.folders if one.content != "model" or id(one.state) in left]
-        sharded = {id(one.state) for one in self.folders}
-        names = {one.name for one in self.folders}
-        states = [
-            (part.name_on(rank), part.thing.state_dict())
-            for part in self.parts
-            if (part.on_every_rank or publishes) and part.folder not in names
-        ]
-        orders = [order and order.encoded() for order in (loader.order() for loader in self.loaders)]
-        numbers = rng.capture(self.this_rank.kind) | {"step": self.step, SAVED_BY: "nb_accelerate", "orders": orders}
-        manifest = Manifest(
-            step=self.step,
-            num_processes=self.this_rank.world_size,
-            num_readers=None if self.this_rank.num_sharing == 1 else self.this_rank.readers,
-            ranks=shared.ranks,
-            epochs=[position_of(loader)[0] for loader in self.loaders],
-            seeds=[_seed(loader) for loader in self.loaders],
-            positions=[position_of(loader)[1] for loader in self.loaders],
-            rows_per_step=[rows_per_step(loader) for loader in self.loaders],
-            num_rows=[num_rows(loader) for loader in self.loaders],
-            launches=self.progress.launches,
-            global_step=self.progress.global_step,
-            metrics=self.progress.read_metrics(),
-            kinds={part.file: class_of(part.thing) for part in self.parts if part.check is not None},
-        )
-        return Content(
-            weights=[one for one in weights if id(one) not in sharded] if publishes else [],
-            states=[*states, (RANDOM_NUMBERS.format(rank), numbers)],
-            folders=folders,
-            manifest=manifest,
-        )
+def copied(content: Content, copies: HostCopies) -> Content:
+    """Return the content as it is now, whatever training does to it later."""
+    weights = [
+        clean_state_dict_for_safetensors(state) if content.safe_serialization else state for state in content.weights
+    ]
+    large = [state for name, state in content.states if name.startswith(OPTIMIZER_NAME)]
+    copied_weights, copied_large, values = copies.copy([weights, large, [folder.values for folder in content.folders]])
+    for folder, own in zip(content.folders, values, strict=True):
+        folder.values, folder.state = own, None
+    kept = iter(copied_large)
+    states = [
+        (name, next(kept) if name.startswith(OPTIMIZER_NAME) else saved_bytes(state)) for name, state in content.states
+    ]
+    return replace(content, weights=copied_weights, states=states)
 
-    def collect_copies(self, copies: HostCopies) -> Content:
-        """Return what is to be written as it is now, whatever training does to it later."""
-        content = self.collect()
-        weights = [
-            clean_state_dict_for_safetensors(state) if self.safe_serialization else state for state in content.weights
-        ]
-        large = [state for name, state in content.states if name.startswith(OPTIMIZER_NAME)]
-        copied_weights, copied, values = copies.copy([weights, large, [one.values for one in content.folders]])
-        for folder, own in zip(content.folders, values, strict=True):
-            folder.values, folder.state = own, None
-        kept = iter(copied)
-        states = [
-            (name, next(kept) if name.startswith(OPTIMIZER_NAME) else saved_bytes(state))
-            for name, state in content.states
-        ]
-        return replace(content, weights=copied_weights, states=states)
 
-    def write(self, content: Content) -> tuple[int, dict[str, FileRecord]]:
-        """Write this rank's files; return its number and what they are."""
-        own, safe = self.shared.own, self.safe_serialization
-        if self.shared.staging is not None:
-            self.shared.staging.release_replaced()
-        with Recorder(own) as recorder:
-            for number, state in enumerate(content.weights):
-                name = name_of(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
-                write(state, own / name, safe_serialization=safe, recorder=recorder)
-            for name, state in content.states:
-                write(state, own / name, safe_serialization=False, recorder=recorder)
-            for folder in content.folders:
-                folder.write(own, self.shared.path)
-            return self.this_rank.rank, recorder.records()
-
-    def publish(self, content: Content, written: Mapping[int, dict[str, FileRecord]]) -> None:
-        """Make what all ranks have written the checkpoint, where this rank is the one that does."""
-        staging = self.shared.staging
-        if staging is None:
-            return
-        files: dict[str, FileRecord] = {}
-        for rank in reversed(self.shared.ranks):  # as `join` decides which file counts
-            files |= written[rank]
+def write_content(content: Content, shared: SharedStaging) -> tuple[int, dict[str, FileRecord]]:
+    """Write this rank's files; return its number and what they are."""
+    own, safe = shared.own, content.safe_serialization
+    if shared.staging is not None:
+        shared.staging.release_replaced()
+    with Recorder(own) as recorder:
+        for number, state in enumerate(content.weights):
+            name = name_of(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
+            write(state, own / name, safe_serialization=safe, recorder=recorder)
+        for name, state in content.states:
+            write(state, own / name, safe_serialization=False, recorder=recorder)
         for folder in content.folders:
-            files |= folder.finish(self.shared.path, self.shared.ranks)
-        staging.join(self.this_rank.world_size)
-        replace(content.manifest, files=dict(sorted(files.items()))).write(self.shared.path)
-        staging.publish()
-        self.after()
+            folder.write(own, shared.path)
+        return shared.rank, recorder.records()
 
 
-def save_state(writer: StateWriter, collectives: Collectives) -> None:
+def publish(
+    content: Content, shared: SharedStaging, written: Mapping[int, dict[str, FileRecord]], after: Callable[[], object]
+) -> None:
+    """Make what all ranks have written the checkpoint, where this rank is the one that does; then call ``after``."""
+    staging = shared.staging
+    if staging is None:
+        return
+    files: dict[str, FileRecord] = {}
+    for rank in reversed(shared.ranks):  # as `join` decides which file counts
+        files |= written[rank]
+    for folder in content.folders:
+        files |= folder.finish(shared.path, shared.ranks)
+    staging.join(content.manifest.num_processes)
+    replace(content.manifest, files=dict(sorted(files.items()))).write(shared.path)
+    staging.publish()
+    after()
+
+
+def save_state(
+    shared: SharedStaging,
+    collect: Callable[[], Content],
+    collectives: Collectives,
+    *,
+    after: Callable[[], object],
+) -> None:
     """Write a checkpoint and wait for it. All ranks that save call it together.
 
     Args:
+        collect: returns what this rank writes.
         collectives: of those that save: all ranks, or the main one alone.
+        after: called where the checkpoint was published, when it was.
 
     Raises:
         CheckpointError: it could not be written, on this rank or another. What was there is there still.
     """
+    collected: list[Content] = []
 
-    def write_own() -> tuple[int, dict[str, FileRecord]]:
-        content = writer.collect()
-        kept.append(content)
-        return writer.write(content)
+    def collect_and_write() -> tuple[int, dict[str, FileRecord]]:
+        collected.append(collect())
+        return write_content(collected[0], shared)
 
-    kept: list[Content] = []
     try:
-        written = dict(gather_from_all_ranks(collectives, write_own))
-        run_on_all_ranks(collectives, lambda: writer.publish(kept[0], written))
+        written = dict(gather_from_all_ranks(collectives, collect_and_write))
+        run_on_all_ranks(collectives, lambda: publish(collected[0], shared, written, after))
     except BaseException:
-        writer.shared.discard()
+        shared.discard()
         raise
 
 
 def save_state_in_background(
-    writer: StateWriter, collectives: Collectives, *, folder: Path, copies: HostCopies
+    shared: SharedStaging,
+    collect: Callable[[], Content],
+    collectives: Collectives,
+    *,
+    after: Callable[[], object],
+    folder: Path,
+    copies: HostCopies,
 ) -> CheckpointHandle:
-    """Write a checkpoint in a thread; return when all states have been copied to host memory.
+    """Write a checkpoint in a thread, as `save_state` does; return when all states have been copied to host memory.
 
     Args:
+        folder: as it was asked for.
         copies: buffers; not used by another save at this time.
 
     Raises:
         CheckpointError: the states of a rank could not be copied. Nothing was written.
     """
-    told: StoreExchange | None = None
     begins = threading.Lock()  # whoever takes it first: the thread, or an interrupt before it
+    ranks: SaveGroup | None = None
+
+    def write_all(ranks: SaveGroup, content: Content) -> None:
+        if not begins.acquire(blocking=False):
+            return
+        try:
+            written = dict(gather_from_all_ranks(ranks, lambda: write_content(content, shared)))
+            run_on_all_ranks(ranks, lambda: publish(content, shared, written, after))
+        except BaseException:
+            shared.discard()
+            raise
+
     try:
-        told = StoreExchange.open(writer.shared.name) if collectives.world_size > 1 else None
-        content = run_on_all_ranks(collectives, lambda: writer.collect_copies(copies))
-        # Not what was gathered from shards, which would stay in memory beside its copies until all is written.
-        writer = replace(writer, parts=(), weights=lambda _: (), folders=())
-
-        def write_all(exchange: StoreExchange | None) -> None:
-            if not begins.acquire(blocking=False):
-                return
-            try:
-                if exchange is None:
-                    writer.publish(content, dict([writer.write(content)]))
-                else:
-                    written = dict(map(_from_json, exchange.gather(lambda: _as_json(*writer.write(content)))))
-                    exchange.gather(lambda: writer.publish(content, written))
-            except BaseException:
-                writer.shared.discard()
-                raise
-
-        return saves.start(folder, write_all, told)
-    except BaseException as error:
+        ranks = SaveGroup(shared.name, collectives.world_size)
+        content = run_on_all_ranks(collectives, lambda: copied(collect(), copies))
+        return saves.start(folder, functools.partial(write_all, ranks, content), ranks)
+    except BaseException:
         if begins.acquire(blocking=False):
-            writer.shared.discard()
-            if told is not None:
-                told.abandon(error)  # other ranks may have begun to write
+            shared.discard()
+            if ranks is not None:
+                ranks.close()  # other ranks may have begun to write
         raise
-
-
-def _as_json(rank: int, files: Mapping[str, FileRecord]) -> tuple[int, dict[str, Any]]:
-    """Turn what a rank has written into what JSON can hold."""
-    return rank, {name: asdict(record) for name, record in files.items()}
-
-
-def _from_json(told: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, FileRecord]]:
-    """Undo `_as_json`."""
-    rank, files = told
-    return rank, {name: FileRecord(size=file["size"], crc32=tuple(file["crc32"])) for name, file in files.items()}
 
 
 def position_of(loader: Any) -> tuple[int, int]:
