@@ -60,7 +60,7 @@ class SaveGroup:
             store = c10d._get_default_store()  # noqa: SLF001 - the only one that all ranks share
             # Not by `new_group`: that numbers groups, and ranks that were interrupted would number them differently.
             self._group = c10d.ProcessGroupGloo(
-                dist.PrefixStore(f"nb_accelerate/save {name}", store),
+                c10d.PrefixStore(f"nb_accelerate/save {name}", store),
                 dist.get_rank(),
                 world_size,
                 timeout=store.timeout,

@@ -1,11 +1,16 @@
 """Experiment trackers: an adapter for each library, imported when it is used, and two that need none."""
 
 from nb_accelerate.base.records import RunRecord, read_run
-from nb_accelerate.training.tracking.aim import AimTracker
 from nb_accelerate.training.tracking.clearml import ClearMLTracker
-from nb_accelerate.training.tracking.comet import CometMLTracker
-from nb_accelerate.training.tracking.dvclive import DVCLiveTracker
 from nb_accelerate.training.tracking.jsonl import JSONLinesTracker
+from nb_accelerate.training.tracking.libraries import (
+    AimTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 from nb_accelerate.training.tracking.mlflow import MLflowTracker
 from nb_accelerate.training.tracking.notebook import NotebookTracker
 from nb_accelerate.training.tracking.select import (
@@ -16,11 +21,8 @@ from nb_accelerate.training.tracking.select import (
     register_tracker_class,
     resolve_recording,
 )
-from nb_accelerate.training.tracking.swanlab import SwanLabTracker
 from nb_accelerate.training.tracking.tensorboard import TensorBoardTracker
 from nb_accelerate.training.tracking.tracker import BlankTracker, GeneralTracker, on_main_process
-from nb_accelerate.training.tracking.trackio import TrackioTracker
-from nb_accelerate.training.tracking.wandb import WandBTracker
 
 __all__ = [
     "AimTracker",

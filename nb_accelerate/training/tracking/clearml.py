@@ -9,7 +9,6 @@ from typing_extensions import override
 from nb_accelerate.training.tracking.tracker import (
     LibraryTracker,
     is_number,
-    load_library,
     on_main_process,
     plain_values,
 )
@@ -30,24 +29,17 @@ class ClearMLTracker(LibraryTracker):
 
     name = "clearml"
 
-    @property
-    def task(self) -> Any:
-        """The task: `tracker` under the name that accelerate has for it."""
-        return self.tracker
+    config_call, close_call = "connect_configuration", "close"
+    task = LibraryTracker.tracker
+    """The task: `tracker` under the name that accelerate has for it."""
 
     @override
     def open(self) -> Any:
-        clearml: Any = load_library("clearml", self.name)
-        task = clearml.Task.current_task()
+        task = self.library.Task.current_task()
         self._owned = task is None
         if task is not None:
             return task  # who made it, closes it
-        return clearml.Task.init(**{"project_name": self.run_name, "task_name": self.run_name, **self.init_kwargs})
-
-    @override
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.tracker.connect_configuration(plain_values(values))
+        return self.library.Task.init(**{"project_name": self.run_name, "task_name": self.run_name, **self.init_kwargs})
 
     @override
     @on_main_process
@@ -94,7 +86,7 @@ class ClearMLTracker(LibraryTracker):
     @override
     def close(self) -> None:
         if self._owned:
-            self.run.close()
+            super().close()
 
 
 def title_and_series(name: str) -> tuple[str, str]:

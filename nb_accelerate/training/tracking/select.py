@@ -55,14 +55,14 @@ class TrackerEntry:
 
 TRACKERS = {
     "tensorboard": TrackerEntry("tensorboard", "TensorBoardTracker", ("tensorboard", "tensorboardX")),
-    "wandb": TrackerEntry("wandb", "WandBTracker", ("wandb",)),
-    "trackio": TrackerEntry("trackio", "TrackioTracker", ("trackio",)),
-    "comet_ml": TrackerEntry("comet", "CometMLTracker", ("comet_ml",)),
-    "aim": TrackerEntry("aim", "AimTracker", ("aim",)),
+    "wandb": TrackerEntry("libraries", "WandBTracker", ("wandb",)),
+    "trackio": TrackerEntry("libraries", "TrackioTracker", ("trackio",)),
+    "comet_ml": TrackerEntry("libraries", "CometMLTracker", ("comet_ml",)),
+    "aim": TrackerEntry("libraries", "AimTracker", ("aim",)),
     "mlflow": TrackerEntry("mlflow", "MLflowTracker", ("mlflow",)),
     "clearml": TrackerEntry("clearml", "ClearMLTracker", ("clearml",)),
-    "dvclive": TrackerEntry("dvclive", "DVCLiveTracker", ("dvclive",)),
-    "swanlab": TrackerEntry("swanlab", "SwanLabTracker", ("swanlab",)),
+    "dvclive": TrackerEntry("libraries", "DVCLiveTracker", ("dvclive",)),
+    "swanlab": TrackerEntry("libraries", "SwanLabTracker", ("swanlab",)),
     "jsonl": TrackerEntry("jsonl", "JSONLinesTracker"),
     "notebook": TrackerEntry("notebook", "NotebookTracker"),
 }

@@ -32,15 +32,13 @@ class TensorBoardTracker(LibraryTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
+    close_call = "close"
+    writer = LibraryTracker.tracker
+    """The ``SummaryWriter``: `tracker` under the name that accelerate has for it."""
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
         self.logging_dir = Path(logging_dir) / run_name
-
-    @property
-    def writer(self) -> Any:
-        """The ``SummaryWriter``: `tracker` under the name that accelerate has for it."""
-        return self.tracker
 
     @override
     def open(self) -> Any:
@@ -87,10 +85,6 @@ class TensorBoardTracker(LibraryTracker):
         """
         for name, images in values.items():
             self.tracker.add_images(name, images, global_step=step, **kwargs)
-
-    @override
-    def close(self) -> None:
-        self.run.close()
 
 
 def _is_hparam(value: Any) -> bool:

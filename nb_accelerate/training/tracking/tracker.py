@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from typing_extensions import override
@@ -110,12 +111,25 @@ class BlankTracker(GeneralTracker):
 class LibraryTracker(GeneralTracker):
     """Record to a run of a library, which `start` opens. Base class of the adapters.
 
+    Most libraries are called alike, and under the names of Weights & Biases. Where one differs, a subclass has its
+    names, or the method that calls it.
+
     Args:
         run_name: what the run, or its project, is called.
         **kwargs: for the library, from ``init_kwargs``.
+
+    Attributes:
+        open_call: what returns a run, in the module of the library, which has the name of the tracker.
+        run_argument: its argument that takes ``run_name``.
+        config_call: what takes the settings, in the run.
+        close_call: what ends the run.
     """
 
     requires_logging_directory = False
+    open_call = "init"
+    run_argument = "project"
+    config_call = "config.update"
+    close_call = "finish"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -137,10 +151,25 @@ class LibraryTracker(GeneralTracker):
             )
         return self.run
 
+    @property
+    def library(self) -> Any:
+        """The module of the library."""
+        return load_library(self.name, self.name)
+
     @override
     @on_main_process
     def start(self) -> None:
         self.run = self.open()
+
+    @override
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        operator.attrgetter(self.config_call)(self.tracker)(plain_values(values))
+
+    @override
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.tracker.log(plain_values(values), step=step, **kwargs)
 
     @override
     @on_main_process
@@ -149,12 +178,12 @@ class LibraryTracker(GeneralTracker):
             self.close()
 
     def open(self) -> Any:
-        """Import the library and return a new run. Called by `start`, on the main process."""
-        raise NotImplementedError
+        """Return a new run. Called by `start`, on the main process."""
+        return getattr(self.library, self.open_call)(**{self.run_argument: self.run_name, **self.init_kwargs})
 
     def close(self) -> None:
         """Close ``run``, which is open. Called by `finish`, on the main process."""
-        raise NotImplementedError
+        getattr(self.run, self.close_call)()
 
 
 def load_library(
