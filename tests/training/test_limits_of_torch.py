@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,44 +64,28 @@ def test_scalars_and_attentions_whose_parts_a_policy_wraps_train_as_in_one_proce
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_what_torch_cannot_do_with_shards_is_refused_with_what_to_write(run_ranks: RunRanks):
-    def refused() -> dict[str, str]:
+def test_gradients_of_gradients_are_refused_with_what_to_write(run_ranks: RunRanks):
+    def refused() -> list[str]:
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-        found = {}
-        for name in ("Adafactor", "Rprop", "LBFGS"):
-            model = nn.Linear(3, 3)
-            with pytest.raises(ConfigError) as caught:
-                accelerator.prepare(model, getattr(torch.optim, name)(model.parameters()))
-            found[name] = str(caught.value)
-        model, _ = accelerator.prepare(nn.Linear(3, 3), torch.optim.LBFGS(nn.Linear(4, 4).parameters()))
+        model = accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)))
         rows = torch.ones(2, 3, requires_grad=True)
         with pytest.raises(ConfigError) as caught:
             accelerator.backward(model(rows).sum(), create_graph=True)
-        found["backward"] = str(caught.value)
-        model = accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)))
         (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as penalty:
             accelerator.backward(slope.square().sum())
-        found["penalty"] = str(caught.value)
-        return found
+        return [str(caught.value), str(penalty.value)]
 
-    for found in run_ranks(refused):
-        for name in ("Adafactor", "Rprop", "LBFGS"):
-            assert found[name].startswith(f"torch.optim.{name} ")
-            assert "Write another optimizer, AdamW, SGD or RMSprop say" in found[name]
-        assert found["backward"] == found["penalty"]
-        assert found["backward"].endswith("Leave fsdp_plugin out, and train with DDP.")
+    for backward, penalty in run_ranks(refused):
+        assert backward == penalty
+        assert backward.endswith("Leave fsdp_plugin out, and train with DDP.")
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": None}])
 def test_loops_over_many_parameters_are_set_back_where_only_some_are_parallelized(
     run_ranks: RunRanks, options: dict[str, Any]
 ):
-    def parallel() -> tuple[list[float], list[str]]:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("nb_accelerate").addHandler(handler)
+    def parallel() -> list[float]:
         config = ParallelismConfig(
             tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
         )
@@ -115,7 +98,7 @@ def test_loops_over_many_parameters_are_set_back_where_only_some_are_parallelize
             accelerator.backward(model(ROWS[0]).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        return accelerator.unwrap_model(model)[3].weight.tolist(), said
+        return accelerator.unwrap_model(model)[3].weight.tolist()
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
@@ -124,10 +107,8 @@ def test_loops_over_many_parameters_are_set_back_where_only_some_are_parallelize
         model(ROWS[0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for weights, said in run_ranks(parallel):
+    for weights in run_ranks(parallel):
         assert weights == pytest.approx(model[3].weight.tolist(), abs=1e-6)
-        set_back = [one for one in said if "is set back to False" in one]
-        assert len(set_back) == sum(value is True for value in options.values())
 
 
 def test_a_state_that_a_constructor_makes_is_no_step():

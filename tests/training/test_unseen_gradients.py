@@ -296,14 +296,3 @@ def test_parameters_listed_before_prepare_train_sharded_when_they_are_added_late
     sharded, _ = run_ranks(train_late, True)
     for one, expected in zip(sharded, train_late(False), strict=True):
         torch.testing.assert_close(one, expected, rtol=0, atol=1e-6)
-
-
-def test_the_error_for_a_method_says_where_its_gradients_are_averaged(run_ranks: RunRanks):
-    def ask() -> str:
-        model = Accelerator(cpu=True).prepare(Coder())
-        with pytest.raises(AttributeError) as caught:
-            model.encode(ROWS[0])
-        return str(caught.value)
-
-    for said in run_ranks(ask):
-        assert "Write accelerator.unwrap_model(model).encode. If gradients pass through it, call it in forward" in said

@@ -253,10 +253,9 @@ def test_errors_of_wrapped_models_say_what_to_write(run_ranks):
             found.append(raised(optimizer.step))
             moved = not torch.equal(before, accelerator.unwrap_model(model).used.weight)
             found.append((moved, raised(lambda asked=model: asked.in_features), hasattr(model, "nowhere")))
-        weights = accelerator.unwrap_model(model).state_dict()
-        return [*found, raised(lambda: model.load_state_dict(weights))]
+        return found
 
-    for refused, attribute, silent, _, weights in run_ranks(train):
+    for refused, attribute, silent, _ in run_ranks(train):
         assert refused[0] == ConfigError.__name__
         assert "2 parameters of Half got no gradient in this backward: unused.weight, unused.bias." in refused[1]
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in refused[1]
@@ -264,9 +263,6 @@ def test_errors_of_wrapped_models_say_what_to_write(run_ranks):
         assert (moved, kind, nowhere) == (False, "AttributeError", False)
         assert "Write accelerator.unwrap_model(model).in_features." in text
         assert silent == ("", "")
-        assert weights[0] == "RuntimeError"
-        assert "Missing key(s)" in weights[1]
-        assert "Write accelerator.unwrap_model(model).load_state_dict(...)." in weights[1]
 
 
 def test_a_static_graph_accumulates_as_any_other(run_ranks):

@@ -30,7 +30,6 @@ _OF_VERSION_1 = ("limit_all_gathers", "state_dict_config", "optim_state_dict_con
 """Fields that FSDP2 has nothing for; their defaults, None or True, are accepted without effect."""
 
 _FROM_ENVIRONMENT = (
-    "fsdp_version",
     "backward_prefetch",
     "auto_wrap_policy",
     "ignored_modules",
@@ -288,7 +287,8 @@ def resolve_fsdp(
     if given is None and not environment.flag("ACCELERATE_USE_FSDP"):
         return None
     given = given or FullyShardedDataParallelPlugin()
-    found = fields_in(environment, given, {name: f"FSDP_{name.upper()}" for name in _FROM_ENVIRONMENT})
+    variables = {"fsdp_version": "FSDP_VERSION", **{name: f"FSDP_{name.upper()}" for name in _FROM_ENVIRONMENT}}
+    found = fields_in(environment, given, variables)
     if given.cpu_offload is None:
         found["cpu_offload"] = environment.flag("FSDP_OFFLOAD_PARAMS")
     # accelerate's launcher always sets both, and looks at the strategy with version 1 only.

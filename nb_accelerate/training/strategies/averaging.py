@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from nb_accelerate.errors.traceback_lines import calling_line
 from nb_accelerate.training.comm import operations
@@ -64,19 +65,31 @@ class AveragesGradients:
         return ()
 
     def check_averaged(self) -> None:
-        """Check that the last backward averaged all gradients. Called before each step.
-
-        Raises:
-            ConfigError: it could not, because parameters got no gradient, and the wrapper was not told to expect that.
-        """
+        """Raise `ConfigError` if the last backward could not average all gradients. Called before each step."""
 
     def num_exchanges(self) -> int | None:
         """Return a number that grows when forwards have prepared backward to average; None while ranks train apart."""
         return None
 
 
+class AlwaysAveraged(AveragesGradients):
+    """A model of which each backward averages the gradients of some parameters, and leaves those of others alone."""
+
+    def __init__(self, averaged: Iterable[Tensor], left_out: Iterable[Tensor] = ()) -> None:
+        self._averaged = averaged
+        self._left_out = left_out
+
+    @override
+    def averaged(self) -> Iterable[Tensor]:
+        return self._averaged
+
+    @override
+    def left_out(self) -> Iterable[Tensor]:
+        return self._left_out
+
+
 @dataclass(eq=False)
-class _Own:
+class _Trained:
     """What an optimizer trains of a wrapper.
 
     Attributes:
@@ -116,59 +129,57 @@ class GradientAverage:
         self._collectives = collectives
         self._wrappers = wrappers
         self._renew = renew
-        self._own: weakref.WeakKeyDictionary[AveragesGradients, _Own] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[AveragesGradients, _Trained] = weakref.WeakKeyDictionary()
         for wrapper in wrappers():  # earlier forwards of theirs were for others
             if not wrapper.averages_always:
-                self._own[wrapper] = _Own(set(), wrapper.num_exchanges() or 0)
+                self._trained[wrapper] = _Trained(set(), wrapper.num_exchanges() or 0)
         self._known: list[list[Tensor]] = []
         self._left_alone: set[int] = set()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self, steps: bool = True) -> None:
         """Average the gradients; a rank without a gradient for a parameter contributes zeros.
 
         Args:
             steps: whether the optimizer steps next; else gradients are clipped before.
-
-        Raises:
-            ConfigError: see `AveragesGradients.check_averaged`.
         """
         if not self._knows_all():
             self._classify()
         averaged = set(self._left_alone)
-        new: list[_Own] = []
-        covered: set[int] = set()
+        covered: set[int] = set()  # by wrappers whose backward averages where their forward was called
         differing: set[int] = set()
-        for wrapper, own in self._own.items():
-            if not own.parameters:
+        to_compare: list[_Trained] = []
+        for wrapper, trained in self._trained.items():
+            if not trained.parameters:
                 continue
             wrapper.check_averaged()
-            covered |= own.parameters
+            covered |= trained.parameters
             number = wrapper.num_exchanges()
-            if number == own.at_step:
-                continue
+            if number == trained.at_step:
+                continue  # no forward since the last step: backward has averaged nothing
             if number is not None and steps:
-                own.at_step = number
-            if own.is_all and (number is None or (own.is_compared and not own.differ)):
+                trained.at_step = number
+            if trained.is_all and (number is None or (trained.is_compared and not trained.differ)):
                 return  # nearly every step
-            averaged |= own.parameters
-            if own.differ:
-                differing |= own.parameters
-            if number is not None and not own.is_compared:
-                own.is_compared = True
-                new += [own] if wrapper.compares else []
-        parameters = [one for known in self._known for one in known]
-        if new and self._differ([one for one in parameters if any(id(one) in own.parameters for own in new)]):
-            for own in new:
-                own.differ = True
-                differing |= own.parameters
-            self._tell(_DIFFERING)
+            averaged |= trained.parameters
+            if trained.differ:
+                differing |= trained.parameters
+            if number is not None and not trained.is_compared:
+                trained.is_compared = True
+                if wrapper.compares:
+                    to_compare.append(trained)
+        parameters = [parameter for known in self._known for parameter in known]
+        compared = {key for trained in to_compare for key in trained.parameters}
+        if to_compare and self._differ([parameter for parameter in parameters if id(parameter) in compared]):
+            for trained in to_compare:
+                trained.differ = True
+            differing |= compared
+            self._warn(_DIFFERING)
         unseen = covered - averaged
-        if any(id(one) in unseen and one.grad is not None for one in parameters):
-            self._tell(_UNSEEN)
-        self._average(
-            [one for one in parameters if one.requires_grad and (id(one) not in averaged or id(one) in differing)]
-        )
+        if any(id(parameter) in unseen and parameter.grad is not None for parameter in parameters):
+            self._warn(_UNSEEN)
+        left = {id(parameter) for parameter in parameters} - averaged | differing
+        self._average([parameter for parameter in parameters if parameter.requires_grad and id(parameter) in left])
 
     def _knows_all(self) -> bool:
         groups = self._optimizer.param_groups
@@ -192,8 +203,8 @@ class GradientAverage:
             if wrapper.averages_always:
                 self._left_alone |= averaged
             else:
-                own = self._own.setdefault(wrapper, _Own(set()))
-                own.parameters, own.is_all = averaged, trained <= averaged | self._left_alone
+                record = self._trained.setdefault(wrapper, _Trained(set()))
+                record.parameters, record.is_all = averaged, trained <= averaged | self._left_alone
             for key in averaged | self._left_alone:
                 rest.pop(key, None)
         self._synchronise([one for key, one in rest.items() if key not in before and one.requires_grad])
@@ -223,14 +234,14 @@ class GradientAverage:
         greatest, least = operations.reduce(self._collectives, pair, "max").tolist()
         return bool(greatest != -least)
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told and self._collectives.rank == 0:
+    def _warn(self, what: str) -> None:
+        if what not in self._warned and self._collectives.rank == 0:
             logger.warning(
                 "%s: %s They are averaged now, at the step, where it takes longer than during backward.",
                 calling_line() or "optimizer.step",
                 what,
             )
-        self._told.add(what)
+        self._warned.add(what)
 
     def _average(self, parameters: list[Tensor]) -> None:
         if not parameters:

@@ -36,29 +36,21 @@ def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> li
     elif options.transformer_cls_names_to_wrap:
         found, asked = blocks_by_class(model, options.transformer_cls_names_to_wrap), ""
     elif policy is not None:
-        found, asked = blocks_by_class(model), f"auto_wrap_policy={policy!r}"
+        found, asked = blocks_by_class(model), f"auto_wrap_policy={policy!r}, with its _no_split_modules,"
     else:
         return untied(model, blocks_by_class(model) or repeated_blocks(model))
-    never_called = {id(part) for one in model.modules() if isinstance(one, _READERS) for part in one.children()}
+    never_called = {
+        id(part) for module in model.modules() if isinstance(module, _READERS) for part in module.children()
+    }
     found = [block for block in found if id(block) not in never_called]
     if not found:
         raise ConfigError(
-            f"{asked} finds no block in {type(model).__name__}, so nothing would be sharded by itself."
-            f"{_advice(model, policy)} Or write auto_wrap_policy='no_wrap', and the model is one block."
+            f"{asked} finds no block in {type(model).__name__}, so nothing would be sharded by itself. Write "
+            "transformer_cls_names_to_wrap=[...] with the classes of its layers, or auto_wrap_policy='no_wrap', and "
+            "the model is one block."
         )
     check_ties(model, found)
     return found
-
-
-def _advice(model: nn.Module, policy: object) -> str:
-    if policy == "transformer_based_wrap":
-        kinds = sorted({type(part).__name__ for part in model.modules() if part is not model and any(part.children())})
-        named = f": {', '.join(kinds)}" if kinds else ""
-        return (
-            f" It has no _no_split_modules; write transformer_cls_names_to_wrap=[...] with classes of its parts{named}."
-        )
-    sizes = [sum(one.numel() for one in part.parameters()) for part in model.modules() if part is not model]
-    return f" Its largest part has {max(sizes, default=0):,} parameters."
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -76,10 +68,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Return the modules that a function chooses, inner ones first.
+    """Return the modules that a function chooses, inner ones first, without the model itself.
 
     Args:
-        model: whose parts; the model itself is not among the blocks.
         policy: called as those of `torch.distributed.fsdp.wrap`: with a module, ``recurse`` (whether its parts are to
             be looked at; else whether it is a block itself), and the number of its parameters outside of blocks.
     """
@@ -108,14 +99,10 @@ def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.M
 
 
 def blocks_by_class(model: nn.Module, names: Iterable[str] | None = None) -> list[nn.Module]:
-    """Return the modules of given classes, inner ones first.
+    """Return the modules of given classes, inner ones first, without the model itself.
 
     Args:
-        model: whose parts; the model itself is not among the blocks.
         names: of classes. Default: what models of transformers call ``_no_split_modules``; without it there are none.
-
-    Raises:
-        ConfigError: no part of the model is of one of the classes.
     """
     known = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     wanted = set(known if names is None else names)
@@ -131,27 +118,12 @@ def blocks_by_class(model: nn.Module, names: Iterable[str] | None = None) -> lis
 
 
 def blocks_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Return modules with at least so many parameters, not counting those of blocks inside of them; inner ones first.
+    """Return modules with so many parameters, not counting those of blocks inside of them; inner ones first."""
 
-    Args:
-        model: whose parts; the model itself is not among the blocks.
-        min_num_params: elements of all parameters of a block together.
-    """
-    found: list[nn.Module] = []
-    counted: set[int] = set()  # parameters inside of a block
+    def policy(*, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:  # noqa: ARG001 - torch's names
+        return recurse or nonwrapped_numel >= min_num_params
 
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
-        if module is model or isinstance(module, _CONTAINERS):
-            return
-        rest = [parameter for parameter in module.parameters() if id(parameter) not in counted]
-        if sum(parameter.numel() for parameter in rest) >= min_num_params:
-            found.append(module)
-            counted.update(map(id, rest))
-
-    visit(model)
-    return found
+    return blocks_by_policy(model, policy)
 
 
 def untied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -169,13 +141,9 @@ def untied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def check_ties(model: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Refuse a parameter that belongs to several blocks: each would be given a shard of its own, no longer tied.
+    """Raise `ConfigError` for a parameter of several blocks: each would be given a shard of its own, no longer tied.
 
-    Args:
-        blocks: parts of it; what is in none of them is one more block.
-
-    Raises:
-        ConfigError: there is such a parameter.
+    What is in none of the blocks is one more block.
     """
     inside = {id(block) for block in blocks}
     owner: dict[int, tuple[int, str]] = {}  # of a parameter: its block, and its first name

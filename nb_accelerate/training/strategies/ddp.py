@@ -18,7 +18,7 @@ from nb_accelerate.training.strategies.strategy import Strategy
 from nb_accelerate.training.strategies.unwrapping import flattened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -27,18 +27,12 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm import Collectives
 
 
-_CALLED_OUTSIDE = (
-    " If gradients pass through it, call it in forward instead: outside of it they are averaged over ranks at "
-    "optimizer.step, not during backward."
-)
-
-
 class _Prepared:
     """Whether forwards have prepared backward to average gradients.
 
     Attributes:
-        is_new: whether one has since the last look.
-        number: of looks that found a new one.
+        is_new: whether one has since the number was read.
+        number: how often it was read and one had.
         at_window: whether gradients are held back only until the accumulation window closes.
     """
 
@@ -52,9 +46,7 @@ class _Prepared:
 class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradients):
     """torch's wrapper, with errors that say what to write, which knows whether its backward averages gradients.
 
-    Attributes:
-        needs_first_sync: with ``static_graph=True``, whether torch has not yet seen a backward that exchanges
-            gradients, from which it learns the graph.
+    With ``static_graph=True``, `needs_first_sync` is whether torch has yet to see a backward that exchanges gradients.
     """
 
     averages_always = False
@@ -134,26 +126,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]  # what the next forward would find out, one step too late
         except RuntimeError as error:
             unused = [name for name, one in self.module.named_parameters() if one.requires_grad and one.grad is None]
-            named = f": {', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}" if unused else ""
             raise ConfigError(
-                f"{len(unused) or 'Some'} parameters of {type(self.module).__name__} got no gradient in this backward"
-                f"{named}. Ranks wait for all gradients before they average any. If they are not meant to be used in "
-                "every step, write Accelerator(kwargs_handlers=["
+                f"{len(unused)} parameters of {type(self.module).__name__} got no gradient in this backward: "
+                f"{', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}. Ranks wait for all gradients before they "
+                "average any. If they are not meant to be used in every step, write Accelerator(kwargs_handlers=["
                 "DistributedDataParallelKwargs(find_unused_parameters=True)]); if never, set requires_grad=False "
                 "before prepare."
             ) from error
-
-    @override
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().load_state_dict(state_dict, *args, **kwargs)
-        except RuntimeError as error:
-            if any(name.startswith("module.") for name in state_dict):
-                raise
-            raise RuntimeError(
-                f"{error}\nOn several ranks the prepared model is a wrapper around your {type(self.module).__name__}, "
-                "and its names begin with 'module.'. Write accelerator.unwrap_model(model).load_state_dict(...)."
-            ) from None
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -163,10 +142,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
             module = self.__dict__.get("_modules", {}).get("module")
             if name.startswith("__") or not hasattr(module, name):
                 raise
-            advice = _CALLED_OUTSIDE if callable(getattr(module, name)) else ""
             raise AttributeError(
                 f"The prepared model has no attribute {name!r}: on several ranks it is a wrapper around your "
-                f"{type(module).__name__}. Write accelerator.unwrap_model(model).{name}.{advice}",
+                f"{type(module).__name__}. Write accelerator.unwrap_model(model).{name}.",
                 name=name,
                 obj=self,
             ) from None
@@ -185,7 +163,6 @@ class DDPStrategy(Strategy):
     """Train with DistributedDataParallel.
 
     Args:
-        distributed_type: the name of the setup, which depends on the kind of device.
         pass_device_ids: whether to give it the index of the device; on a CPU it takes none.
     """
 

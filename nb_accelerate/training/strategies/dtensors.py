@@ -12,7 +12,6 @@ would save. Either kind of checkpoint, whole or of shards, can be loaded with an
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,13 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.data_parallel import between_groups
 from nb_accelerate.training.strategies.ddp import is_alive
 from nb_accelerate.training.strategies.sharding import SHARDED_AS
 from nb_accelerate.training.strategies.shards import (
     gather_whole,
-    is_shard,
     is_split,
     local_part,
     settled,
@@ -46,17 +43,10 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.distributed import DistributedType
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.strategies.mesh import MeshLayout
-    from nb_accelerate.training.strategies.strategy import ModelRequest
-
-logger = logging.getLogger("nb_accelerate")
 
 
 class DTensorStrategy(Strategy):
-    """Train models of which each rank holds parts.
-
-    Args:
-        distributed_type: see `Strategy`.
-    """
+    """Train models of which each rank holds parts."""
 
     is_replicated: ClassVar[bool] = False
 
@@ -82,17 +72,8 @@ class DTensorStrategy(Strategy):
     # -- preparation
 
     @override
-    def prepare(
-        self,
-        models: Sequence[ModelRequest],
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        earlier: Iterable[torch.optim.Optimizer] = (),
-    ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-        prepared = [self.prepare_model(request) for request in models]
-        for optimizer in (*earlier, *optimizers):
-            use_shards(optimizer)
-        return prepared, list(optimizers)
+    def adopt_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        use_shards(optimizer)
 
     @abstractmethod
     @override
@@ -109,24 +90,24 @@ class DTensorStrategy(Strategy):
         from torch.distributed.tensor import DTensor
 
         # torch's own norm of DTensors fails on ranks whose shard is empty (norm_type=inf), for DTensors beside plain
-        # tensors, and for those of several meshes.
-        shards: dict[Any, list[Tensor]] = {}
+        # tensors, and for those of several meshes. So each kind of sharding is summed up by itself.
+        by_sharding: dict[Any, list[Tensor]] = {}
         for parameter in parameters:
             gradient: Any = parameter.grad
             if gradient is not None:
                 parameter.grad = gradient = settled(gradient)
-                place = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-                shards.setdefault(place, []).append(local_part(gradient))
+                sharding = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+                by_sharding.setdefault(sharding, []).append(local_part(gradient))
         is_max = norm_type == float("inf")
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         norms = []
-        for place, gradients in shards.items():
+        for sharding, gradients in by_sharding.items():
             norm = nn.utils.get_total_norm([one for one in gradients if one.numel()], norm_type).to(self.device)
-            if place is not None:
-                mesh, placements = place
+            if sharding is not None:
+                mesh, placements = sharding
                 part = norm if is_max else norm**norm_type
                 for dimension, placement in enumerate(placements):
                     if is_split(placement):
-                        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
                         dist.all_reduce(part, op, group=mesh.get_group(dimension))
                 norm = part if is_max else part ** (1 / norm_type)
             norms.append(norm)
@@ -186,11 +167,7 @@ def use_shards(optimizer: torch.optim.Optimizer) -> None:
 
     A group with parameters on several meshes, or on one and on none, is stepped one by one: torch's loops over many
     parameters at once (``foreach``, ``fused``) take no such mix.
-
-    Raises:
-        ConfigError: torch's own step of this optimizer fails on shards.
     """
-    set_back: set[str] = set()
     for group in optimizer.param_groups:
         for number, old in enumerate(group["params"]):
             new = getattr(old, SHARDED_AS, None)
@@ -200,41 +177,6 @@ def use_shards(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[new] = shard_state(optimizer.state.pop(old), new)
         meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
         if len(meshes) > 1 and "foreach" in group:
-            given = {name for name in ("foreach", "fused") if group.get(name)}
-            group.update(dict.fromkeys({"foreach", *given}, False))
-            set_back |= given
-    if set_back:
-        logger.warning(
-            "%s of %s is set back to False: only some of its parameters are sharded, and torch steps such a mix one "
-            "parameter after the other. Leave it out.",
-            " and ".join(f"{name}=True" for name in sorted(set_back)),
-            type(optimizer).__name__,
-        )
-    _check_steps(optimizer)
-
-
-def _check_steps(optimizer: torch.optim.Optimizer) -> None:
-    parameters: list[Any] = [one for group in optimizer.param_groups for one in group["params"]]
-    shards = [one for one in parameters if is_shard(one)]
-    if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)) and shards:
-        why = "uses operations that torch does not have for shards"
-    elif (
-        isinstance(optimizer, torch.optim.LBFGS)
-        and shards
-        and (len(shards) < len(parameters) or any(map(_is_uneven, shards)))
-    ):
-        why = "joins all parameters, which torch cannot do with shards of unequal size"
-    else:
-        return
-    raise ConfigError(
-        f"torch.optim.{type(optimizer).__name__} {why}, so it cannot train a model that is sharded or parallelized "
-        "over ranks. Write another optimizer, AdamW, SGD or RMSprop say, or leave fsdp_plugin and parallelism_config "
-        "out."
-    )
-
-
-def _is_uneven(shard: Any) -> bool:
-    return any(
-        is_split(placement) and shard.shape[placement.dim] % shard.device_mesh.size(number)
-        for number, placement in enumerate(shard.placements)
-    )
+            group["foreach"] = False
+            if group.get("fused"):
+                group["fused"] = False

@@ -8,6 +8,7 @@ Sharding changes a model in place: its class becomes one of torch's, and every p
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,7 +21,7 @@ from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.options import note_use
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
-from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
+from nb_accelerate.training.strategies.averaging import AlwaysAveraged, GradientAverage
 from nb_accelerate.training.strategies.ddp import is_alive
 from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shards
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch.distributed as dist
-    from torch import Tensor, nn
+    from torch import nn
 
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.training.comm import Collectives
@@ -43,27 +44,8 @@ if TYPE_CHECKING:
     from nb_accelerate.training.strategies.strategy import ModelRequest
 
 
-class ShardedModel(AveragesGradients):
-    """A sharded model: backward averages the gradients of shards."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    @override
-    def averaged(self) -> Iterable[Tensor]:
-        return [parameter for parameter in self._model.parameters() if is_shard(parameter)]
-
-    @override
-    def left_out(self) -> Iterable[Tensor]:
-        return [parameter for parameter in self._model.parameters() if not is_shard(parameter)]
-
-
 class FSDPStrategy(DTensorStrategy):
-    """Train with FSDP2.
-
-    Args:
-        plan: which layers are parallelized before the model is sharded; see `TensorParallelizer`.
-    """
+    """Train with FSDP2, after layers of a plan have been parallelized (see `TensorParallelizer`)."""
 
     refusals: ClassVar[Mapping[str, str]] = {
         "LocalSGD": (
@@ -189,8 +171,12 @@ class FSDPStrategy(DTensorStrategy):
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
-        def sharded() -> list[ShardedModel]:
-            return [ShardedModel(model) for model in models if is_sharded(innermost(model))]
+        def sharded() -> list[AlwaysAveraged]:
+            found = [list(model.parameters()) for model in models if is_sharded(innermost(model))]
+            return [
+                AlwaysAveraged(filter(is_shard, parameters), itertools.filterfalse(is_shard, parameters))
+                for parameters in found
+            ]
 
         return GradientAverage(optimizer, self.collectives, sharded, renew=use_shards)
 
@@ -229,11 +215,7 @@ class FSDPStrategy(DTensorStrategy):
 
 
 def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Refuse ranks that do not average the gradients of shards.
-
-    Raises:
-        ConfigError: they use gloo of PyTorch before 2.9, whose reduce_scatter adds up where it should average.
-    """
+    """Refuse gloo of PyTorch before 2.9, whose reduce_scatter adds up gradients where it should average them."""
     if group is None or parse(torch.__version__).release >= (2, 9):
         return
     backend: Any = group._get_backend(device)  # noqa: SLF001 - the one for this device, of maybe several
@@ -246,11 +228,7 @@ def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> No
 
 
 def _check_group(model: nn.Module) -> None:
-    """Refuse a model whose process group has ended: shards of ranks that are gone are lost.
-
-    Raises:
-        ConfigError: it has.
-    """
+    """Refuse a model whose process group has ended: shards of ranks that are gone are lost."""
     meshes = [mesh for one in model.parameters() if (mesh := getattr(one, "device_mesh", None)) is not None]
     if meshes and not is_alive(meshes[0].get_group(0)):
         raise ConfigError(

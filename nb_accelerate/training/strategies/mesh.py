@@ -30,14 +30,9 @@ class MeshLayout:
     tp: int = 1
 
     def make(self, device_type: str) -> DeviceMesh:
-        """Lay all ranks out, those of a tensor-parallel group beside each other. Collective if there are dimensions.
+        """Return a mesh of the dimensions that are longer than 1, innermost neighbours beside each other. Collective.
 
-        Args:
-            device_type: torch's name for the type of device.
-
-        Returns:
-            A mesh of the dimensions that are longer than 1, and of ``dp_shard`` too where ``dp_replicate`` is among
-            them: torch's ``fully_shard`` takes no mesh of replicas alone.
+        With ``dp_replicate`` it has ``dp_shard`` in any case: torch's ``fully_shard`` takes no mesh of replicas alone.
         """
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -59,10 +54,6 @@ def layout_for_fsdp(options: FullyShardedDataParallelPlugin, topology: Topology)
 
 
 def layout_of(parallelism: ParallelismConfig, topology: Topology) -> MeshLayout:
-    """Return the layout that was asked for.
-
-    Raises:
-        ConfigError: it is one of another number of ranks.
-    """
+    """Return the layout that was asked for, if it is one of all ranks."""
     parallelism.check_ranks(topology.world_size)
     return MeshLayout(**parallelism.sizes)

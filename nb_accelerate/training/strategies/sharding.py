@@ -56,13 +56,9 @@ def shard_model(
     """Shard a model in place. Collective.
 
     Args:
-        model: the user's, on any device; on ranks other than 0 also on ``meta``.
         mesh: the ranks that it is sharded over, and in a first dimension those that each hold all of it.
         dtype: numbers that blocks compute in; None for those that the parameters have.
         parallelize: applies tensor parallelism to layers before the model is sharded; None where there is none.
-
-    Raises:
-        ConfigError: rank 0 has no weights, blocks cannot be found, or parameters of a block are of several dtypes.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -76,20 +72,19 @@ def shard_model(
         arguments: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, **_offload_policy(options, device)}
         policies = _Policies(options, dtype)
         reshard = options.reshard_after_forward
-        resharded: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
+        of_blocks = arguments if reshard is None else {**arguments, "reshard_after_forward": reshard}
         for block in (*blocks, model):
             for part in _kept_precise(block, policies.converts):
                 fill(part)
-                fully_shard(part, mp_policy=policies.precise, **arguments, **resharded)
+                fully_shard(part, mp_policy=policies.precise, **of_blocks)
             fill(block)
-            _check_dtypes(model, block, ignored)
-            if block is model:
+            if block is model:  # what is outside of blocks stays gathered
                 fully_shard(block, mp_policy=policies.of_root, **arguments)
-            else:
-                if options.activation_checkpointing:
-                    offload = bool(options.activation_checkpointing_offload)
-                    block.forward = CheckpointedForward(block.forward, offload=offload)
-                fully_shard(block, mp_policy=policies.of_blocks, **arguments, **resharded)
+                continue
+            if options.activation_checkpointing:
+                offload = bool(options.activation_checkpointing_offload)
+                block.forward = CheckpointedForward(block.forward, offload=offload)
+            fully_shard(block, mp_policy=policies.of_blocks, **of_blocks)
     if options.forward_prefetch:
         order = [part for part in model.modules() if part is not model and is_sharded(part)]
         for block, following in itertools.pairwise(order):
@@ -139,11 +134,7 @@ def _offload_policy(options: FullyShardedDataParallelPlugin, device: torch.devic
 
 
 def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
-    """Return the parameters that stay whole on every rank: those of ``ignored_modules``, and scalars.
-
-    Raises:
-        ConfigError: ``ignored_modules`` names none.
-    """
+    """Return the parameters that stay whole on every rank: those of ``ignored_modules``, and scalars."""
     own = set(model.parameters())
     scalars = {parameter for parameter in own if not parameter.dim()}
     chosen = options.ignored_modules
@@ -159,11 +150,7 @@ def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin
 
 
 def check_weights(model: nn.Module, collectives: Collectives) -> None:
-    """Refuse a model without weights on rank 0, on all ranks alike.
-
-    Raises:
-        ConfigError: rank 0 has a tensor on ``meta``.
-    """
+    """Refuse a model without weights on rank 0, on all ranks alike."""
     names = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
     lacking = collectives.broadcast_objects([names[0] if names else None], 0)[0]
     if lacking is not None:
@@ -219,22 +206,3 @@ def note_replaced(model: nn.Module) -> Iterator[None]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if before[name] is not parameter:
             setattr(before[name], SHARDED_AS, parameter)
-
-
-def _check_dtypes(model: nn.Module, block: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Refuse a block that trains parameters of several dtypes, which are gathered as one.
-
-    Raises:
-        ConfigError: it does.
-    """
-    first: dict[torch.dtype, str] = {}
-    names = {id(one): name for name, one in model.named_parameters()}
-    for parameter in block.parameters():
-        if parameter.requires_grad and not is_shard(parameter) and parameter not in ignored:
-            first.setdefault(parameter.dtype, names[id(parameter)])
-    if len(first) > 1:
-        listed = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
-        raise ConfigError(
-            f"Parameters of a block are of several dtypes ({listed}), and a block is gathered as one. Convert the "
-            "model to one dtype before prepare: model.float()."
-        )

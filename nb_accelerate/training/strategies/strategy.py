@@ -32,12 +32,10 @@ class ModelRequest:
     """A model that is to be prepared, and how.
 
     Attributes:
-        model: the user's, on any device.
         place: move it to the device of this rank.
         training: False for a model that is only evaluated, so that no gradients need to be exchanged.
         schedulers: those of the same call of ``prepare``, not prepared yet.
         batch_sizes: rows of a batch on this rank, of each loader of the same call.
-        accumulation_steps: batches for one optimizer step.
         scheduler_steps: how often a scheduler advances for one optimizer step.
     """
 
@@ -55,9 +53,6 @@ class Strategy:
 
     An `Accelerator` chooses one with `select_strategy` and calls its methods without asking which one it is. Methods
     that are marked *collective* exchange data: all ranks call them, in the same order.
-
-    Args:
-        distributed_type: the name of the setup, as accelerate's scripts ask for it.
 
     Attributes:
         data_collectives: between ranks, or groups of ranks, that read rows of their own.
@@ -87,14 +82,7 @@ class Strategy:
         self.distributed_type = distributed_type
 
     def check_supports(self, feature: str) -> None:
-        """Refuse what cannot be done with this strategy.
-
-        Args:
-            feature: a key of `refusals`, ``"LocalSGD"`` say.
-
-        Raises:
-            ConfigError: it is one of `refusals`.
-        """
+        """Raise `ConfigError` if a feature is one of `refusals`."""
         if feature in self.refusals:
             raise ConfigError(self.refusals[feature])
 
@@ -104,19 +92,11 @@ class Strategy:
         return None
 
     def sharding(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
-        """Return how models are spread over ranks, in a few words; "" if every rank has all of them.
-
-        Exchanges nothing. The arguments are those of `model_memory`.
-        """
+        """Return how models are spread over ranks, in a few words; "" if every rank has all. Exchanges nothing."""
         return describe_sharding(models, optimizers)
 
     def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
-        """Return how many bytes this rank holds for models and optimizers. Exchanges nothing.
-
-        Args:
-            models: what `prepare` returned, perhaps compiled.
-            optimizers: what `prepare` returned.
-        """
+        """Return how many bytes this rank holds for prepared models, perhaps compiled. Exchanges nothing."""
         return measure(models, optimizers)
 
     # -- preparation
@@ -146,17 +126,18 @@ class Strategy:
 
         Args:
             models: in the order of the arguments; the precision has been applied to them.
-            optimizers: the user's, in the order of the arguments.
             earlier: optimizers of earlier calls, which may hold parameters of ``models``.
 
         Returns:
             What takes the place of each model, and of each optimizer.
-
-        Raises:
-            ConfigError: a model or an optimizer cannot be trained with this strategy.
         """
-        del earlier
-        return [self.prepare_model(request) for request in models], list(optimizers)
+        prepared = [self.prepare_model(request) for request in models]
+        for optimizer in (*earlier, *optimizers):
+            self.adopt_parameters(optimizer)
+        return prepared, list(optimizers)
+
+    def adopt_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer the parameters that are trained now in place of those that it was made with."""
 
     def prepare_model(self, request: ModelRequest) -> nn.Module:
         """Move one model to the device, and wrap it unless it is only evaluated. Collective."""
@@ -169,13 +150,7 @@ class Strategy:
         return model
 
     def unwrap(self, model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-        """Return the user's model inside a prepared one.
-
-        Args:
-            model: prepared or not.
-            keep_fp32_wrapper: False also restores the forward that mixed precision replaced.
-            keep_torch_compile: False also removes `torch.compile`.
-        """
+        """Return the user's model inside a prepared one; see `extract_model_from_parallel`."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def engine_scheduler(self, scheduler: Any) -> Any | None:  # noqa: ARG002
@@ -214,11 +189,7 @@ class Strategy:
         """Raise what says more about an error of backward than torch does; return if it says enough."""
 
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
-        """Return a block in which ranks may have different numbers of batches.
-
-        Raises:
-            ConfigError: backward needs all ranks.
-        """
+        """Return a block in which ranks may have different numbers of batches."""
         return contextlib.nullcontext()
 
     def complete_gradients(
@@ -230,7 +201,6 @@ class Strategy:
         with False.
 
         Args:
-            optimizer: what `prepare` returned for it.
             models: all prepared models, also those that are prepared later.
         """
         del optimizer, models
@@ -242,10 +212,6 @@ class Strategy:
         """Return what drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
 
         The result is called after each ``zero_grad`` of the prepared optimizer, and drops those of its parameters.
-
-        Args:
-            optimizer: what `prepare` returned for it.
-            models: all prepared models, also those that are prepared later.
         """
         del optimizer, models
         return None
@@ -255,24 +221,12 @@ class Strategy:
         return list(parameters)
 
     def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of all gradients together, over all ranks. Collective where gradients are sharded.
-
-        Args:
-            parameters: whose gradients; those without one do not count.
-            norm_type: 2 for the Euclidean norm, ``inf`` for the greatest absolute value.
-
-        Returns:
-            A tensor of shape ``()``.
-        """
+        """Return the norm of all gradients together, over all ranks. Collective where gradients are sharded."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return nn.utils.get_total_norm(gradients, norm_type)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Scale gradients so that their norm is at most ``max_norm``. Collective where gradients are sharded.
-
-        Returns:
-            The norm before clipping: a tensor of shape ``()``.
-        """
+        """Scale gradients so that their norm is at most ``max_norm``; return the norm before. Collective as above."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -285,34 +239,22 @@ class Strategy:
         """Return all weights of a model by name, each whole. Collective where weights are sharded.
 
         Args:
-            model: prepared or not, unwrapped or not; names are those of ``model.state_dict()``.
             keep: False on ranks that only take part: these return an empty dict where weights are sharded.
         """
         del keep
         return model.state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **kwargs: Any) -> None:
-        """Load whole weights, the same on all ranks, into a prepared model.
-
-        Args:
-            model: prepared or not.
-            state: as `model_state` returned it.
-            **kwargs: those of `torch.nn.Module.load_state_dict`.
-        """
+        """Load whole weights, the same on all ranks, with arguments of `torch.nn.Module.load_state_dict`."""
         model.load_state_dict(state, **kwargs)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
-        """Return the whole state of an optimizer, as plain PyTorch would. Collective where it is sharded.
-
-        Args:
-            optimizer: prepared or not.
-            keep: as in `model_state`.
-        """
+        """Return the whole state of an optimizer; ``keep`` as in `model_state`. Collective where it is sharded."""
         del keep
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load a whole state, the same on all ranks, into a prepared optimizer."""
+        """Load a whole state, the same on all ranks."""
         optimizer.load_state_dict(state)
 
     # -- engines that save by themselves
@@ -329,7 +271,6 @@ class Strategy:
         """Write this rank's part of the state of a model for which `saves_itself`. Collective.
 
         Args:
-            model: what `prepare` returned.
             folder: is there; each rank has one of its own, and they are joined afterwards.
             tag: the name of this model in the checkpoint.
         """
@@ -338,17 +279,12 @@ class Strategy:
     def check_engine(
         self, model: nn.Module, folder: Path, tag: str, files: Collection[str], *, weights_only: bool, strict: bool
     ) -> None:
-        """Look whether a checkpoint fits a model for which `saves_itself`, without changing anything.
+        """Raise `CheckpointError` if a checkpoint does not fit a model for which `saves_itself`. Changes nothing.
 
         Args:
-            model: what `prepare` returned.
-            tag: the name of this model in it.
-            files: its files, as paths that begin below the folder.
+            files: those of the checkpoint, as paths that begin below the folder.
             weights_only: whether files that run code are refused.
             strict: whether it has to have exactly the weights of the model.
-
-        Raises:
-            CheckpointError: it does not.
         """
         raise NotImplementedError
 
@@ -356,11 +292,6 @@ class Strategy:
         """Read the state of a model for which `saves_itself`. Collective.
 
         Args:
-            model: what `prepare` returned.
-            tag: the name of this model in it.
             **kwargs: ``weights_only`` and ``strict`` as in `check_engine`; others are arguments for the engine.
-
-        Raises:
-            CheckpointError: a file cannot be read.
         """
         raise NotImplementedError

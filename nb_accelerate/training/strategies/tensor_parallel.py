@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
-from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
+from nb_accelerate.training.strategies.averaging import AlwaysAveraged, GradientAverage
 from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shards
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.training.strategies.sharding import Filler, check_weights, note_replaced
@@ -17,31 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from nb_accelerate.base.config.distributed import DistributedType
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.strategies.mesh import MeshLayout
 
 
-class EqualGradients(AveragesGradients):
-    """A model whose ranks read the same rows: their gradients are equal."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    @override
-    def averaged(self) -> Iterable[Tensor]:
-        return self._model.parameters()
-
-
 class TensorParallelStrategy(DTensorStrategy):
-    """Train one model on all ranks together, each of which computes a part of every layer of a plan.
-
-    Args:
-        distributed_type: see `Strategy`.
-        plan: see `TensorParallelizer`.
-    """
+    """Train one model on all ranks together, each of which computes a part of every layer of a plan."""
 
     def __init__(
         self,
@@ -70,7 +54,7 @@ class TensorParallelStrategy(DTensorStrategy):
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
-        def equal() -> list[EqualGradients]:
-            return [EqualGradients(model) for model in models]
+        def equal() -> list[AlwaysAveraged]:  # ranks read the same rows, so that their gradients are equal
+            return [AlwaysAveraged(model.parameters()) for model in models]
 
         return GradientAverage(optimizer, self.collectives, equal, renew=use_shards)
