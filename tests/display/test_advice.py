@@ -47,7 +47,7 @@ def test_a_rank_that_loads_slowly_is_named_with_the_workers_that_would_do() -> N
     # It loads for 65 s, and the rest takes 93 s: one worker would do, and another keeps it from being close.
     found = said(waits(63), waits(63), waits(63), rank(data=65, waiting=5))
     assert found == (
-        "Ranks 0-2 waited 39 % of the time for rank 3, which loads data more slowly, so that 4 ranks did the work of "
+        "Ranks 0-2 waited 39 % of the time for rank 3 (slower at loading data), so that 4 ranks did the work of "
         "2.7. Try num_workers=2 in its DataLoader."
     )
 
@@ -62,24 +62,24 @@ def test_no_more_workers_are_advised_than_there_are_cores() -> None:
 
 def test_of_a_loader_of_which_nothing_is_known_nothing_is_advised() -> None:
     assert said(waits(63), rank(data=65, waiting=5, num_workers=None)).endswith(
-        "which loads data more slowly, so that 2 ranks did the work of 1.6."
+        "rank 1 (slower at loading data), so that 2 ranks did the work of 1.6."
     )
 
 
 @pytest.mark.parametrize(
     ("phase", "words"),
     [
-        ("forward", "takes longer in forward"),
-        ("backward", "takes longer in backward"),
-        ("running", "does more between steps"),
-        ("evaluating", "evaluates more"),
-        ("saving", "saves for longer"),
-        ("step", "takes longer in the optimizer's step"),
+        ("forward", "longer in forward"),
+        ("backward", "longer in backward"),
+        ("running", "more work between steps"),
+        ("evaluating", "more evaluation"),
+        ("saving", "longer saving"),
+        ("step", "longer in the optimizer's step"),
     ],
 )
 def test_what_the_rank_does_that_is_waited_for_is_said(phase: str, words: str) -> None:
     more = WELL.get(Phase[phase.upper()], 0.0) + 50
-    assert f"Rank 0 waited 33 % of the time for rank 1, which {words}, so that 2 ranks did the work of 1.6." in said(
+    assert f"Rank 0 waited 33 % of the time for rank 1 ({words}), so that 2 ranks did the work of 1.6." in said(
         waits(50), rank(**{phase: more})
     )
 
@@ -87,7 +87,7 @@ def test_what_the_rank_does_that_is_waited_for_is_said(phase: str, words: str) -
 def test_several_slow_ranks_are_named_together() -> None:
     slow = rank(data=65, waiting=5)
     found = said(waits(63), waits(63), slow, slow, waits(63))
-    assert "Ranks 0, 1 and 4 waited 39 % of the time for ranks 2 and 3, which load data more slowly, " in found
+    assert "Ranks 0, 1 and 4 waited 39 % of the time for ranks 2 and 3 (slower at loading data), " in found
 
 
 def test_a_rank_is_not_accused_of_what_its_times_do_not_show() -> None:
@@ -160,7 +160,7 @@ def test_a_panel_says_where_the_time_goes_live_and_the_advice_at_its_end() -> No
     assert 'title="time: loading data 50 %, forward 50 %"' in html.render(view)
     end = run.end()
     assert end.advice.startswith(
-        "Rank 0 waited 50 % of the time for rank 1, which loads data more slowly, so that 2 ranks did the work of 1.5."
+        "Rank 0 waited 50 % of the time for rank 1 (slower at loading data), so that 2 ranks did the work of 1.5."
     )
     assert end.advice.replace(" %", "\u00a0%") in html.render(end), "no line may begin with the sign"
     for shown in (text.table(end), text.line(end)):

@@ -15,7 +15,7 @@ from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.notebook.display import panel as panels
 from nb_accelerate.notebook.display.drawing.lines import Lines
 from nb_accelerate.notebook.display.panel import Action, Drawing, Panel
-from nb_accelerate.notebook.display.seen import Seen
+from nb_accelerate.notebook.display.rank_history import RankStatus
 from nb_accelerate.notebook.display.view import Facts, View
 
 
@@ -119,7 +119,7 @@ class Clock:
         return self.now
 
 
-class Watched:
+class Source:
     """Ranks that say what they are told to say."""
 
     def __init__(self, run: Run) -> None:
@@ -127,7 +127,7 @@ class Watched:
         self.asked = self.noted = 0
         self.answers: dict[int, str] = {}
 
-    def look(self) -> list[Seen]:
+    def statuses(self) -> list[RankStatus]:
         return list(self.run.ranks.values())
 
     def ask(self) -> None:
@@ -171,11 +171,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return one
 
 
-def watch(run: Run, number: int) -> tuple[Panel, Watched, Kept]:
+def watch(run: Run, number: int) -> tuple[Panel, Source, Kept]:
     for rank, seen in run.ranks.items():
-        run.ranks[rank] = Seen(rank=rank, sample=seen.sample, state=seen.state)  # of no process
-    watched, kept = Watched(run), Kept()
-    return Panel(Facts(name="train", setup=("2 ranks",)), range(number), kept, watched), watched, kept
+        run.ranks[rank] = RankStatus(rank=rank, sample=seen.sample, state=seen.state)  # of no process
+    source, kept = Source(run), Kept()
+    return Panel(Facts(name="train", setup=("2 ranks",)), range(number), kept, source), source, kept
 
 
 def refresh_for(panel: Panel, clock: Clock, seconds: float) -> int:
@@ -214,24 +214,24 @@ def test_what_is_over_at_once_has_no_panel(clock: Clock):
 def test_ranks_that_do_not_move_are_asked_where_they_are_now_and_then(clock: Clock):
     run = Run(2)
     run.begin_loop()
-    panel, watched, kept = watch(run, 2)
+    panel, source, kept = watch(run, 2)
     refresh_for(panel, clock, 4.0)
-    assert watched.asked == 0
-    watched.answers = {0: SLEEPS, 1: SLEEPS}
+    assert source.asked == 0
+    source.answers = {0: SLEEPS, 1: SLEEPS}
     refresh_for(panel, clock, 3.0)
-    assert watched.asked == 1
-    assert kept.drawn[-1].rows[0].place == "train.py:7"
+    assert source.asked == 1
+    assert kept.drawn[-1].rows[0].location == "train.py:7"
     refresh_for(panel, clock, 20.0)
-    assert 4 <= watched.asked <= 6
+    assert 4 <= source.asked <= 6
 
 
 def test_ranks_are_asked_for_users_lines_a_few_times_a_second_and_not_where_no_rows_are_seen(clock: Clock):
     run = Run(2)
     run.begin_loop()
-    panel, watched, _ = watch(run, 2)
+    panel, source, _ = watch(run, 2)
     refresh_for(panel, clock, 10.0)
-    assert 18 <= watched.noted <= 26
-    in_a_log = Watched(run)
+    assert 18 <= source.noted <= 26
+    in_a_log = Source(run)
     panel = Panel(Facts(name="train", setup=()), range(2), Lines(Paper(), is_notebook=False), in_a_log)
     refresh_for(panel, clock, 10.0)
     assert in_a_log.noted == 0
@@ -244,7 +244,7 @@ def test_a_process_that_was_stopped_is_named_within_three_seconds(clock: Clock, 
     with subprocess.Popen(["sleep", "600"]) as process:
         for rank, pid in ((0, os.getpid()), (1, process.pid)):
             run.ranks[rank] = replace(run.ranks[rank], pid=pid)
-        panel = Panel(Facts(name="train", setup=()), range(2), Lines(paper, is_notebook=False), Watched(run))
+        panel = Panel(Facts(name="train", setup=()), range(2), Lines(paper, is_notebook=False), Source(run))
         refresh_for(panel, clock, before)
         assert paper.err == []
         process.send_signal(signal.SIGSTOP)

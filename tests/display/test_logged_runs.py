@@ -135,8 +135,8 @@ def test_a_launch_leaves_its_curves_in_the_cell_and_its_values_in_the_notebook(s
     for cell, earlier in ((first, 0), (second, 1)):
         (display,) = cell.displays
         page = display["text/html"]
-        assert 'aria-label="loss:' in page
-        assert page.count("<title> digits </title>") == 2 * earlier  # behind the loss, and behind the rank
+        assert 'aria-label="loss ' in page
+        assert page.count("<polyline ") == 2 * (1 + earlier)  # behind the loss, and behind the rank
     shown = shared_kernel.run("print([(run.name, run.config, run.column('loss')) for run in runs()])").ok()
     assert shown.stdout == (
         "[('digits', {'lr': 0.1}, [(0, 3.0), (1, 2.0)]), ('digits-2', {'lr': 0.1}, [(0, 2.5), (1, 1.5)])]\n"

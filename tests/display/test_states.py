@@ -121,10 +121,10 @@ def test_a_rank_that_does_not_move_while_others_wait_for_it_is_named():
     run.put([1], phase=Phase.RUNNING)
     run.look()
     run.wait(4.9)
-    assert run.state.stalled(run.now) == []
+    assert run.state.stalled(run.now) == set()
     assert run.view.warnings == ()
     run.wait(7.1)
-    assert run.state.stalled(run.now) == [0, 1, 2, 3]
+    assert run.state.stalled(run.now) == {0, 1, 2, 3}
     (warning,) = run.view.warnings
     assert warning == "Rank 1 has not moved for 12 s; ranks 0, 2 and 3 wait for it in reduce."
     assert [row.kind for row in run.view.rows] == ["", "late", "", ""]
@@ -178,7 +178,7 @@ def test_a_stall_that_is_over_leaves_no_trace():
     run.state.explain({0: ALL_REDUCE, 1: SLEEPS})
     assert run.view.warnings
     run.train(0.2)
-    assert run.state.stalled(run.now) == []
+    assert run.state.stalled(run.now) == set()
     assert run.view.warnings == ()
     assert [row.kind for row in run.view.rows] == ["", ""]
     run.put(phase=Phase.FORWARD)
@@ -204,7 +204,7 @@ def test_a_long_compilation_is_shown_as_such_and_not_as_a_hang():
     run.begin_loop()
     run.put(phase=Phase.COMPILING)
     run.wait(60.0)
-    assert run.state.stalled(run.now) == []
+    assert run.state.stalled(run.now) == set()
     assert run.view.warnings == ()
     assert [row.now for row in run.view.rows] == ["compiling for 60 s"] * 2
     assert run.view.outlook == ("compiling for 60 s",)
@@ -241,7 +241,7 @@ def test_a_rank_that_never_had_a_loop_is_not_stalled():
     run = Run(2)
     run.put(request=1, phase=Phase.RUNNING)
     run.wait(60.0)
-    assert run.state.stalled(run.now) == []
+    assert run.state.stalled(run.now) == set()
 
 
 def test_a_stopped_process_is_named_with_the_command_that_lets_it_go_on():
@@ -301,8 +301,8 @@ def test_of_many_ranks_those_that_stand_out_have_rows():
     run.wait(4.0, each)
     view = run.view
     first, *bad, slow = view.rows
-    assert first.ranks == "0-63"
-    assert first.now.startswith("61 ranks: ")
+    assert first.ranks == "others"
+    assert first.now in ("forward", "backward", "loading data")
     assert [(row.ranks, row.kind) for row in bad] == [("7", "bad"), ("40", "bad")], "what is worst comes first"
     assert (slow.ranks, slow.kind) == ("20", "late")
     assert {dot.rank: dot.kind for dot in view.dots if dot.kind} == {7: "bad", 20: "late", 40: "bad"}

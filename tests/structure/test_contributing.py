@@ -156,7 +156,7 @@ def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
     display = copy / "nb_accelerate" / "notebook" / "display"
     _insert(display / "view.py", '    step: str = ""', '    retries: str = ""\n')
     _insert(display / "view.py", '    ("step", ', '    ("retries", "retries"),\n')
-    _insert(display / "state.py", "            step=", '            retries="3",\n')
+    _insert(display / "rows.py", "            step=", '            retries="3",\n')
     new, lines, _ = _rows()["panel column"]
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
     shown = _run(

@@ -6,23 +6,40 @@ the numbers are attributes of elements over the picture, and the style sheet sho
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-WIDTH, HEIGHT = 320, 170
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 24, 22
+Points = tuple[tuple[float, float], ...]
+"""(step, value), in order of steps. Where a value is not finite the curve is interrupted."""
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 320, 58, 18, 24, 36
+"""Pixels: of the picture where no style sheet makes it wider, on its sides, above the curves, and of the axis."""
+
+_ACROSS = 1000
+"""Units of what is plotted, from left to right. They are stretched; texts, widths of lines and heights are not."""
+
+_LEAST_GAP = 4
+"""Units across of the band where values are not finite, at least."""
+
+_HUGE = 1e300
+"""Values beyond are drawn outside of the picture: differences of such numbers are infinite."""
 
 LABELS = (
     ".nba-plot{position:relative}.nba-plot i{position:absolute;font-style:normal;line-height:1;white-space:nowrap}"
     ".nba-plot i::before{content:attr(data-t)}.nba-plot .nba-y{transform:translate(-100%,-50%)}"
     ".nba-plot .nba-x{transform:translate(-50%,0)}.nba-plot .nba-e{transform:translate(-100%,0)}"
+    ".nba-plot svg{width:100%}.nba-plot .nba-bands{position:absolute;inset:0 0 auto;display:flex}"
+    ".nba-plot .nba-bands i{position:static}.nba-plot .nba-bands i:hover{background:#8883}"
 )
-"""Style sheet of labels in an element of class ``nba-plot``."""
+"""Style sheet of pictures."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,30 @@ class Curve:
     """One value over steps."""
 
     name: str
-    points: tuple[tuple[float, float], ...]
+    points: Points
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve with its look: the class ``nba-c-`` and `kind`, and a colour where no style sheet has one for it."""
+
+    curve: Curve
+    kind: str = "loss"
+    stroke: str = "#2a78d6"
+    dash: str = ""
+
+    @property
+    def has_tooltip(self) -> bool:
+        """Return whether its values are said; not those beside which a smoothed curve is."""
+        return self.kind != "raw"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A way from numbers to positions in a picture, and the numbers that have a label."""
+
+    position: Callable[[float], float]
+    ticks: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,92 +90,190 @@ class Plot:
         return f"Plot({self.title!r}: {last})"
 
 
-def label(kind: str, place: str, text: str) -> str:
-    """Return an element that shows a text at its place, and has none.
-
-    Args:
-        kind: what of it is at the place: "y" the middle of its right side, "x" of its top, "e" its right end, "" its
-            left one.
-        place: ``left`` and ``top``, as CSS.
-        text: to show.
-    """
-    look = f' class="nba-{kind}"' if kind else ""
-    return f'<i{look} style="{place}" data-t="{escape(text)}"></i>'
-
-
 def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
-    """Return a curve as HTML, which needs `LABELS`. Points that are not finite are left out, and interrupt the line.
+    """Return a curve as HTML, which needs `LABELS`.
 
     Args:
         curve: what is drawn.
         earlier: drawn faintly behind it, on the same scale.
     """
-    finite = _finite(curve)
-    if not finite:
-        return _frame(curve.name, "no finite value", "", "")
-    shown = [*finite, *(point for other in earlier for point in _finite(other))]
-    left, right = _span([x for x, _ in shown])
-    low, high = _span([y for _, y in shown])
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            _LEFT + (x - left) / (right - left) * (WIDTH - _LEFT - _RIGHT),
-            HEIGHT - _BOTTOM - (y - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM),
-        )
-
-    heights = (low, (low + high) / 2, high)
-    labels = [label("y", f"left:{_LEFT - 4}px;top:{place(left, y)[1]:.1f}px", f"{y:.3g}") for y in heights]
-    labels += [
-        label("x", f"left:{place(x, low)[0]:.1f}px;top:{HEIGHT - 16}px", f"{x:g}")
-        for x in sorted({finite[0][0], finite[-1][0]})
-    ]
-    body = "".join(
-        f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{place(left, y)[1]:.1f}" y2="{place(left, y)[1]:.1f}" '
-        'stroke="#8884"/>'
-        for y in heights
-    )
-    for other in earlier:
-        title = f"<title> {escape(other.name)} </title>"
-        for piece in _pieces(other.points):
-            body += _line([place(x, y) for x, y in piece], 'stroke="#8888"', title)
-    for piece in _pieces(curve.points):
-        body += _line([place(x, y) for x, y in piece], 'class="nba-current" stroke="#2a78d6"')
-    return _frame(curve.name, f"{finite[-1][1]:.4g}", body, "".join(labels))
-
-
-def _finite(curve: Curve) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in curve.points if math.isfinite(x) and math.isfinite(y)]
-
-
-def _line(at: list[tuple[float, float]], look: str, title: str = "") -> str:
-    if len(at) == 1:
-        return f'<circle cx="{at[0][0]:.1f}" cy="{at[0][1]:.1f}" r="2" fill="none" {look}>{title}</circle>'
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-    return f'<polyline points="{path}" fill="none" stroke-width="1.5" {look}>{title}</polyline>'
-
-
-def _span(values: list[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-def _pieces(points: tuple[tuple[float, float], ...], most: int = 300) -> list[list[tuple[float, float]]]:
-    """Return runs of finite points. Of very many, every n-th: a picture has no room for more."""
-    every = max(1, len(points) // most)
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for index, (x, y) in enumerate(points):
-        if not (math.isfinite(x) and math.isfinite(y)):
-            pieces.append([])
-        elif index % every == 0 or index == len(points) - 1:
-            pieces[-1].append((x, y))
-    return [piece for piece in pieces if piece]
-
-
-def _frame(name: str, last: str, body: str, labels: str) -> str:
+    values = [value for _, value in curve.points if math.isfinite(value)]
+    last = f"{values[-1]:.4g}" if values else "no finite value"
+    lines = [*(Line(other, f"before-{index % 3}", "#8888") for index, other in enumerate(earlier)), Line(curve)]
     return (
-        f'<div class="nba-plot" style="width:{WIDTH}px;height:{HEIGHT}px;font:10px sans-serif">'
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" role="img" '
-        f'aria-label="{escape(name)}: {last}">{body}</svg><div aria-hidden="true">'
-        f'<i style="left:{_LEFT}px;top:4px;font-size:12px">{escape(name)}</i> '
-        f'<i class="nba-e" style="left:{WIDTH - _RIGHT}px;top:6px">{last}</i> {labels}</div></div>'
+        f'<div style="width:{_WIDTH}px"><div style="font:12px sans-serif">{escape(curve.name)} {last}</div>'
+        f"{picture(lines, '', height=110, num_ticks=3)}</div>"
     )
+
+
+def picture(
+    lines: Sequence[Line],
+    title: str,
+    *,
+    height: int,
+    num_ticks: int = 5,
+    is_log: bool = False,
+    has_axis: bool = True,
+    span: tuple[float, float] | None = None,
+    most: int = 240,
+    num_bands: int = 12,
+) -> str:
+    """Return curves on one scale, as HTML, which needs `LABELS`; "" if no value is finite.
+
+    Args:
+        title: what the values are.
+        height: pixels of what is plotted.
+        num_ticks: labels of the values, about.
+        is_log: the scale of values is logarithmic.
+        has_axis: steps are labelled.
+        span: first and last step that are drawn; None for those of the curves.
+        most: points of a curve that are drawn, about.
+        num_bands: places along the axis with a tooltip.
+    """
+    finite = [point for line in lines for point in line.curve.points if math.isfinite(point[1])]
+    if not finite:
+        return ""
+    shown = span or [step for line in lines for step, _ in line.curve.points]
+    bottom = _TOP + height
+    steps = _scale(shown, 0, _ACROSS, num_ticks=5)
+    values = _scale([value for _, value in finite], bottom, _TOP, is_log=is_log, num_ticks=num_ticks)
+    levels = [f"{values.position(tick):.1f}" for tick in values.ticks]
+    grid = "".join(f'<line x1="0" x2="100%" y1="{level}" y2="{level}" stroke="#8885"/>' for level in levels)
+    drawn = "".join(_drawn(line, steps, values, most) for line in lines)
+    marks = "".join(_marks(line, steps, values) for line in lines)
+    gaps = "".join(_gap(*gap, steps, bottom) for gap in _gaps(lines[-1].curve.points))
+    labels = [_label("", f"left:0;top:{_TOP - 14}px", title)] if title else []
+    labels += [
+        _label("y", f"left:-6px;top:{level}px", f"{tick:.4g}") for tick, level in zip(values.ticks, levels, strict=True)
+    ]
+    if has_axis:
+        labels += [
+            _label("x", f"left:{_percent(steps.position(tick))};top:{bottom + 7}px", f"{tick:,g}")
+            for tick in steps.ticks
+        ]
+        labels.append(_label("x", f"left:50%;top:{bottom + 22}px", "step"))
+    total = bottom + (_AXIS if has_axis else 0)
+    said = "; ".join(f"{line.curve.name} {line.curve.points[-1][1]:.4g}" for line in reversed(lines))
+    return (
+        f'<div class="nba-plot" style="height:{total}px;margin:0 {_RIGHT}px 0 {_LEFT}px;font:11px sans-serif">'
+        f'<svg width="{_WIDTH - _LEFT - _RIGHT}" height="{total}" style="overflow:visible" role="img" '
+        f'aria-label="{escape(said)}">{grid}<svg viewBox="0 0 {_ACROSS} {total}" preserveAspectRatio="none" '
+        f'width="100%" height="{total}" overflow="visible">{drawn}</svg>{marks}{gaps}</svg>'
+        f'<div aria-hidden="true">{"".join(labels)}{_bands(lines, steps, bottom, num_bands)}</div></div>'
+    )
+
+
+def pieces(points: Points, most: int) -> list[Points]:
+    """Return the pieces of a curve where it is finite. Of very many points every n-th, and the last of each piece."""
+    every = max(1, math.ceil(len(points) / most))
+    runs = itertools.groupby(points, key=lambda point: math.isfinite(point[1]))
+    whole = [tuple(run) for is_finite, run in runs if is_finite]
+    return [(*piece[:-1:every], piece[-1]) for piece in whole]
+
+
+def _gaps(points: Points) -> list[tuple[float, float]]:
+    """Return between which steps a curve is not finite."""
+    found: list[tuple[float, float]] = []
+    for (before, _), (step, value) in itertools.pairwise((*points[:1], *points)):
+        if not math.isfinite(value):
+            begin = found.pop()[0] if found and found[-1][1] == before else before
+            found.append((begin, step))
+    return found
+
+
+def _drawn(line: Line, steps: _Scale, values: _Scale, most: int) -> str:
+    dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
+    look = f'class="nba-c-{line.kind}" stroke="{line.stroke}" vector-effect="non-scaling-stroke"'
+    at = (
+        " ".join(f"{steps.position(step):.0f},{values.position(value):.1f}" for step, value in piece)
+        for piece in pieces(line.curve.points, most)
+        if len(piece) > 1
+    )
+    return "".join(f'<polyline points="{piece}" fill="none" stroke-width="1.6"{dash} {look}/>' for piece in at)
+
+
+def _marks(line: Line, steps: _Scale, values: _Scale) -> str:
+    """Return circles, for the points of a line that is short or has few."""
+    if len(line.curve.points) > 1 and line.kind != "validation":
+        return ""
+    return "".join(
+        f'<circle cx="{_percent(steps.position(step))}" cy="{values.position(value):.1f}" r="2.6" fill="none" '
+        f'class="nba-c-{line.kind}" stroke="{line.stroke}"/>'
+        for step, value in line.curve.points
+        if math.isfinite(value)
+    )
+
+
+def _gap(first: float, last: float, steps: _Scale, bottom: float) -> str:
+    """Return a band where values are not finite, within the picture and never too narrow to be seen."""
+    begin = min(steps.position(first), _ACROSS - _LEAST_GAP)
+    width = max(steps.position(last) - begin, _LEAST_GAP)
+    return (
+        f'<rect class="nba-c-gap" x="{_percent(begin)}" y="0" width="{_percent(width)}" height="{bottom}" '
+        'fill="#c22f2f" opacity="0.2"/>'
+    )
+
+
+def _bands(lines: Sequence[Line], steps: _Scale, bottom: float, most: int) -> str:
+    """Return invisible bands, each with a tooltip that has the values there."""
+    told = [line for line in lines if line.has_tooltip]
+    every = sorted({step for line in told if "before" not in line.kind for step, _ in line.curve.points})
+    chosen = every[:: math.ceil(len(every) / most)]
+    edges = [0.0, *(steps.position((a + b) / 2) for a, b in itertools.pairwise(chosen)), _ACROSS]
+    bands = "".join(
+        f'<i style="width:{_percent(right - left)}" title="{escape(_values_at(told, step))}"></i>'
+        for step, left, right in zip(chosen, edges[:-1], edges[1:], strict=True)
+    )
+    return f'<div class="nba-bands" style="height:{bottom}px">{bands}</div>'
+
+
+def _values_at(lines: Sequence[Line], step: float) -> str:
+    said = [f"step {step:,g}"]
+    for curve in (line.curve for line in lines):
+        until = bisect.bisect_right(curve.points, step, key=itemgetter(0))
+        if until:
+            said.append(f"{curve.name} {curve.points[until - 1][1]:.4g}")
+    return "; ".join(said)
+
+
+def _scale(values: Sequence[float], begin: float, end: float, *, is_log: bool = False, num_ticks: int) -> _Scale:
+    """Return a scale on which the least value is at `begin` and the greatest at `end`."""
+    low, high = max(min(values), -_HUGE), min(max(values), _HUGE)
+    if high - low < 1 / _HUGE:
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+        is_log = False
+    if is_log:
+        least, span = math.log(low), math.log(high) - math.log(low)
+        ticks = _log_ticks(low, high)
+        return _Scale(lambda value: begin + (math.log(max(value, low)) - least) / span * (end - begin), ticks)
+    return _Scale(lambda value: begin + (value - low) / (high - low) * (end - begin), _ticks(low, high, num_ticks))
+
+
+def _ticks(low: float, high: float, number: int) -> tuple[float, ...]:
+    """Return about so many round numbers between two."""
+    size = 10 ** math.floor(math.log10((high - low) / number))
+    step = next(factor * size for factor in (1, 2, 5, 10, 20) if (high - low) / (factor * size) <= number)
+    return tuple(index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1))
+
+
+def _log_ticks(low: float, high: float) -> tuple[float, ...]:
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if len(exponents) <= 3 else (1,)
+    found = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+    found = [tick for tick in found if low <= tick <= high]
+    return tuple(found[:: max(1, len(found) // 6)])
+
+
+def _percent(position: float) -> str:
+    return f"{100 * position / _ACROSS:.2f}%"
+
+
+def _label(kind: str, position: str, text: str) -> str:
+    """Return an element that shows a text and has none.
+
+    Args:
+        kind: what of it is at the position: "y" the middle of its right side, "x" of its top, "" its left end.
+        position: ``left`` and ``top``, as CSS.
+    """
+    look = f' class="nba-{kind}"' if kind else ""
+    return f'<i{look} style="{position}" data-t="{escape(text)}"></i>'

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -50,19 +48,13 @@ def bar_rows(samples: Mapping[int, Sample]) -> tuple[Row, ...]:
 def _folded(rows: Sequence[Row]) -> list[Row]:
     """Leave out a full bar if a later one has the same total and, but for numbers, label: as that of the next epoch."""
     kept: dict[tuple[str, str, str], Row] = {}
-    full: Counter[tuple[str, str, str]] = Counter()
     for number, row in enumerate(rows):
         what = (row.ranks, _NUMBER.sub("#", row.label), row.step.rpartition("/")[2])
         before = kept.get(what)
         if before is not None and before.kind != "done":
             what = (*what[:2], f"{what[2]} {number}")  # both move
-        elif before is not None:
-            full[what] += 1
         kept[what] = row
-    return [
-        replace(row, label=f"{row.label} (after {full[what]} more)".strip()) if full[what] else row
-        for what, row in kept.items()
-    ]
+    return list(kept.values())
 
 
 def _are_alike(bars: Sequence[Bar]) -> bool:

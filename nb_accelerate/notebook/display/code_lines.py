@@ -39,6 +39,6 @@ class CodeLines:
         return next(line for line in seen if (line.filename, line.lineno, line.called) == most)
 
 
-def short_place(line: CodeLine | Frame) -> str:
+def short_location(line: CodeLine | Frame) -> str:
     """Return where a line is, short enough for a column: ``cell 4 line 6``, ``train.py:12``."""
     return line_in_cell(line.filename, line.lineno) or f"{PurePath(line.filename).name}:{line.lineno}"

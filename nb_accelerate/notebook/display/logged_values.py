@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.records import Curve
-from nb_accelerate.notebook.display.track import LossHistory, is_training_loss
+from nb_accelerate.notebook.display.rank_history import is_training_loss
+from nb_accelerate.notebook.display.thinned_curve import ThinnedCurve
 
 if TYPE_CHECKING:
     from nb_accelerate.base.progress_page import Sample
@@ -28,7 +29,7 @@ class LoggedValues:
     """Collects the values that a rank logs, as seen on its page: of several between two looks the last."""
 
     def __init__(self) -> None:
-        self._histories: dict[str, LossHistory] = {}
+        self._histories: dict[str, ThinnedCurve] = {}
         self._last: dict[str, float] = {}
 
     def add(self, sample: Sample) -> None:
@@ -37,7 +38,7 @@ class LoggedValues:
             if not math.isfinite(value) or self._last.get(name) == value or is_training_loss(name):
                 continue
             self._last[name] = value
-            self._histories.setdefault(name, LossHistory()).add((sample.steps, [value]))
+            self._histories.setdefault(name, ThinnedCurve()).add(sample.steps, value)
 
     @property
     def curves(self) -> tuple[Curve, ...]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.compiling import compiled, compiling
-from nb_accelerate.notebook.display.findings.stragglers import slowest_of_all
-from nb_accelerate.notebook.display.track import loss_of
+from nb_accelerate.notebook.display.findings.slow import slowest_of_all
+from nb_accelerate.notebook.display.findings.stuck import STALL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
 
-    from nb_accelerate.notebook.display.track import Track
+    from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
 
 _SHORT = 0.4
 """Seconds that say nothing about a rate."""
+
+_SHORT_COMPILING = 2.0
+"""Seconds of compiling that need no number."""
 
 
 class Pace:
@@ -52,80 +55,73 @@ class Pace:
         seconds = self._last[0] - self._first[0]
         return (self._last[1] - self._first[1]) / seconds if seconds > _SHORT else None
 
-    def left_of_run(self, track: Track) -> str | None:
-        """Estimate how long the whole run will take, by one rank, in words.
-
-        Returns:
-            None if its number of steps is not known, or it is too early to say.
-        """
-        if track.whole is None or not self.rate:
+    def left_of_run(self, rank: RankHistory) -> str | None:
+        """Estimate how long the whole run will take, by one rank, in words; None if it is too early to say."""
+        if rank.whole is None or not self.rate:
             return None
-        done, total = track.whole
+        done, total = rank.whole
         return f"about {words.duration((total - done) / self.rate)} left"
 
 
-def outlook(tracks: Mapping[int, Track], pace: Pace, now: float, *, stall: float) -> tuple[str, ...]:
-    """Return what is to be expected of a run that goes on: time left and samples per second, or what it waits for.
+def compiling(ranks: Iterable[RankHistory], now: float) -> str:
+    """Say that programs are compiled, and since when; "" if none of these ranks does."""
+    since = [rank.moved_at for rank in ranks if rank.sample.phase is Phase.COMPILING]
+    if not since:
+        return ""
+    seconds = now - min(since)
+    return f"compiling for {words.brief(seconds)}" if seconds > _SHORT_COMPILING else "compiling"
 
-    Args:
-        now: `time.monotonic`.
-        stall: seconds without a step after which that is said instead.
-    """
-    if compiles := compiling(tracks.values(), now):
+
+def outlook(ranks: Ranks, pace: Pace, now: float) -> tuple[str, ...]:
+    """Return what is to be expected of a run that goes on: time left and samples per second, or what it waits for."""
+    if compiles := compiling(ranks.values(), now):
         return (compiles,)
-    if all(track.sample.paused for track in tracks.values()):
+    if all(rank.sample.paused for rank in ranks.values()):
         return ("paused",)
-    quiet = now - max(track.moved_at for track in tracks.values())
-    in_loop = any(track.sample.in_loop for track in tracks.values())
-    if in_loop and quiet > stall:
+    quiet = now - max(rank.moved_at for rank in ranks.values())
+    in_loop = any(rank.sample.in_loop for rank in ranks.values())
+    if in_loop and quiet > STALL:
         return (f"no step for {words.brief(quiet)}",)
-    parts = []
-    slowest = min(tracks.values(), key=lambda track: track.sample.steps)
+    slowest = min(ranks.values(), key=lambda rank: rank.sample.steps)
     left = pace.left_of_run(slowest) or slowest.time_left()
-    if left is not None:
-        parts.append(left)
-    rates = [track.rate for track in tracks.values() if track.rate is not None]
-    if not rates and pace.rate:  # at the beginning of an epoch
-        rates = [pace.rate]
-    rows = max(track.sample.rows for track in tracks.values())
-    if rates and rows and median(rates) > 0 and in_loop:
-        parts.append(f"{words.rate(median(rates) * rows)} samples/s")
+    parts = [left] if left is not None else []
+    rates = [rank.rate for rank in ranks.values() if rank.rate is not None]
+    rate = median(rates) if rates else pace.rate  # which is there at the beginning of an epoch too
+    rows = max(rank.sample.rows for rank in ranks.values())
+    if rate and rows and in_loop:
+        parts.append(f"{words.rate(rate * rows)} samples/s")
     return tuple(parts)
 
 
-def summary(tracks: Mapping[int, Track], rate: float | None, rows: int) -> tuple[str, ...]:
+def summary(ranks: Ranks, rate: float | None, rows: int) -> tuple[str, ...]:
     """Return what a run came to: whether it ended early as asked, steps, samples per second, loss, compiled programs.
 
     Args:
         rate: steps per second.
         rows: of all ranks together in one step; 0 if not known.
     """
-    steps = int(median(track.sample.steps for track in tracks.values()))
-    ended = next((end for track in tracks.values() if (end := track.sample.ended_after) is not None), None)
-    parts = (
-        [f"ended as asked after epoch {words.count(ended[0])} of {words.count(ended[1])}"] if ended is not None else []
-    )
+    samples = [rank.sample for rank in ranks.values()]
+    ended = next((sample.ended_after for sample in samples if sample.ended_after is not None), None)
+    parts = [f"ended as asked after epoch {words.count(ended[0])} of {words.count(ended[1])}"] if ended else []
+    steps = int(median(sample.steps for sample in samples))
     parts += [words.plural(steps, "step")] if steps else []
-    if rate and rows:
-        parts.append(f"{words.rate(rate * rows)} samples/s")
-    losses = [loss for track in tracks.values() if (loss := loss_of(track.sample)) is not None]
-    if losses:
-        parts.append(f"loss {words.measured(sum(losses) / len(losses))}")
-    if said := compiled(track.sample for track in tracks.values()):
-        parts.append(said)
+    parts += [f"{words.rate(rate * rows)} samples/s"] if rate and rows else []
+    losses = [loss for rank in ranks.values() if (loss := rank.loss) is not None]
+    parts += [f"loss {words.measured(sum(losses) / len(losses))}"] if losses else []
+    programs, seconds = max((sample.compiled, sample.compiling) for sample in samples)
+    parts += [f"{words.plural(programs, 'program')} compiled in {words.brief(seconds)}"] if programs else []
     return tuple(parts)
 
 
-def remarks(tracks: Mapping[int, Track], peak: int) -> tuple[str, ...]:
+def remarks(ranks: Ranks, peak: int) -> tuple[str, ...]:
     """Return what there is to say about the ranks of a run that has ended.
 
     Args:
         peak: most bytes that one of them used.
     """
-    parts = [words.plural(len(tracks), "rank")]
-    slowest = slowest_of_all(tracks)
+    parts = [words.plural(len(ranks), "rank")]
+    slowest = slowest_of_all(ranks)
     if slowest is not None:
-        parts.append(f"{'the other' if len(tracks) == 2 else 'others'} waited for rank {slowest[0]}")
-    if peak:
-        parts.append(f"peak {words.size(peak)}")
+        parts.append(f"{'the other' if len(ranks) == 2 else 'others'} waited for rank {slowest}")
+    parts += [f"peak {words.size(peak)}"] if peak else []
     return tuple(parts)

@@ -1,9 +1,9 @@
-"""The panel of one run: looks at the ranks now and then, and has what it saw drawn.
+"""The panel of one run: samples the ranks now and then, and has what it saw drawn.
 
 It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
 
-    watched.look --> PanelState --> View --> a Drawing: notebook_panel.py, lines.py
-    watched.ask  (some ranks do not move) --> watched.stacks --> where they are
+    source.statuses --> PanelState --> View --> a Drawing: notebook_panel.py, lines.py
+    source.ask  (some ranks do not move) --> source.stacks --> where they are
 
 Another cell may draw it too, see `Panel.attach`; what that needs of a run that is over is kept.
 """
@@ -23,13 +23,13 @@ import psutil
 
 from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
 from nb_accelerate.notebook.display.runs import charts_of
-from nb_accelerate.notebook.display.seen import Seen
 from nb_accelerate.notebook.display.state import PanelState
 from nb_accelerate.notebook.display.widgets.asides import last_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from nb_accelerate.notebook.display.rank_history import RankStatus
     from nb_accelerate.notebook.display.view import Facts, FailureSummary, PanelStatus, View
 
 logger = logging.getLogger(__name__)
@@ -83,10 +83,10 @@ class Action:
     why_not: Callable[[], str] = _is_usable
 
 
-class Watched(Protocol):
-    """What a panel is about. All but `look` and `stacks` are called from any thread."""
+class PanelSource(Protocol):
+    """The ranks of one run, for a panel. All but `statuses` and `stacks` are called from any thread."""
 
-    def look(self) -> Sequence[Seen]:
+    def statuses(self) -> Sequence[RankStatus]:
         """Return a sample of each rank, without the memory of its process."""
 
     def ask(self) -> None:
@@ -131,7 +131,7 @@ class Drawing(Protocol):
 
 
 class Panel:
-    """A run, watched.
+    """A run, source.
 
     Args:
         facts: what does not change.
@@ -143,7 +143,7 @@ class Panel:
         logs: what each rank printed last, once it has ended.
     """
 
-    def __init__(self, facts: Facts, ranks: Sequence[int], drawing: Drawing, watched: Watched) -> None:
+    def __init__(self, facts: Facts, ranks: Sequence[int], drawing: Drawing, source: PanelSource) -> None:
         now = time.monotonic()
         self.name = facts.name
         self.ranks = tuple(ranks)
@@ -154,7 +154,7 @@ class Panel:
         self._last_view: View | None = None
         self._runs: Sequence[str] = ()
         self._drawings = [drawing]  # the first is in the cell that runs it
-        self._watched: Watched | None = watched
+        self._source: PanelSource | None = source
         many = len(ranks) > _MANY
         self._look_every = min(max(_LOOK_EVERY, len(ranks) / _LOOKS_PER_SECOND), _DRAW_MANY_EVERY)
         self._inspect_every = _INSPECT_EVERY * (2 if many else 1)
@@ -181,24 +181,24 @@ class Panel:
     def ended(self) -> View | None:
         """Return how the run looked at its end; None while it is on, or if that cannot be drawn."""
         with self._lock:
-            if self._watched is None and self._last_view is None and not self._has_failed:
+            if self._source is None and self._last_view is None and not self._has_failed:
                 self._last_view = self._view(self._runs, time.monotonic())
             return self._last_view
 
-    def attach(self, make: Callable[[Watched], Drawing]) -> bool:
+    def attach(self, make: Callable[[PanelSource], Drawing]) -> bool:
         """Draw the panel in one more place from now on. Any thread.
 
         Args:
-            make: makes the drawing, of what is watched.
+            make: makes the drawing, of what is source.
 
         Returns:
             False if the run is over, so that nothing will be drawn; `ended` and `logs` tell the rest.
         """
         with self._lock:
-            if self._watched is not None:
-                self._drawings.append(make(self._watched))
+            if self._source is not None:
+                self._drawings.append(make(self._source))
                 self._draw_at = 0.0
-            return self._watched is not None
+            return self._source is not None
 
     def tell_hang(self, text: str, outcome: str = "") -> bool:
         """Show a sentence about ranks that wait for others, until one moves or the panel can say it by itself.
@@ -220,17 +220,17 @@ class Panel:
     def refresh(self) -> None:
         """Take a sample of the ranks, and draw the panel if it is due."""
         with self._lock, self._apart_from_the_run():
-            if self._watched is not None:
-                self._refresh(self._watched, time.monotonic())
+            if self._source is not None:
+                self._refresh(self._source, time.monotonic())
 
     def finish(self, state: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Draw the end of the run, and stop watching it."""
         self.due = float("inf")
         with self._lock:
-            watched, self._watched = self._watched, None
-            if watched is not None and not self._has_failed:
+            source, self._source = self._source, None
+            if source is not None and not self._has_failed:
                 with self._apart_from_the_run():
-                    self._finish(watched, time.monotonic(), state, failure)
+                    self._finish(source, time.monotonic(), state, failure)
 
     @contextlib.contextmanager
     def _apart_from_the_run(self) -> Iterator[None]:
@@ -243,31 +243,31 @@ class Panel:
             logger.warning("The panel cannot be drawn any more (%s: %s); the run goes on.", type(error).__name__, error)
             logger.info("Where it failed:", exc_info=True)
 
-    def _refresh(self, watched: Watched, now: float) -> None:
+    def _refresh(self, source: PanelSource, now: float) -> None:
         self.due = now + self._look_every
-        self._observe(watched, now)
+        self._observe(source, now)
         if now >= self._lines_at and any(drawing.shows_rows for drawing in self._drawings):
             self._lines_at = now + _LINES_EVERY
-            watched.note_lines()
+            source.note_lines()
         if self._state.stalled(now):
             if now >= self._ask_at:
                 self._ask_at, self._answers_at = now + _ASK_EVERY, now + _ANSWER
-                watched.ask()
+                source.ask()
             elif now >= self._answers_at:
                 self._answers_at = float("inf")
-                self._state.explain(watched.stacks())
+                self._state.explain(source.stacks())
         if now >= self._draw_at:
             self._draw_at = now + self._draw_every
-            view = self._view(watched.runs(), now)
+            view = self._view(source.runs(), now)
             for drawing in self._drawings:
                 drawing.draw(view)
             self._was_drawn = True
 
-    def _finish(self, watched: Watched, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
-        self._observe(watched, now, inspects=self._was_drawn)
+    def _finish(self, source: PanelSource, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
+        self._observe(source, now, inspects=self._was_drawn)
         self._state.end(now, state, failure)
-        self._runs = watched.runs()
-        self.logs = {rank: last_lines(watched.log(rank)) for rank in self.ranks}
+        self._runs = source.runs()
+        self.logs = {rank: last_lines(source.log(rank)) for rank in self.ranks}
         (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
         if not (self._was_drawn or others or own.is_announced or self._runs or self._state.has_content):
             return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
@@ -283,24 +283,22 @@ class Panel:
         view = self._state.view(now)
         return replace(view, charts=charts_of(runs), before=earlier_runs(view.facts.name), key=self._key)
 
-    def _observe(self, watched: Watched, now: float, *, inspects: bool = True) -> None:
-        seen = watched.look()
+    def _observe(self, source: PanelSource, now: float, *, inspects: bool = True) -> None:
+        seen = source.statuses()
         if inspects and now >= self._inspect_at:
             self._inspect_at = now + self._inspect_every
-            for one in seen:
-                if one.pid is not None:
-                    self._inspect(one.rank, one.pid)
-        self._state.observe(now, [self._with_process(one) for one in seen])
+            for status in seen:
+                if status.pid is not None:
+                    self._inspect(status.rank, status.pid)
+        self._state.observe(now, [self._with_process(status) for status in seen])
 
-    def _with_process(self, seen: Seen) -> Seen:
-        state = "stopped" if seen.rank in self._stopped and seen.state == "running" else seen.state
-        return Seen(
-            rank=seen.rank,
-            sample=seen.sample,
-            state=state,
-            memory=self._memory.get(seen.rank, seen.memory),
-            cpu=self._cpu.get(seen.rank, seen.cpu),
-            pid=seen.pid,
+    def _with_process(self, status: RankStatus) -> RankStatus:
+        is_stopped = status.rank in self._stopped and status.state == "running"
+        return replace(
+            status,
+            state="stopped" if is_stopped else status.state,
+            memory=self._memory.get(status.rank, status.memory),
+            cpu=self._cpu.get(status.rank, status.cpu),
         )
 
     def _inspect(self, rank: int, pid: int) -> None:

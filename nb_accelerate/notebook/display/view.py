@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from nb_accelerate.base.records import Curve
+    from nb_accelerate.base.records import Curve, Points
 
 PanelStatus = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 Kind = Literal["", "late", "bad", "done"]
@@ -71,7 +71,7 @@ class Row:
         gpu: percent of its time in which the device computed.
         cpu: percent of one core that the process used.
         now: what it does, in words.
-        place: the line of the user's code at which it does that.
+        location: the line of the user's code at which it does that.
         label: of a bar.
         times: where its time goes: lately, and in a run that has ended, from the first step to the last.
     """
@@ -88,14 +88,14 @@ class Row:
     gpu: str = ""
     cpu: str = ""
     now: str = ""
-    place: str = ""
+    location: str = ""
     label: str = ""
     times: str = ""
 
     @property
     def said(self) -> str:
         """Return the label of a bar, and what it does now and where, as one text."""
-        doing = ", ".join(part for part in (self.now, self.place) if part)
+        doing = ", ".join(part for part in (self.now, self.location) if part)
         return " · ".join(part for part in (self.label, doing) if part)
 
 
@@ -154,8 +154,7 @@ class View:
         rows: the ranks, or those of many that stand out.
         columns: names of the figures that have a column in any case, so that none comes and goes while one watches.
         dots: all ranks, if they are too many for a row each.
-        curve: (step, loss), in order.
-        gaps: (first, last) steps between points of the curve at which the loss was not finite; infinity for now.
+        curve: (step, loss), in order; nan where no rank had a finite one.
         logged: what else was logged, by step.
         before: losses of earlier runs.
         charts: what was logged to be drawn here.
@@ -179,8 +178,7 @@ class View:
     rows: tuple[Row, ...] = ()
     columns: tuple[str, ...] = ()
     dots: tuple[Dot, ...] = ()
-    curve: tuple[tuple[float, float], ...] = ()
-    gaps: tuple[tuple[float, float], ...] = ()
+    curve: Points = ()
     logged: tuple[Curve, ...] = ()
     before: tuple[Curve, ...] = ()
     charts: tuple[Chart, ...] = ()

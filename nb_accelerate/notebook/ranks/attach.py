@@ -16,7 +16,7 @@ from nb_accelerate.notebook.ranks.panel import make_drawing, recent
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nb_accelerate.notebook.display.panel import Drawing, Panel, Watched
+    from nb_accelerate.notebook.display.panel import Drawing, Panel, PanelSource
     from nb_accelerate.notebook.display.view import View
     from nb_accelerate.notebook.ranks.output.sinks import Sink
 
@@ -42,8 +42,8 @@ def attach(name: str | None = None) -> None:
     sink = sink_here()
     front_end = choose_front_end("auto")
 
-    def draw(watched: Watched) -> Drawing:
-        drawing = make_drawing(panel.ranks, sink, watched, front_end)
+    def draw(source: PanelSource) -> Drawing:
+        drawing = make_drawing(panel.ranks, sink, source, front_end)
         if not drawing.is_redrawn:  # its first line may come late
             sink.write(sink.own_stream, f"attached to {panel.name}, which runs on {label(panel.ranks)}\n")
         return drawing

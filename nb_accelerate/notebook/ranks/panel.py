@@ -13,7 +13,7 @@ from nb_accelerate.notebook.display.drawing.lines import Lines
 from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
 from nb_accelerate.notebook.display.drawing.relay import Relay
 from nb_accelerate.notebook.display.panel import Panel
-from nb_accelerate.notebook.display.seen import Seen
+from nb_accelerate.notebook.display.rank_history import RankStatus
 from nb_accelerate.notebook.ranks.output.sinks import CellSink, StreamSink
 from nb_accelerate.notebook.ranks.status import state_of
 from nb_accelerate.notebook.ranks.steps import ask_for_stacks
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nb_accelerate.notebook.display.frontend import FrontEnd
-    from nb_accelerate.notebook.display.panel import Action, Drawing, Watched
+    from nb_accelerate.notebook.display.panel import Action, Drawing, PanelSource
     from nb_accelerate.notebook.display.view import Facts
     from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.proxy import RankProxy
@@ -37,7 +37,7 @@ recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
 
 
 class RequestView:
-    """Shows a panel the ranks of one request; see `notebook.display.Watched`.
+    """Shows a panel the ranks of one request; see `PanelSource`.
 
     Args:
         request: the request, before it begins.
@@ -51,10 +51,15 @@ class RequestView:
         self._unasked: set[int] = set()
         self._requests_before = {rank.rank: rank.handle.page.request for rank in request.ranks if rank.is_ready}
 
-    def look(self) -> list[Seen]:
+    def statuses(self) -> list[RankStatus]:
         """Return the ranks as they are now."""
         return [
-            Seen(rank=rank.rank, sample=self._sample(rank), state=state_of(rank, self._request), pid=rank.handle.pid)
+            RankStatus(
+                rank=rank.rank,
+                sample=self._sample(rank),
+                state=state_of(rank, self._request),
+                pid=rank.handle.pid,
+            )
             for rank in self._request.ranks
         ]
 
@@ -99,7 +104,7 @@ class RequestView:
 
 
 def make_panel(
-    facts: Facts, ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd, *, place: str = ""
+    facts: Facts, ranks: Sequence[int], sink: Sink, source: PanelSource, front_end: FrontEnd, *, place: str = ""
 ) -> Panel | None:
     """Return a panel, or None if the front end is ``"off"``.
 
@@ -110,17 +115,17 @@ def make_panel(
     """
     if front_end == "off":
         return None
-    panel = Panel(facts, ranks, make_drawing(ranks, sink, watched, front_end, place=place), watched)
+    panel = Panel(facts, ranks, make_drawing(ranks, sink, source, front_end, place=place), source)
     recent.append(panel)
     return panel
 
 
 def make_drawing(
-    ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd, *, place: str = ""
+    ranks: Sequence[int], sink: Sink, source: PanelSource, front_end: FrontEnd, *, place: str = ""
 ) -> Drawing:
     """Return what draws a panel, unless the front end is ``"off"``. The arguments are those of `make_panel`."""
     if front_end == "widget" and isinstance(sink, CellSink) and not sink.is_captured:
-        return NotebookPanel(sink, sink.kernel, ranks, watched, listed, place=place)
+        return NotebookPanel(sink, sink.kernel, ranks, source, listed, place=place)
     if front_end == "terminal" and isinstance(sink, CellSink):
         return Relay(sink)
     if isinstance(sink, StreamSink) and can_redraw(sys.stdout):

@@ -12,8 +12,8 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.records import LABELS, draw
-from nb_accelerate.notebook.display.drawing.loss_chart import breaks, pieces, with_chart
+from nb_accelerate.base.records import LABELS, draw, pieces
+from nb_accelerate.notebook.display.drawing.loss_chart import is_wide, with_chart
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:
@@ -34,12 +34,7 @@ _GONE = (
 
 _CURVE = (150, 26)
 _FEW_POINTS = 8
-_LEAST_TICK = 6.0
 _NOT_FINITE = ("nan", "inf")
-
-_WIDE = 10
-"""Between the least and the greatest loss of a curve that is drawn with a logarithmic scale."""
-
 
 _SHEETS = ("style.css", "chart.css")
 
@@ -99,32 +94,24 @@ def _curve(view: View) -> str:
     """Return the curve of the loss; its empty place while there may be one later, so that nothing moves then."""
     points = view.curve
     width, height = _CURVE
-    if len(points) < _FEW_POINTS:
+    finite = [loss for _, loss in points if math.isfinite(loss)]
+    if len(finite) < _FEW_POINTS:
         is_on = view.state in ("starting", "running")
         return f'<svg width="{width}" height="{height}" aria-hidden="true"></svg>' if is_on else ""
-    (first, _), (last, _) = points[0], points[-1]
-    values = [loss for _, loss in points]
-    if min(values) > 0 and max(values) > _WIDE * min(values):  # else the first steps would flatten all that follow
-        values = [math.log(loss) for loss in values]
-    low, high = min(values), max(values)
-    across = width / ((last - first) or 1.0)
+    scale = math.log if is_wide(points) else float
+    low, high = scale(min(finite)), scale(max(finite))
+    first = points[0][0]
+    across = width / ((points[-1][0] - first) or 1.0)
     down = (height - 4) / ((high - low) or 1.0)
-    at = [(f"{(x - first) * across:.1f},{2 + (high - y) * down:.1f}") for (x, _), y in zip(points, values, strict=True)]
-    path = "".join("M" + "L".join(piece) for piece in pieces(at, breaks(points, view.gaps), width // 2))
-    ticks = "".join(_tick((begin - first) * across, (end - first) * across) for begin, end in view.gaps)
-    broken = f'<path class="nba-broken" d="{ticks}" fill="none" stroke="#c22f2f"/>' if ticks else ""
-    label = f"loss from {points[0][1]:.3g} to {points[-1][1]:.3g}"
+    path = ""
+    for piece in pieces(points, width // 2):
+        at = (f"{(step - first) * across:.1f},{2 + (high - scale(loss)) * down:.1f}" for step, loss in piece)
+        path += "M" + "L".join(at)
+    label = f"loss from {finite[0]:.3g} to {finite[-1]:.3g}"
     return (
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-        f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/>{broken}</svg>'
+        f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/></svg>'
     )
-
-
-def _tick(begin: float, end: float) -> str:
-    """Return the path of a mark below a gap of the curve, within the picture and never too short to be seen."""
-    width, height = _CURVE
-    begin = max(0.0, min(begin, width - _LEAST_TICK))
-    return f"M{begin:.1f},{height - 1}H{min(width, max(end, begin + _LEAST_TICK)):.1f}"
 
 
 def _body(view: View) -> str:
@@ -212,10 +199,10 @@ def _step(row: Row) -> str:
 
 def _now(row: Row) -> str:
     """Return what a row says last. The line of the code is an element: narrow cells leave it out."""
-    if not row.place:
+    if not row.location:
         return _prose(row.said)
-    place = f", {row.place}"
-    return f'{_prose(row.said.removesuffix(place))}<span class="nba-place">{escape(place)}</span>'
+    location = f", {row.location}"
+    return f'{_prose(row.said.removesuffix(location))}<span class="nba-place">{escape(location)}</span>'
 
 
 def _bar(row: Row) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nb_accelerate.notebook.display.drawing.lines import Paper
-    from nb_accelerate.notebook.display.panel import Watched
+    from nb_accelerate.notebook.display.panel import PanelSource
     from nb_accelerate.notebook.display.view import View
 
 _WAIT = 10.0
@@ -59,7 +59,7 @@ class NotebookPanel(Drawing):
         paper: Paper,
         kernel: Any,
         ranks: Sequence[int],
-        watched: Watched,
+        source: PanelSource,
         where: Callable[[str], tuple[list[str], list[str]]],
         *,
         place: str = "",
@@ -69,7 +69,7 @@ class NotebookPanel(Drawing):
         self._id = place or uuid.uuid4().hex
         self._buttons_id = uuid.uuid4().hex
         self._style_id = uuid.uuid4().hex
-        self._controls = Controls(kernel, ranks, watched, where) if can_answer(kernel) else None
+        self._controls = Controls(kernel, ranks, source, where) if can_answer(kernel) else None
         self._last: dict[str, Any] = {}
         self._is_shown = self.is_announced = bool(place)
         self._draws = 0

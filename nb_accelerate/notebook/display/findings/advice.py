@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.base.progress_page.phase_times import WORK
 from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.notebook.display import words
+from nb_accelerate.notebook.display.findings.finding import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from nb_accelerate.notebook.display.phase_times import RankTimes
+    from nb_accelerate.notebook.display.rank_history import Ranks
+
+    Shares = Mapping[int, Mapping[Phase, float]]  # of its time that a rank spent in each phase, by rank
 
 _LEAST_SECONDS = 3.0
 """A shorter run needs no advice, and its times say little."""
@@ -42,34 +49,46 @@ _BUSY = 80.0
 """Percent. A device that computes for longer has not waited for data."""
 
 _WAITED_FOR = {
-    Phase.DATA: ("loads data more slowly", ""),
-    Phase.FORWARD: ("takes longer in forward", "Give all ranks equal work there."),
-    Phase.BACKWARD: ("takes longer in backward", "Give all ranks equal work."),
-    Phase.STEP: ("takes longer in the optimizer's step", ""),
-    Phase.EVALUATING: ("evaluates more", "Prepare the loader of the evaluation, so that ranks share it."),
-    Phase.SAVING: ("saves for longer", "Try save_state(..., async_save=True)."),
-    Phase.RUNNING: ("does more between steps", "Let it do that less often."),
+    Phase.DATA: ("slower at loading data", ""),
+    Phase.FORWARD: ("longer in forward", "Give all ranks equal work there."),
+    Phase.BACKWARD: ("longer in backward", "Give all ranks equal work."),
+    Phase.STEP: ("longer in the optimizer's step", ""),
+    Phase.EVALUATING: ("more evaluation", "Prepare the loader of the evaluation, so that ranks share it."),
+    Phase.SAVING: ("longer saving", "Try save_state(..., async_save=True)."),
+    Phase.RUNNING: ("more work between steps", "Do that less often."),
 }
-"""What a rank that is waited for does, and what to try; what to try for `Phase.DATA` is from `_workers`."""
-
-_VERBS = {"loads": "load", "takes": "take", "evaluates": "evaluate", "saves": "save", "does": "do"}
+"""Why ranks wait for one, and what to try; what to try for `Phase.DATA` is from `_workers`."""
 
 
 @dataclass(frozen=True)
-class _Finding:
-    """What took time.
-
-    Attributes:
-        share: of the time of a rank.
-        what: a clause that says so.
-        remedy: a sentence that says what to try; "" if that is not known.
-        is_wait: it is time in which ranks wait for others.
-    """
+class _Loss:
+    """What took time: the share of a rank's time, a clause that says so, a sentence that says what to try or ""."""
 
     share: float
     what: str
     remedy: str = ""
-    is_wait: bool = False
+
+
+class Advice(Finding):
+    """What slowed a run down most.
+
+    Args:
+        cores: of this machine.
+    """
+
+    while_on = False
+    is_advice = True
+
+    def __init__(self, cores: int) -> None:
+        self._cores = cores
+
+    @override
+    def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
+        times = {number: whole for number, rank in ranks.items() if (whole := rank.times.whole()) is not None}
+        if len(times) < len(ranks):
+            return ()
+        found = advice(times, cores=self._cores, on_host=not any(rank.is_on_device for rank in ranks.values()))
+        return (found,) if found else ()
 
 
 def advice(times: Mapping[int, RankTimes], *, cores: int, on_host: bool = True) -> str:
@@ -80,83 +99,72 @@ def advice(times: Mapping[int, RankTimes], *, cores: int, on_host: bool = True) 
         on_host: the ranks compute on the processor. If not, the time between steps is also that in which the loop waits
             for the device, in ``loss.item()`` say, and nothing is said about it.
     """
-    if not times or min(one.steps for one in times.values()) < _LEAST_STEPS:
+    if min(rank.steps for rank in times.values()) < _LEAST_STEPS:
         return ""
-    total = mean(sum(one.seconds.values()) for one in times.values())
+    total = mean(sum(rank.seconds.values()) for rank in times.values())
     if total < _LEAST_SECONDS:
         return ""
-    shares = {rank: {phase: spent / total for phase, spent in one.seconds.items()} for rank, one in times.items()}
-    found = [*_waiting(shares, times, cores), *_everywhere(shares, times, cores, on_host=on_host)]
-    if not found:
+    shares = {rank: {phase: one.seconds.get(phase, 0.0) / total for phase in WORK} for rank, one in times.items()}
+    losses = [*_waiting(shares, times, cores), *_everywhere(shares, times, cores, on_host=on_host)]
+    if not losses:
         return ""
-    worst = max(found, key=lambda one: one.share)
-    what = f"{worst.what}{_speed(shares) if worst.is_wait else ''}."
-    return " ".join([words.capitalized(what), *([worst.remedy] if worst.remedy else [])])
+    worst = max(losses, key=lambda loss: loss.share)
+    return f"{words.capitalized(worst.what)}. {worst.remedy}".rstrip()
 
 
-def _speed(shares: Mapping[int, Mapping[Phase, float]]) -> str:
-    """Say how many ranks that never wait would have done as much; "" if nearly all of them."""
-    waiting = mean(_of(one, Phase.WAITING) for one in shares.values())
-    if waiting < _WORTH_SAYING:
-        return ""
-    return f", so that {len(shares)} ranks did the work of {len(shares) * (1 - waiting):.1f}"
-
-
-def _waiting(
-    shares: Mapping[int, Mapping[Phase, float]], times: Mapping[int, RankTimes], cores: int
-) -> Iterable[_Finding]:
+def _waiting(shares: Shares, times: Mapping[int, RankTimes], cores: int) -> Iterable[_Loss]:
     """Find ranks that the others wait for, and collectives that take long on all of them."""
-    if len(shares) < 2 or not _knows_waits(times):
+    if len(shares) < 2 or not all(rank.times_waits for rank in times.values()):
         return
-    waits = {rank: _of(one, Phase.WAITING) for rank, one in shares.items()}
+    waits = {rank: share[Phase.WAITING] for rank, share in shares.items()}
+    waiting = mean(waits.values())
+    did = f", so that {len(shares)} ranks did the work of {len(shares) * (1 - waiting):.1f}"
+    speed = did if waiting >= _WORTH_SAYING else ""
+
+    # All of them wait: for the exchange of gradients, or for other collectives.
     least = min(waits.values())
-    exchanging = min(one.exchanging / sum(one.seconds.values()) for one in times.values())
+    exchanging = min(rank.exchanging / sum(rank.seconds.values()) for rank in times.values())
     if exchanging >= _WORTH_SAYING:
-        what = f"every rank waited {_percent(exchanging)} of the time for the exchange of gradients"
-        yield _Finding(exchanging, what, "Try a larger batch, or gradient_accumulation_steps=4.", is_wait=True)
+        what = f"every rank waited {_percent(exchanging)} of the time for the exchange of gradients{speed}"
+        yield _Loss(exchanging, what, "Try a larger batch, or gradient_accumulation_steps=4.")
     if least - exchanging >= _WORTH_SAYING:
-        what = f"every rank waited {_percent(least - exchanging)} of the time in gather, reduce or barriers"
-        yield _Finding(least - exchanging, what, "Call them less often.", is_wait=True)
+        what = f"every rank waited {_percent(least - exchanging)} of the time in gather, reduce or barriers{speed}"
+        yield _Loss(least - exchanging, what, "Call them less often.")
+
+    # Most of them wait for a few, which wait least.
     cost = median(sorted(waits.values())[1:]) - least
-    slow = [rank for rank, one in waits.items() if one - least <= _LIKE_THE_FIRST * cost]
+    slow = [rank for rank, wait in waits.items() if wait - least <= _LIKE_THE_FIRST * cost]
     if cost < _WORTH_SAYING or len(slow) > len(waits) // 2:
         return
     others = [rank for rank in waits if rank not in slow]
     excess = {
-        phase: mean(_of(shares[rank], phase) for rank in slow) - median(_of(shares[rank], phase) for rank in others)
+        phase: mean(shares[rank][phase] for rank in slow) - median(shares[rank][phase] for rank in others)
         for phase in _WAITED_FOR
     }
-    phase = max(excess, key=lambda one: excess[one])
-    what = f"{named(others)} waited {_percent(cost)} of the time for {named(slow)}"
-    remedy = ""
+    phase = max(excess, key=lambda phase: excess[phase])
+    why = remedy = ""
     if excess[phase] >= _EXPLAINS * cost:
-        does, remedy = _WAITED_FOR[phase]
-        verb, _, rest = does.partition(" ")
-        what += f", which {verb if len(slow) == 1 else _VERBS[verb]} {rest}"
+        reason, remedy = _WAITED_FOR[phase]
+        why = f" ({reason})"
         if phase is Phase.DATA:
             remedy = _workers([times[rank] for rank in slow], cores)
-    yield _Finding(cost, what, remedy, is_wait=True)
+    yield _Loss(cost, f"{named(others)} waited {_percent(cost)} of the time for {named(slow)}{why}{speed}", remedy)
 
 
-def _everywhere(
-    shares: Mapping[int, Mapping[Phase, float]], times: Mapping[int, RankTimes], cores: int, *, on_host: bool
-) -> Iterable[_Finding]:
+def _everywhere(shares: Shares, times: Mapping[int, RankTimes], cores: int, *, on_host: bool) -> Iterable[_Loss]:
     """Find what takes long on all ranks."""
-    least = {phase: min(_of(one, phase) for one in shares.values()) for phase in _WAITED_FOR}
+    who = "every rank spent" if len(shares) > 1 else "it spent"
 
-    def spent(phase: Phase, doing: str) -> str:
-        who = "every rank spent" if len(shares) > 1 else "it spent"
-        return f"{who} {_percent(least[phase])} of the time {doing}"
+    def loss(phase: Phase, doing: str, remedy: str, worth_saying: float = _WORTH_SAYING) -> Iterable[_Loss]:
+        least = min(share[phase] for share in shares.values())
+        if least >= worth_saying:
+            yield _Loss(least, f"{who} {_percent(least)} of the time {doing}", remedy)
 
-    is_busy = any(one.utilisation is not None and one.utilisation > _BUSY for one in times.values())
-    if least[Phase.DATA] >= _WORTH_SAYING and not is_busy:
-        remedy = _workers(list(times.values()), cores)
-        yield _Finding(least[Phase.DATA], spent(Phase.DATA, "loading data"), remedy)
-    if least[Phase.SAVING] >= _WORTH_SAYING:
-        remedy = "Try save_state(..., async_save=True), or save less often."
-        yield _Finding(least[Phase.SAVING], spent(Phase.SAVING, "saving"), remedy)
-    if on_host and least[Phase.RUNNING] >= _BETWEEN_STEPS:
-        yield _Finding(least[Phase.RUNNING], spent(Phase.RUNNING, "between steps, in your own code"))
+    if not any(rank.utilisation is not None and rank.utilisation > _BUSY for rank in times.values()):
+        yield from loss(Phase.DATA, "loading data", _workers(list(times.values()), cores))
+    yield from loss(Phase.SAVING, "saving", "Try save_state(..., async_save=True), or save less often.")
+    if on_host:
+        yield from loss(Phase.RUNNING, "between steps, in your own code", "", _BETWEEN_STEPS)
 
 
 def _workers(times: Iterable[RankTimes], cores: int) -> str:
@@ -175,14 +183,6 @@ def _workers(times: Iterable[RankTimes], cores: int) -> str:
     if tried > now:
         return f"Try num_workers={tried}" + (f" in place of {now}." if now else " in its DataLoader.")
     return f"The num_workers={now} of its DataLoader do not keep up: read less for each batch, or from faster storage."
-
-
-def _knows_waits(times: Mapping[int, RankTimes]) -> bool:
-    return all(one.times_waits for one in times.values())
-
-
-def _of(shares: Mapping[Phase, float], phase: Phase) -> float:
-    return shares.get(phase, 0.0)
 
 
 def _percent(share: float) -> str:

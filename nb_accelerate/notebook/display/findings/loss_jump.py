@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from nb_accelerate.notebook.display import words
+from nb_accelerate.notebook.display.findings.finding import Finding
+from nb_accelerate.notebook.display.rank_history import mean_loss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from nb_accelerate.notebook.display.rank_history import Ranks
 
 _BEFORE = 20
 """Losses that the newest is compared with."""
@@ -21,8 +28,8 @@ _TOLD_FOR = 50
 """Losses after a jump in which it is told, once the loss is back where it was; until then it is told in any case."""
 
 
-class LossJump:
-    """Remember the newest jump of the mean loss of the ranks."""
+class LossJump(Finding):
+    """The newest jump of the mean loss of the ranks."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=_BEFORE)
@@ -31,12 +38,12 @@ class LossJump:
         self._usual = 0.0
         self._sentence = ""
 
-    def add(self, sampled: tuple[int, Sequence[float]] | None) -> None:
-        """Take finite losses of the ranks at a step; None if there are none. A step that is not new is left out."""
-        if sampled is None or sampled[0] <= self._step:
+    @override
+    def observe(self, ranks: Ranks, now: float) -> None:
+        newest = mean_loss(ranks)
+        if newest is None or newest[0] <= self._step or not math.isfinite(newest[1]):
             return
-        self._step, losses = sampled
-        loss = sum(losses) / len(losses)
+        self._step, loss = newest
         if self._sentence:
             self._since += 1
             if loss <= _FACTOR * self._usual and self._since > _TOLD_FOR:
@@ -49,6 +56,6 @@ class LossJump:
                 self._sentence = f"The loss jumped {rise} at about step {words.count(self._step)}."
         self._last.append(loss)
 
-    def sentences(self) -> tuple[str, ...]:
-        """Return a sentence about it; none if there was none lately."""
+    @override
+    def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
         return (self._sentence,) if self._sentence else ()

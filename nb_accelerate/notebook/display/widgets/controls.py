@@ -22,7 +22,7 @@ from nb_accelerate.notebook.display.widgets.shell_channel import answer_widgets
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nb_accelerate.notebook.display.panel import Watched
+    from nb_accelerate.notebook.display.panel import PanelSource
     from nb_accelerate.notebook.display.view import View
 
 _ACTIONS_EVERY = 2.0
@@ -56,12 +56,12 @@ class Controls:
         self,
         kernel: Any,
         ranks: Sequence[int],
-        watched: Watched,
+        source: PanelSource,
         where: Callable[[str], tuple[list[str], list[str]]],
     ) -> None:
         self._kernel = kernel
         self._ranks = ranks
-        self._watched = watched
+        self._source = source
         self._where = where
         self._widgets: list[Any] = []
         self._lock = threading.Lock()  # held where widgets are made, by a click say, changed by it, or closed
@@ -84,7 +84,7 @@ class Controls:
         self._again = self._add(_html_of_new_pages(self._plain))
         self._button_look: dict[str, Any] = {"layout": self._one_line}
         self._actions = [
-            (action, self._button(action.title, action.hint, action.do)) for action in self._watched.actions()
+            (action, self._button(action.title, action.hint, action.do)) for action in self._source.actions()
         ]
         self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
         self._row = (
@@ -128,7 +128,7 @@ class Controls:
             self._is_over = True
         kept: list[Any] = []
         if self._again.is_asked_for:
-            logs = asides.logs({rank: asides.last_lines(self._watched.log(rank)) for rank in self._ranks})
+            logs = asides.logs({rank: asides.last_lines(self._source.log(rank)) for rank in self._ranks})
             self._again.value = html.style() + html.render(view) + html.render_charts(view) + logs + _TO_KEEP
             self._box.children = (self._again,)
             kept = [*_with_looks(self._box), *_with_looks(self._again)]
@@ -140,12 +140,12 @@ class Controls:
 
     @property
     def _has_log(self) -> bool:
-        return any(self._watched.log(rank) for rank in self._ranks)
+        return any(self._source.log(rank) for rank in self._ranks)
 
     def _open_log(self) -> None:
         """Show what ranks print, unless the user looks at something else."""
         if self._shown is None:
-            self._log_of = next(rank for rank in self._ranks if self._watched.log(rank))
+            self._log_of = next(rank for rank in self._ranks if self._source.log(rank))
             self._open(self._log)
 
     def _draw_aside(self) -> None:
@@ -223,10 +223,10 @@ class Controls:
 
     def _ask(self) -> None:
         self._ask_at = time.monotonic() + _ASK_EVERY
-        self._watched.ask()
+        self._source.ask()
 
     def _stacks(self) -> str:
-        found = {rank: self._where(dump) for rank, dump in self._watched.stacks().items() if dump}
+        found = {rank: self._where(dump) for rank, dump in self._source.stacks().items() if dump}
         return asides.stacks(found)
 
     def _memory(self) -> str:
@@ -235,7 +235,7 @@ class Controls:
     def _log(self) -> str:
         if self._log_of not in self._ranks:
             return asides.log(f"rank {self._log_of} does not run this", self._log_of)
-        return asides.log(self._watched.log(self._log_of), self._log_of)
+        return asides.log(self._source.log(self._log_of), self._log_of)
 
 
 def _html_of_new_pages(layout: Any) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from nb_accelerate.base.progress_page import Collective, Phase, Sample
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.code_lines import CodeLines, short_place
+from nb_accelerate.notebook.display.code_lines import CodeLines, short_location
+from nb_accelerate.notebook.display.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +30,7 @@ _LONG = 10.0
 _RECENT = 1.5
 """Seconds of samples whose most frequent phase is shown; the newest phase alone would flicker."""
 
-WORDS = {
+PHASES = {
     Phase.NOTHING: "starting",
     Phase.RUNNING: "running",
     Phase.DATA: "loading data",
@@ -58,11 +61,12 @@ METHODS = {
 _ENOUGH = 20
 """Samples of a rank before something is said about its time."""
 
-_MOST_POINTS = 240
-"""Points of a `LossHistory`, with the newest."""
-
-_WITH_OTHERS = (Phase.TRAINING, Phase.BACKWARD, Phase.WAITING)
+WITH_OTHERS = (Phase.TRAINING, Phase.BACKWARD, Phase.WAITING)
 """Phases in which a rank may be waiting for the slowest one."""
+
+
+Ranks: TypeAlias = "Mapping[int, RankHistory]"
+"""The ranks of a run, by rank."""
 
 
 class _Moment(NamedTuple):
@@ -72,37 +76,84 @@ class _Moment(NamedTuple):
     phase: Phase
 
 
-class Track:
-    """The recent past of a rank.
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """What is seen of a rank from outside at one moment: what its progress page says, and its process.
 
     Attributes:
-        sample: the newest.
+        state: ``starting``, ``running``, ``stopped`` (SIGSTOP), ``returned``, ``failed`` or ``ended``.
+        memory: bytes of its process.
+        cpu: percent of one core that its process used lately; None if that is not known.
+        pid: its process; None while it starts.
+    """
+
+    rank: int
+    sample: Sample = field(default_factory=Sample)
+    state: str = "running"
+    memory: int = 0
+    cpu: float | None = None
+    pid: int | None = None
+
+
+class RankHistory:
+    """The recent past of a rank, and where its time went.
+
+    Attributes:
+        status: the newest.
         moved_at: when something last changed.
+        stack: a dump of its stack that came since then; "" without one.
         lines: of the user's code that it was seen at.
         whole: batches of the whole run so far, and of how many; None if the latter is not known.
     """
 
-    def __init__(self, now: float) -> None:
-        self.sample = Sample()
+    def __init__(self, rank: int, now: float) -> None:
+        self.status = RankStatus(rank=rank, state="starting")
         self.moved_at = now
+        self.stack = ""
         self.lines = CodeLines()
+        self.times = PhaseTimes()
         self.whole: tuple[int, int] | None = None
         self._waited_in: Collective | None = None
         self._progress = _progress(self.sample)
         self._moments: deque[_Moment] = deque()
         self._in_loops: Counter[Phase] = Counter()
 
-    def add(self, now: float, sample: Sample) -> None:
-        """Add a sample that was taken at the time `now`."""
+    @property
+    def sample(self) -> Sample:
+        """What its page said last."""
+        return self.status.sample
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the device in use, or of the process where the device does not say."""
+        return self.sample.memory or self.status.memory
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its device reports memory or utilisation of its own."""
+        return bool(self.sample.memory) or self.sample.utilisation is not None
+
+    @property
+    def loss(self) -> float | None:
+        """The newest loss: one that was logged by that name, else what `backward` was called on."""
+        for name, value in self.sample.scalars.items():
+            if is_training_loss(name):
+                return value
+        return self.sample.loss
+
+    def add(self, now: float, status: RankStatus) -> None:
+        """Add what was seen at the time `now`."""
+        sample = status.sample
         progress = _progress(sample)
         if progress != self._progress:
-            self._progress, self.moved_at = progress, now
-        self.sample = sample
+            self._progress, self.moved_at, self.stack = progress, now, ""
+        self.status = status
         self.lines.add(sample.line)
+        self.times.add(now, sample)
         if sample.waits_in is not None:
             self._waited_in = sample.waits_in
         self.whole = _whole(sample, self.whole)
-        self._news()
+        self._drop_cached()
         self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
         if sample.in_loop:
             self._in_loops[sample.phase] += 1
@@ -112,9 +163,9 @@ class Track:
     def forget(self) -> None:
         """Drop earlier samples, which say nothing about the speed after a standstill."""
         self._moments.clear()
-        self._news()
+        self._drop_cached()
 
-    def _news(self) -> None:
+    def _drop_cached(self) -> None:
         for name in ("_pace", "phase"):
             self.__dict__.pop(name, None)
 
@@ -128,7 +179,7 @@ class Track:
         """Return `rate` with one step more: of two equally fast ranks, one may have taken one just after the sample."""
         return (self._pace[0] + 1) / self._pace[1] if self._pace is not None else None
 
-    @cached_property  # until `_news` removes it, at the next sample
+    @cached_property  # until `_drop_cached` removes it, at the next sample
     def _pace(self) -> tuple[int, float] | None:
         """Return the number of recent steps and the seconds that they took; None if it is too early to say.
 
@@ -179,16 +230,16 @@ class Track:
     def doing(self) -> str:
         """Return in a few words what it does mostly: the phase, or the collective that it waits in."""
         if self.phase is not Phase.WAITING or self._waited_in is None:
-            return WORDS[self.phase]
+            return PHASES[self.phase]
         line = self.lines.at(Phase.WAITING)
         called = line.called if line is not None and self._waited_in is not Collective.backward else ""
         return f"waits in {called or METHODS[self._waited_in]}"
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Return the line of the user's code that it is at while it does that; "" if none is known."""
         line = self.lines.at(self.phase)
-        return short_place(line) if line is not None else ""
+        return short_location(line) if line is not None else ""
 
     @property
     def samples_in_loop(self) -> int:
@@ -245,65 +296,19 @@ class Track:
         return _own({phase: one / number for phase, one in self._in_loops.items()}) if number >= _ENOUGH else None
 
 
-class LossHistory:
-    """The mean loss of the ranks over steps, in as many points as a small picture has room for.
-
-    When there are too many, every second one is dropped and new ones are taken half as often. The first and the newest
-    point are always kept.
-    """
-
-    def __init__(self) -> None:
-        self._points: list[tuple[float, float]] = []
-        self._newest: tuple[float, float] | None = None
-        self._stride = 1
-        self._skipped = 0
-
-    @property
-    def points(self) -> tuple[tuple[float, float], ...]:
-        """Return (step, mean loss over ranks), in order of steps."""
-        return (*self._points, self._newest) if self._newest is not None else tuple(self._points)
-
-    def add(self, sampled: tuple[int, list[float]] | None) -> None:
-        """Add the losses of the ranks at a step.
-
-        Args:
-            sampled: the step and a loss for each rank that has one; None if no rank has. A step that is not newer than
-                the last point is left out, or replaces it if it is the same.
-        """
-        if sampled is None:
-            return
-        step, losses = sampled
-        point = (float(step), sum(losses) / len(losses))
-        last = self._newest or (self._points[-1] if self._points else None)
-        if last is not None and point[0] <= last[0]:
-            if point[0] == last[0] and self._newest is not None:
-                self._newest = point
-            elif point[0] == last[0]:
-                self._points[-1] = point
-            return
-        self._skipped += 1
-        if self._skipped < self._stride:
-            self._newest = point
-            return
-        self._skipped, self._newest = 0, None
-        self._points.append(point)
-        if len(self._points) == _MOST_POINTS - 1:  # an odd number: the last one stays
-            del self._points[1::2]
-            self._stride *= 2
-
-
 @lru_cache(maxsize=256)
 def is_training_loss(name: str) -> bool:
     """Return whether a logged name is that of the loss that is trained with."""
     return name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss")
 
 
-def loss_of(sample: Sample) -> float | None:
-    """Return the newest loss of a rank: one that was logged by that name, else what `backward` was called on."""
-    for name, value in sample.scalars.items():
-        if is_training_loss(name):
-            return value
-    return sample.loss
+def mean_loss(ranks: Ranks) -> tuple[int, float] | None:
+    """Return the step and the mean of the losses that are finite; nan if there are others only, None without any."""
+    losses = [loss for rank in ranks.values() if (loss := rank.loss) is not None]
+    if not losses:
+        return None
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return max(rank.sample.steps for rank in ranks.values()), sum(finite) / len(finite) if finite else math.nan
 
 
 def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -322,7 +327,7 @@ def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | 
 
 
 def _own(shares: Mapping[Phase, float]) -> float | None:
-    return 1 - sum(shares.get(phase, 0.0) for phase in _WITH_OTHERS) if shares else None
+    return 1 - sum(shares.get(phase, 0.0) for phase in WITH_OTHERS) if shares else None
 
 
 def _progress(sample: Sample) -> tuple[object, ...]:

@@ -1,0 +1,31 @@
+"""What is worth a sentence: the interface of the findings, each of which has a file here. `state.py` has their list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.notebook.display.rank_history import Ranks
+
+
+class Finding:
+    """Something that is told of the ranks of a run, when it is so.
+
+    Attributes:
+        while_on: it is told while the run is on.
+        at_end: it is told of a run that has ended.
+        is_advice: it says what to try, and is no sign that something is wrong.
+    """
+
+    while_on = True
+    at_end = True
+    is_advice = False
+
+    def observe(self, ranks: Ranks, now: float) -> None:
+        """Take the newest samples of the ranks."""
+
+    def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
+        """Return what to tell the user; nothing if all is well."""
+        raise NotImplementedError

@@ -1,0 +1,151 @@
+"""Sentences about ranks that have not moved for a while: which one is to blame, and who waits where for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.base.topology.rank_lists import named
+from nb_accelerate.notebook.diagnostics.stacks import innermost, main_thread, users_line
+from nb_accelerate.notebook.diagnostics.waits import who_waits
+from nb_accelerate.notebook.display import words
+from nb_accelerate.notebook.display.code_lines import short_location
+from nb_accelerate.notebook.display.findings.finding import Finding
+from nb_accelerate.notebook.display.rank_history import METHODS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
+
+STALL = 5.0
+"""Seconds without a change after which a rank that had been moving counts as stalled."""
+
+
+def stalled_ranks(ranks: Ranks, now: float) -> set[int]:
+    """Return the ranks that were making progress and have made none for `STALL` seconds.
+
+    Also those that have not begun to, while others wait for them.
+    """
+    quiet = {number: rank for number, rank in ranks.items() if now - rank.moved_at > STALL}
+    stalled = {number for number, rank in quiet.items() if _has_begun(rank)}
+    if any(ranks[number].sample.phase is Phase.WAITING for number in stalled):
+        stalled |= {number for number, rank in quiet.items() if rank.status.state == "running"}
+    return stalled
+
+
+def _has_begun(rank: RankHistory) -> bool:
+    sample = rank.sample
+    if rank.status.state not in ("running", "stopped") or sample.paused or sample.phase is Phase.COMPILING:
+        return False
+    return sample.in_loop or sample.phase is Phase.WAITING or any(not bar.ended for bar in sample.bars)
+
+
+def waits(rank: RankHistory) -> bool:
+    """Return whether a rank waits for others: by its stack, or without one by its phase."""
+    if rank.stack:
+        return who_waits({0: rank.stack}).waits
+    return rank.sample.phase in (Phase.WAITING, Phase.BACKWARD)
+
+
+def doing(rank: RankHistory, otherwise: str) -> str:
+    """Return in which collective a rank waits by its stack; the other text if that says nothing of one."""
+    return f"waits in {innermost(rank.stack)}" if rank.stack and waits(rank) else otherwise
+
+
+def location(rank: RankHistory) -> str:
+    """Return the line of the user's code that a rank is at, by its stack; "" if none is known."""
+    found = users_line(main_thread(rank.stack))
+    return short_location(found[0]) if found is not None else ""
+
+
+class Stuck(Finding):
+    """Ranks that do not move: which one is to blame, and who waits where for it."""
+
+    at_end = False
+
+    def __init__(self) -> None:
+        self._hang = self._outcome = ""
+        self._is_told_elsewhere = False
+
+    @override
+    def observe(self, ranks: Ranks, now: float) -> None:
+        if any(rank.moved_at == now for rank in ranks.values()):
+            self._hang = self._outcome = ""
+            self._is_told_elsewhere = False
+
+    def tell(self, hang: str, outcome: str) -> None:
+        """Take what others know of ranks that wait; it is told until one of them moves.
+
+        Args:
+            hang: a sentence, for where the samples of the ranks show no standstill.
+            outcome: another one about how it will end; may be empty.
+        """
+        self._hang, self._outcome = words.capitalized(hang), outcome
+
+    def leave_out(self, ranks: Ranks, now: float) -> bool:
+        """Leave out the sentence until a rank moves, because the caller tells it.
+
+        Returns:
+            True if it was told already, so that the caller need not.
+        """
+        self._is_told_elsewhere = not _standstill(ranks, now)
+        return not self._is_told_elsewhere
+
+    @override
+    def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
+        if self._is_told_elsewhere:
+            return ()
+        told = _standstill(ranks, now) or ([self._hang] if self._hang else [])
+        if told and self._outcome:
+            told[-1] = f"{told[-1].removesuffix('.')}. {self._outcome}"
+        return told
+
+
+def _standstill(ranks: Ranks, now: float) -> list[str]:
+    """Return what the samples and stacks of the ranks say."""
+    stalled = stalled_ranks(ranks, now)
+    stopped = [number for number, rank in ranks.items() if rank.status.state == "stopped"]
+    told = [
+        f"Rank {number} is stopped (SIGSTOP). To let it go on: kill -CONT {ranks[number].status.pid}"
+        for number in stopped
+    ]
+    waiting = sorted(number for number in stalled if number not in stopped and waits(ranks[number]))
+    elsewhere = sorted(stalled - {*waiting, *stopped})
+    returned = [number for number, rank in ranks.items() if rank.status.state == "returned"]
+    waited_in = _location(ranks, waiting)
+    who = f"{words.capitalized(named(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
+    if elsewhere and (waiting or len(elsewhere) < len(ranks)):
+        # Some stand still outside of a collective: they hold up the others.
+        since = words.brief(now - min(ranks[number].moved_at for number in elsewhere))
+        text = f"{words.capitalized(named(elsewhere))} {_have(elsewhere)} not moved for {since}"
+        text += _location(ranks, elsewhere, ": ")
+        if waiting:
+            text += f"; {who[0].lower()}{who[1:]} for {_it(elsewhere)}{waited_in}"
+        told.append(f"{text}.")
+    elif waiting and returned:
+        gone = f"{named(returned)}, which {_have(returned)} returned"
+        knows_lines = any(ranks[number].stack for number in waiting)
+        told.append(f"{who} for {gone}:{waited_in}." if knows_lines else f"{who}{waited_in} for {gone}.")
+    elif waiting and stopped:
+        told[-1] += f". {who} for {_it(stopped)}{waited_in}."
+    return told
+
+
+def _location(ranks: Ranks, numbers: Sequence[int], before: str = " ") -> str:
+    """Return where most of some ranks are: by their stacks, else by the collective that all of them wait in."""
+    dumps = {number: ranks[number].stack for number in numbers if ranks[number].stack}
+    if dumps:
+        return before + who_waits(dumps).place
+    inside = {collective for number in numbers if (collective := ranks[number].sample.waits_in) is not None}
+    return f"{before}in {METHODS[inside.pop()]}" if len(inside) == 1 else ""
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _it(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"

@@ -1,0 +1,225 @@
+"""The rows of a panel: one for each rank, or of many one for all and one for each that stands out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.base.topology.rank_lists import ranges
+from nb_accelerate.notebook.display import words
+from nb_accelerate.notebook.display.findings import stuck
+from nb_accelerate.notebook.display.memory import parts_of
+from nb_accelerate.notebook.display.pace import compiling
+from nb_accelerate.notebook.display.phase_times import in_words
+from nb_accelerate.notebook.display.rank_history import METHODS
+from nb_accelerate.notebook.display.view import ENDED_BY_USER, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nb_accelerate.notebook.display.findings.slow import Straggler
+    from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
+    from nb_accelerate.notebook.display.view import FailureSummary, Kind, PanelStatus
+
+MOST_ROWS = 12
+"""Ranks with a row each; more are folded into one, with those that stand out."""
+
+_OUTLIERS = 6
+"""Ranks that stand out and keep a row of their own where there are more than `MOST_ROWS`, at most."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Makes rows of what is known at one moment.
+
+    Attributes:
+        state: of the whole run.
+        stalled: ranks that have not moved for some time.
+        slow: ranks that are slower than the others, by rank.
+        rate: mean steps per second of the run; None if there were none yet.
+    """
+
+    ranks: Ranks
+    now: float
+    state: PanelStatus
+    failure: FailureSummary | None
+    stalled: set[int]
+    slow: Mapping[int, Straggler]
+    rate: float | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has."""
+        return self.state not in ("starting", "running")
+
+    @cached_property
+    def kinds(self) -> dict[int, Kind]:
+        """Whether ranks are late, have failed or are done, by rank."""
+        return {number: self._kind(number) for number in self.ranks}
+
+    @cached_property
+    def steps(self) -> dict[int, tuple[str, float | None]]:
+        """How far ranks are, by rank: the step, and the share from 0 to 1 if that is known."""
+        return {number: self._step(number) for number in self.ranks}
+
+    def each(self) -> tuple[Row, ...]:
+        """Return a row for each rank."""
+        return tuple(self._row(number) for number in self.ranks)
+
+    def folded(self) -> tuple[Row, ...]:
+        """Return a row for all ranks and one for each of the first `_OUTLIERS` that stand out."""
+        done = {number: share or 0.0 for number, (_, share) in self.steps.items()}
+        kinds = self.kinds
+        apart = [number for number, kind in kinds.items() if kind in ("late", "bad")]
+        apart.sort(key=lambda number: (kinds[number] != "bad", done[number]))
+        others = [number for number in self.ranks if number not in apart] or list(self.ranks)
+        middle = self._row(sorted(others, key=lambda number: done[number])[len(others) // 2])
+        losses = [loss for number in others if (loss := self.ranks[number].loss) is not None]
+        memory = max(self.ranks[number].memory for number in others)
+        whole = replace(
+            middle,
+            ranks="others" if apart else ranges(list(self.ranks)),
+            kind="done" if all(kinds[number] == "done" for number in others) else "",
+            loss=words.measured(sum(losses) / len(losses)) if losses else "",
+            memory=words.size(memory) if memory else "",
+            held="",
+            gpu=self._gpu(others),
+            cpu=self._cpu(others),
+            now=Counter(self._activity(number) for number in others).most_common(1)[0][0],
+            location="",
+            times=in_words(self.seconds(self.ranks[number]) for number in others),
+        )
+        return (whole, *(self._row(number) for number in apart[:_OUTLIERS]))
+
+    def _kind(self, number: int) -> Kind:
+        rank = self.ranks[number]
+        state = rank.status.state
+        if self.failure is not None and self.failure.ranks:
+            return "bad" if number in self.failure.ranks else ""
+        if state == "failed" and self.state not in ENDED_BY_USER:
+            return "bad"
+        if rank.loss is not None and not math.isfinite(rank.loss):
+            return "bad"
+        # It has returned while others stand still and wait.
+        if not self.has_ended and state == "returned" and any(stuck.waits(self.ranks[other]) for other in self.stalled):
+            return "late"
+        if self.has_ended or state == "returned":
+            return "done" if self.state not in ("failed", *ENDED_BY_USER) else ""
+        if state == "stopped" or number in self.slow:
+            return "late"
+        return "late" if number in self.stalled and not stuck.waits(rank) else ""
+
+    def _step(self, number: int) -> tuple[str, float | None]:
+        rank = self.ranks[number]
+        sample = rank.sample
+        if self.state == "done" and sample.steps and (sample.ended_after is None or rank.whole is None):
+            return words.count(sample.steps), 1.0
+        if rank.whole is not None:
+            return _of_total(*rank.whole)
+        if sample.loop and sample.total is not None:
+            return _of_total(sample.step, sample.total)
+        return words.count(sample.step) if sample.loop else "", 1.0 if self.kinds[number] == "done" else None
+
+    def seconds(self, rank: RankHistory) -> Mapping[Phase, float]:
+        """Return where the time of a rank goes: lately, and of a run that has ended, from its first step on."""
+        if not self.has_ended:
+            return rank.times.recent()
+        whole = rank.times.whole()
+        return whole.seconds if whole is not None else {}
+
+    def _row(self, number: int) -> Row:
+        rank = self.ranks[number]
+        sample, rate = rank.sample, rank.rate
+        if self.has_ended or (rate is None and number not in self.stalled):
+            rate = self.rate or rate
+        location = ""
+        if rank.status.state == "running" and not self.has_ended and not sample.paused:
+            location = (stuck.location(rank) if number in self.stalled else "") or rank.location
+        step, share = self.steps[number]
+        return Row(
+            ranks=str(number),
+            kind=self.kinds[number],
+            share=share,
+            step=step,
+            epoch=f"{sample.epoch} / {sample.epochs}" if sample.epochs else str(sample.epoch or ""),
+            rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
+            loss="" if rank.loss is None else words.measured(rank.loss),
+            memory=words.size(rank.memory) if rank.memory else "",
+            held=parts_of(sample.held),
+            gpu=self._gpu([number]),
+            cpu=self._cpu([number]),
+            now=self._activity(number),
+            location=location,
+            times=in_words([self.seconds(rank)]),
+        )
+
+    def _gpu(self, numbers: Sequence[int]) -> str:
+        """Return the median utilisation at the last steps; "" if none is known, "-" if no rank takes steps now."""
+        known = [rank for number in numbers if (rank := self.ranks[number]).sample.utilisation is not None]
+        if self.has_ended or not known:
+            return ""
+        values = [
+            rank.sample.utilisation or 0
+            for rank in known
+            if rank.status.state == "running" and not rank.sample.evaluates and self.now - rank.moved_at <= stuck.STALL
+        ]
+        return words.percent(median(values)) if values else "-"
+
+    def _cpu(self, numbers: Sequence[int]) -> str:
+        """Return the median CPU use of the processes; "" of ranks whose device reports its own."""
+        found = [self.ranks[number] for number in numbers]
+        values = [
+            rank.status.cpu
+            for rank in found
+            if rank.status.cpu is not None
+            if rank.status.state in ("starting", "running", "stopped") and not rank.is_on_device
+        ]
+        return words.percent(median(values)) if values and not self.has_ended else ""
+
+    def _activity(self, number: int) -> str:
+        """Return what a rank does, in words."""
+        rank = self.ranks[number]
+        status, sample = rank.status, rank.sample
+        kind = self.kinds[number]
+        if status.state == "stopped":
+            return f"stopped (SIGSTOP, pid {status.pid})"
+        if status.state == "starting":
+            return "starting" if status.pid is not None else "importing torch"
+        failed_with = self.failure.what if self.failure is not None else ""
+        if self.failure is not None and number in self.failure.ranks and failed_with:
+            return failed_with
+        if status.state == "returned":
+            early = kind == "late" and self.steps[number][0]
+            return f"returned at step {words.count(sample.steps)}" if early else "done"
+
+        # The run has ended, or this rank has.
+        if self.state == "done" or (self.state in ENDED_BY_USER and self.failure is None):
+            return self.state
+        if kind == "bad" and (status.state in ("failed", "ended") or self.has_ended):
+            return failed_with or "failed"
+        if self.has_ended:
+            waited = f" in {METHODS[sample.waits_in]}" if sample.waits_in is not None else ""
+            return self.state if self.state in ENDED_BY_USER else f"stopped{waited}"
+
+        # It goes on.
+        doing = compiling([rank], self.now) or rank.doing
+        if sample.paused:
+            return "paused"
+        if number in self.stalled:
+            return stuck.doing(rank, doing)
+        if number in self.slow and len(self.ranks) > MOST_ROWS:
+            return self.slow[number].words
+        if rank.phase is Phase.RUNNING and sample.in_loop:
+            doing = "between steps"
+        elif rank.phase is Phase.EVALUATING and sample.total:
+            doing = f"evaluating {words.count(sample.step)} / {words.count(sample.total)}"
+        return f"{doing}, saving" if sample.saves and rank.phase is not Phase.SAVING else doing
+
+
+def _of_total(done: int, total: int) -> tuple[str, float]:
+    return f"{words.count(done)} / {words.count(total)}", min(1.0, done / total) if total else 1.0
