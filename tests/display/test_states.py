@@ -301,7 +301,7 @@ def test_of_many_ranks_those_that_stand_out_have_rows():
     run.wait(4.0, each)
     view = run.view
     first, *bad, slow = view.rows
-    assert first.ranks == "others"
+    assert first.ranks == "rest"
     assert first.now in ("forward", "backward", "loading data")
     assert [(row.ranks, row.kind) for row in bad] == [("7", "bad"), ("40", "bad")], "what is worst comes first"
     assert (slow.ranks, slow.kind) == ("20", "late")

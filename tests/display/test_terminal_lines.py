@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nb_accelerate.notebook.display.drawing import terminal, text
+from nb_accelerate.notebook.display.drawing import text
 from nb_accelerate.notebook.display.view import Facts, Row, View
 
 FIGURES = {"epoch": "1", "rate": "21.4", "loss": "0.6878", "memory": "281 MB", "cpu": "98 %"}
@@ -35,22 +35,20 @@ def plain(lines: list[str]) -> list[str]:
 
 
 def test_a_wide_terminal_has_all_that_the_table_has():
-    assert terminal.lines(view_of(), 200, color=False) == text.table(view_of()).split("\n")
-    assert terminal.lines(view_of(), 200, color=False, bars=True) == text.table(view_of(), bars=True).split("\n")
+    assert text.lines(view_of(), 200, color=False) == text.table(view_of()).split("\n")
+    assert text.lines(view_of(), 200, color=False, bars=True) == text.table(view_of(), bars=True).split("\n")
 
 
 @pytest.mark.parametrize("color", [True, False])
 def test_no_line_is_wider_than_the_terminal(color: bool):
     for width in range(8, 120):
-        lines = terminal.lines(view_of(), width, color=color, bars=True)
+        lines = text.lines(view_of(), width, color=color, bars=True)
         assert max(map(len, plain(lines))) <= width
-        assert plain(lines) == terminal.lines(view_of(), width, color=False, bars=True)
+        assert plain(lines) == text.lines(view_of(), width, color=False, bars=True)
 
 
 def test_columns_are_left_out_rather_than_cut():
-    titles = {
-        width: terminal.lines(view_of(), width, color=False, bars=True)[1].split() for width in (100, 62, 52, 40, 30)
-    }
+    titles = {width: text.lines(view_of(), width, color=False, bars=True)[1].split() for width in (100, 62, 52, 40, 30)}
     assert titles == {
         100: ["rank", "step", "epoch", "it/s", "loss", "memory", "CPU", "now"],
         62: ["rank", "step", "epoch", "it/s", "loss", "now"],
@@ -58,21 +56,21 @@ def test_columns_are_left_out_rather_than_cut():
         40: ["rank", "step", "now"],
         30: ["rank", "step", "now"],
     }
-    head, _, first, *_, last = terminal.lines(view_of(), 40, color=False, bars=True)
+    head, _, first, *_, last = text.lines(view_of(), 40, color=False, bars=True)
     assert head == "● train.py · 0:16 · 342 samples/s"
     assert first.startswith("   0  ━━━╌╌╌  30 / 60  ")
     assert last.endswith("of the time.")  # what is wrong is said whole, on several lines
 
 
 def test_colours_are_for_what_is_wrong_and_what_is_done():
-    lines = terminal.lines(view_of("failed"), 100, color=True)
+    lines = text.lines(view_of("failed"), 100, color=True)
     assert lines[0].startswith("\x1b[31m✗\x1b[0m ")
     assert lines[1].startswith("\x1b[2m")
     assert lines[2].endswith("\x1b[33mforward, line 6\x1b[0m")
     assert lines[3].endswith("\x1b[31mValueError\x1b[0m")
     done = view_of("done")
-    assert terminal.lines(done, 100, color=True)[0].startswith("\x1b[33m!")
-    assert terminal.lines(replace(done, warnings=()), 100, color=True)[0].startswith("\x1b[32m✓")
+    assert text.lines(done, 100, color=True)[0].startswith("\x1b[33m!")
+    assert text.lines(replace(done, warnings=()), 100, color=True)[0].startswith("\x1b[32m✓")
 
 
 @pytest.mark.parametrize(
@@ -95,4 +93,4 @@ def test_colours_are_for_terminals_and_can_be_switched_off(
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert terminal.can_color(Stream()) is expected
+    assert text.can_color(Stream()) is expected

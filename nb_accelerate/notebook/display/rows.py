@@ -83,7 +83,7 @@ class Rows:
         memory = max(self.ranks[number].memory for number in others)
         whole = replace(
             middle,
-            ranks="others" if apart else ranges(list(self.ranks)),
+            ranks="rest" if apart else ranges(list(self.ranks)),
             kind="done" if all(kinds[number] == "done" for number in others) else "",
             loss=words.measured(sum(losses) / len(losses)) if losses else "",
             memory=words.size(memory) if memory else "",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 from typing_extensions import override
 
 from nb_accelerate.notebook.display import console
-from nb_accelerate.notebook.display.drawing import terminal
+from nb_accelerate.notebook.display.drawing import text
 from nb_accelerate.notebook.display.panel import Drawing
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class Block(Drawing):
     @override
     def draw(self, view: View) -> None:
         size = shutil.get_terminal_size()
-        color = terminal.can_color(self._stream)
-        self._put(terminal.lines(view, size.columns - 1, color=color, bars=True), size.lines)
+        color = text.can_color(self._stream)
+        self._put(text.lines(view, size.columns - 1, color=color, bars=True), size.lines)
 
     def draw_lines(self, lines: Sequence[str]) -> None:
         """Draw these, as many of them as there is room for, in place of those that are there."""
@@ -66,7 +66,7 @@ class Block(Drawing):
         if view.is_worth_keeping:
             end_of_line = "\n" if self._is_hidden else ""
             size = shutil.get_terminal_size()
-            lines = terminal.lines(view, size.columns - 1, color=terminal.can_color(self._stream))
+            lines = text.lines(view, size.columns - 1, color=text.can_color(self._stream))
             console.write(self._stream, end_of_line + "\n".join(lines) + "\n")
         console.flush(self._stream)
 

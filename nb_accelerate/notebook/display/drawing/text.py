@@ -1,8 +1,13 @@
-"""A `View` as text: a line for a log, a table for a terminal and for readers without HTML."""
+"""A `View` as text: a line for a log, and the whole for terminals and for readers without HTML.
+
+In a terminal it is as wide as that, with columns left out rather than cut, and in colours.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import textwrap
+from typing import TYPE_CHECKING, TextIO
 
 from nb_accelerate.notebook.display.view import FIGURES
 
@@ -11,9 +16,23 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.display.view import Row, View
 
-_COLUMNS = (("ranks", "rank"), *FIGURES, ("said", "now"))
-_WIDTH = 12
-"""Characters of a progress bar in a terminal."""
+_ANY_WIDTH = 1_000_000
+
+_TITLES = {"ranks": "rank", "bar": "", **dict(FIGURES)}
+
+_LEFT_OUT = ("cpu", "gpu", "memory", "epoch", "rate", "loss")
+"""Figures that are left out of narrow terminals, the first one first."""
+
+_BAR, _SHORT_BAR = 12, 6
+"""Characters of a progress bar, and of one in a narrow terminal; in a very narrow one there is none."""
+
+_FEWEST_SAID = 14
+"""Characters that the last column has at least before another one is left out."""
+
+_STATES = {"starting": "36", "running": "36", "done": "32", "failed": "31", "interrupted": "33", "stopped": "33"}
+_KINDS = {"bad": "31", "late": "33", "done": "32"}
+_FAINT, _WRONG = "2", "33"
+"""Colours, as the numbers of the sequence of escapes that selects them (ECMA-48, SGR)."""
 
 
 def line(view: View) -> str:
@@ -22,34 +41,43 @@ def line(view: View) -> str:
         ends = ", ".join([f"{view.facts.name}: {view.state} in {view.elapsed}", *view.summary])
         return "\n".join([ends, *_times(view)])
     parts = [f"{view.facts.name}: {view.elapsed}"]
-    middle = _middle(view.rows)
-    if middle is not None and middle.step:
-        share = "" if middle.share is None else f" ({100 * middle.share:.0f} %)"
+    row = _slowest(view.rows)
+    if row is not None and row.step:
+        share = "" if row.share is None else f" ({100 * row.share:.0f} %)"
         # With the number of epochs, the step is that of the whole run.
-        epoch = f"{',' if '/' in middle.epoch else ' of'} epoch {middle.epoch}" if middle.epoch else ""
-        parts.append(f"step {middle.step.replace(' ', '')}{share}{epoch}")
-        parts += [f"{middle.rate} it/s"] if middle.rate not in ("", "-") else []
-        parts += [f"loss {middle.loss}"] if middle.loss else []
+        epoch = f"{',' if '/' in row.epoch else ' of'} epoch {row.epoch}" if row.epoch else ""
+        parts.append(f"step {row.step.replace(' ', '')}{share}{epoch}")
+        parts += [f"{row.rate} it/s"] if row.rate not in ("", "-") else []
+        parts += [f"loss {row.loss}"] if row.loss else []
     for bar in view.bars[:2]:
         parts.append(f"{bar.label} {bar.step.replace(' ', '')}".lstrip())
     return ", ".join([*parts, *view.outlook])
 
 
 def table(view: View, *, bars: bool = False) -> str:
-    """Return the whole panel, in lines."""
-    head = f"{view.mark} {view.facts.name} · {' · '.join(view.facts.setup)}"
-    time = " · ".join((view.elapsed, *(view.summary or view.outlook)))
-    rows = (*view.bars, *view.rows)
-    cells = [[getattr(row, name) for name, _ in _COLUMNS] for row in rows]
-    used = [index for index in range(len(_COLUMNS)) if any(line[index] for line in cells)]
-    titles = [title for _, title in _COLUMNS]
-    if bars and any(row.share is not None for row in rows):
-        titles.insert(1, "")
-        for row, line in zip(rows, cells, strict=True):
-            line.insert(1, _bar(row))
-        used = [0, 1, *(index + 1 for index in used if index)]
-    lines = [f"{head} · {time}", *_aligned([titles, *cells], used)]
-    return "\n".join([*lines, *([view.held] if view.held else []), *view.warnings, *_times(view)])
+    """Return the whole panel, in lines as long as they are."""
+    return "\n".join(lines(view, _ANY_WIDTH, bars=bars))
+
+
+def lines(view: View, width: int, *, color: bool = False, bars: bool = False) -> list[str]:
+    """Return the whole panel, in lines of which none is wider than a terminal.
+
+    Args:
+        color: with sequences that select colours.
+        bars: with bars for what is done.
+    """
+    remarks = [*([view.held] if view.held else []), *view.warnings, *_times(view)]
+    said = [line for remark in remarks for line in remark.split("\n")]
+    return [
+        _head(view, width, color=color),
+        *_table((*view.bars, *view.rows), width, color=color, bars=bars),
+        *(part for line in said for part in textwrap.wrap(line, width) or [""]),
+    ]
+
+
+def can_color(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal with colours, and nobody has switched them off (https://no-color.org)."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 def _times(view: View) -> list[str]:
@@ -59,23 +87,67 @@ def _times(view: View) -> list[str]:
     return [*([f"time: {view.times}"] if view.times else []), *([view.advice] if view.advice else [])]
 
 
-def _bar(row: Row) -> str:
-    full = round(_WIDTH * (row.share or 0.0))
-    return "━" * full + "╌" * (_WIDTH - full) if row.share is not None else ""
-
-
-def _aligned(cells: Sequence[Sequence[str]], used: Sequence[int]) -> list[str]:
-    if len(cells) < 2:
-        return []
-    widths = {index: max(len(line[index]) for line in cells) for index in used}
-    last = used[-1]
-    return [
-        "  ".join(line[index] if index == last else line[index].rjust(widths[index]) for index in used).rstrip()
-        for line in cells
-    ]
-
-
-def _middle(rows: Sequence[Row]) -> Row | None:
+def _slowest(rows: Sequence[Row]) -> Row | None:
     """Return the row that stands for all: the slowest of those that have not failed."""
     well = [row for row in rows if row.kind != "bad"] or list(rows)
     return min(well, key=lambda row: row.share or 0.0) if well else None
+
+
+def _head(view: View, width: int, *, color: bool) -> str:
+    """Return the first line; of what it says about the launch, the last is left out first."""
+    about = list(view.facts.setup)
+    parts = [f"{view.mark} {view.facts.name}", *about, view.elapsed, *(view.summary or view.outlook)]
+    while len(" · ".join(parts)) > width and len(parts) > 1:
+        parts.pop(len(about) if about else -1)
+        del about[-1:]
+    head = _cut(" · ".join(parts), width)
+    shade = _WRONG if view.mark == "!" else _STATES[view.state]
+    return f"{_colored(head[:1], shade, color)}{head[1:]}"
+
+
+def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool) -> list[str]:
+    if not rows:
+        return []
+    names = ["ranks", *(name for name, _ in FIGURES if any(getattr(row, name) for row in rows))]
+    widths = {name: max(len(_TITLES[name]), *(len(getattr(row, name)) for row in rows)) for name in names}
+    if bars and any(row.share is not None for row in rows):
+        widths = {"ranks": widths.pop("ranks"), "bar": _BAR, **widths}
+    said = min(_FEWEST_SAID, max(len(row.said) for row in rows))
+
+    def is_too_wide() -> bool:
+        return sum(number + 2 for number in widths.values()) + said > width
+
+    # Of what does not fit, the bar becomes shorter, then columns go, and the bar is the last.
+    if "bar" in widths and is_too_wide():
+        widths["bar"] = _SHORT_BAR
+    for name in (*_LEFT_OUT, "bar"):
+        if name in widths and is_too_wide():
+            del widths[name]
+    left = max(0, width - sum(number + 2 for number in widths.values()))
+    color = color and left > 0  # else lines are cut, and colours cannot be
+    titles = "  ".join([*(_TITLES[name].rjust(number) for name, number in widths.items()), "now"])
+    table = [_colored(_cut(titles, width), _FAINT, color)]
+    for row in rows:
+        shade = _KINDS.get(row.kind, "")
+        cells = [
+            _bar(row, number, shade, color) if name == "bar" else getattr(row, name).rjust(number)
+            for name, number in widths.items()
+        ]
+        text = "  ".join([*cells, _colored(_cut(row.said, left), shade, color)]).rstrip()
+        table.append(text if color else _cut(text, width))
+    return table
+
+
+def _bar(row: Row, width: int, shade: str, color: bool) -> str:
+    if row.share is None:
+        return " " * width
+    full = round(width * row.share)
+    return _colored("━" * full, shade or "36", color) + _colored("╌" * (width - full), _FAINT, color)
+
+
+def _colored(text: str, shade: str, color: bool) -> str:
+    return f"\x1b[{shade}m{text}\x1b[0m" if color and shade and text else text
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
