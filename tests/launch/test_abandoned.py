@@ -104,7 +104,6 @@ def test_there_is_a_folder_as_long_as_there_are_ranks(folder: Path):
 
 
 def test_what_is_not_a_servers_or_not_ours_stays(folder: Path):
-    (folder / "nb_accelerate-logs-0").mkdir()
     (folder / "nb-ranks-file").touch()
     (folder / "other").mkdir()
     (folder / "nb-ranks-link").symlink_to(folder / "other")

@@ -18,6 +18,7 @@ from nb_accelerate.notebook.pool import CellHandle, CellOptions, Pool, PoolOptio
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.loop import RankLoop
+from nb_accelerate.notebook.ranks.output.guard import guarded
 from nb_accelerate.notebook.ranks.output.merge import Merge
 from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
@@ -91,7 +92,8 @@ def fault(
         then()
         raise error or Fault(name)
 
-    setattr(place, name, property(fail) if isinstance(original, property) else fail)
+    inside: Any = guarded(fail) if place is RequestOutput else fail  # its methods guard themselves
+    setattr(place, name, property(fail) if isinstance(original, property) else inside)
     try:
         yield raised
     finally:
@@ -127,7 +129,7 @@ def goes_on(pool: Pool) -> Iterator[None]:
 
 
 SHOWING: list[tuple[type, str]] = [
-    *((RequestOutput, name) for name in ("text", "display", "redrawing", "finish", "due")),
+    *((RequestOutput, name) for name in ("text", "display", "redrawing", "finish")),
     *((Merge, name) for name in ("add", "finish", "due")),
     *((RankOutput, name) for name in ("feed", "finish")),
 ]

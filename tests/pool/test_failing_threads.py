@@ -21,7 +21,7 @@ from fixtures.ranks import RunRanks
 from nb_accelerate import notebook_launcher
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import LaunchError, RemoteError
-from nb_accelerate.notebook.ranks.steering import steering_actions
+from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
 from nb_accelerate.notebook.worker.connections import connections
 
 LIMIT = 5.0

@@ -23,7 +23,6 @@ from nb_accelerate.notebook.pool.ending import cell_steps
 from nb_accelerate.notebook.ranks.failing.errors import error_of
 from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
-from nb_accelerate.notebook.ranks.output.guard import GuardedOutput
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
@@ -33,7 +32,7 @@ from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
 
 def test_ranks_of_any_kind_answer_print_and_leave(loop: RankLoop) -> None:
     cell = Cell()
-    loop.output = GuardedOutput(RequestOutput([0, 1], cell), cell)
+    loop.output = RequestOutput([0, 1], cell)
     request = begin(loop, [ActorRank(rank, RESULT) for rank in range(2)], call_steps(SOON))
     loop.run(request)
     assert (sorted(request.answers), request.incidents, error_of(request)) == ([0, 1], [], None)
@@ -204,7 +203,7 @@ def test_a_rank_that_prints_faster_than_it_is_read_answers_all_the_same() -> Non
     loop.start()
     cell = PrintsMore()
     handle = ActorRank(0, RESULT)
-    loop.output = GuardedOutput(RequestOutput([0], cell), cell)
+    loop.output = RequestOutput([0], cell)
     request = begin(loop, [handle], call_steps(SOON), has_thread=True)
     try:
         assert request.done.wait(20)
@@ -248,7 +247,7 @@ def test_a_loop_that_is_closed_while_a_deadline_is_due_ends(caplog: pytest.LogCa
     loop = RankLoop()
     original, loop.post = loop.post, post
     cell = ClosesLoop()
-    loop.output = GuardedOutput(RequestOutput([0], cell), cell)
+    loop.output = RequestOutput([0], cell)
     loop.start()
     assert loop.ended.wait(20)
     closing[0].join()

@@ -25,7 +25,7 @@ from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.notebook.display.panel import Action
 from nb_accelerate.notebook.launch import Launch, notebook_launcher
-from nb_accelerate.notebook.ranks.steering import steering_actions
+from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.accelerator.steering import change_learning_rate
 from nb_accelerate.training.process import context

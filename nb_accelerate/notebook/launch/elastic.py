@@ -87,7 +87,7 @@ class ElasticRendezvous:
     """Machines that find one another, again and again. `close` it.
 
     Args:
-        place: address and port of the first machine.
+        endpoint: address and port of the first machine.
         listener: a socket that listens there, if this is the first machine; it is then this object's.
         check: called again and again while machines are waited for; raises why nobody waits any more.
 
@@ -97,13 +97,12 @@ class ElasticRendezvous:
     Raises:
         StartError: the first machine does not answer.
         ConfigError: the launch on another machine has other numbers of machines or ranks, or this one's number.
-        BaseException: what `check` raises.
     """
 
     def __init__(
         self,
         options: LaunchOptions,
-        place: tuple[str, int],
+        endpoint: tuple[str, int],
         own: str,
         listener: socket.socket | None,
         *,
@@ -115,7 +114,7 @@ class ElasticRendezvous:
         self._conf = conf
         self._run_id = options.rdzv_id or "none"
         self._fewest, self._most = options.min_nodes or options.num_nodes, options.num_nodes
-        self._place, self._check = place, check
+        self._endpoint, self._check = endpoint, check
         self._me = Machine(
             address=own,
             host=socket.gethostname(),
@@ -143,7 +142,7 @@ class ElasticRendezvous:
     @property
     def where(self) -> str:
         """Address and port of the first machine."""
-        return f"{self._place[0]}:{self._place[1]}"
+        return f"{self._endpoint[0]}:{self._endpoint[1]}"
 
     @property
     def silence_limit(self) -> float:
@@ -156,7 +155,6 @@ class ElasticRendezvous:
         Raises:
             StartError: not all machines came, or the launch has ended elsewhere.
             ConfigError: machines came that cannot take part together.
-            BaseException: what `check` raises.
         """
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
@@ -219,7 +217,7 @@ class ElasticRendezvous:
         return MachineError(
             f"the launch on the machine at {self.where} has ended or was killed, or that machine is down or without "
             f"network ({type(error).__name__}: {why})",
-            address=self._place[0],
+            address=self._endpoint[0],
         )
 
     def fail(self, why: str) -> None:
@@ -227,9 +225,7 @@ class ElasticRendezvous:
         self._reason = self._reason or f"on the machine at {self._me}, {why}"
 
     def close(self, ended: str) -> None:
-        """Leave the launch. If it had begun, nobody can take part in it any more.
-
-        Unless the others can go on without this machine, which has been interrupted.
+        """Leave the launch, which nobody can then take part in, unless the others can go on without this machine.
 
         Args:
             ended: how the launch of this machine has.
@@ -312,15 +308,15 @@ class ElasticRendezvous:
 
         if listener is not None:
             if not self._is_given_up:  # while torch was imported
-                self._make_handler(_store(self._place, listener))
+                self._make_handler(_store(self._endpoint, listener))
                 self._store.set(_FIRST, self._me.to_text())
             return
         deadline = time.monotonic() + self._seconds
         while True:
             try:
                 # torch would complain about each attempt at length.
-                socket.create_connection(self._place, timeout=_CONNECT_LIMIT).close()
-                self._make_handler(_store(self._place))
+                socket.create_connection(self._endpoint, timeout=_CONNECT_LIMIT).close()
+                self._make_handler(_store(self._endpoint))
                 if not self._handler.is_closed():
                     break
                 raise ConnectionError("a launch that has ended is still there")  # that of the cell before, say
@@ -368,11 +364,11 @@ class ElasticRendezvous:
             self._reason = ""
 
 
-def _store(place: tuple[str, int], listener: socket.socket | None = None) -> Any:
+def _store(endpoint: tuple[str, int], listener: socket.socket | None = None) -> Any:
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
-        *place,
+        *endpoint,
         is_master=listener is not None,
         wait_for_workers=False,
         timeout=_STORE_TIMEOUT,

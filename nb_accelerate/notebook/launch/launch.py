@@ -36,13 +36,14 @@ from nb_accelerate.notebook.ranks.failing.errors import error_of, interrupted, s
 from nb_accelerate.notebook.ranks.failing.incidents import INTERRUPTED, STOPPED, Wording
 from nb_accelerate.notebook.ranks.failing.outcome import ended_as
 from nb_accelerate.notebook.ranks.loop import RankLoop
-from nb_accelerate.notebook.ranks.output.guard import GuardedOutput, OutputGuard
+from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.panel import RequestView, make_panel
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.status import RankStatus, state_of
-from nb_accelerate.notebook.ranks.steering import Steerable, steering_actions
+from nb_accelerate.notebook.ranks.steerable import Steerable
+from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
 from nb_accelerate.notebook.ranks.steps import StepKind, call_steps, quit_steps
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
 from nb_accelerate.notebook.ranks.waiting import goes_on_if_interrupted, interrupts_call, wait
@@ -97,7 +98,7 @@ class Launch(Steerable):
         plan: LaunchPlan,
         sink: Sink,
         front_end: FrontEnd = "off",
-        place: str = "",
+        display_id: str = "",
         *,
         name: str = "",
         exit_returns: bool = False,
@@ -106,7 +107,7 @@ class Launch(Steerable):
         self._plan = plan
         self._sink = sink
         self._front_end = front_end
-        self._place = place
+        self._display_id = display_id
         self._name = name or getattr(options.function, "__qualname__", type(options.function).__name__)
         self._exit_returns = exit_returns
         self._began = time.monotonic()
@@ -312,7 +313,7 @@ class Launch(Steerable):
                     stack.callback(loop.close)
                 # A script seeds by itself, as with torchrun.
                 notebook = stack.enter_context(pack_notebook(shares_random=not self._exit_returns))
-                loop.output = GuardedOutput(self._output_of(handles), self._sink)
+                loop.output = self._output_of(handles)
                 ranks = [RankProxy(handle) for handle in handles]
                 for rank in ranks:
                     loop.add(rank)
@@ -404,8 +405,8 @@ class Launch(Steerable):
             *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),
         )
         numbers = [one.rank for one in request.ranks]
-        place = self._place if is_first else ""
-        return make_panel(facts, numbers, self._sink, RequestView(request, actions), self._front_end, place=place)
+        display_id = self._display_id if is_first else ""
+        return make_panel(facts, numbers, self._sink, RequestView(request, actions), self._front_end, display_id)
 
     def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
         options, numbers = self._options, [handle.rank for handle in handles]

@@ -74,35 +74,7 @@ def notebook_launcher(
 
 
 @overload
-def notebook_launcher(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = ...,
-    num_processes: int | None = ...,
-    mixed_precision: str = ...,
-    use_port: str | int | None = ...,
-    master_addr: str = ...,
-    node_rank: int = ...,
-    num_nodes: int = ...,
-    rdzv_backend: str = ...,
-    rdzv_endpoint: str = ...,
-    rdzv_conf: Mapping[str, Any] | None = ...,
-    rdzv_id: str = ...,
-    max_restarts: int = ...,
-    monitor_interval: float = ...,
-    log_line_prefix_template: str | None = ...,
-    *,
-    kwargs: Mapping[str, Any] | None = ...,
-    start_method: str = ...,
-    devices: str | Sequence[int] | None = ...,
-    timeout: float | None = ...,
-    block: Literal[False],
-    progress: str = ...,
-    env: Mapping[str, str] | None = ...,
-    by_value: Sequence[ModuleType] = ...,
-    fold_output: bool | None = ...,
-    resume: bool = ...,
-    min_nodes: int | None = ...,
-) -> Launch: ...
+def notebook_launcher(function: Callable[..., Any], *args: Any, block: Literal[False], **options: Any) -> Launch: ...
 
 
 def notebook_launcher(
@@ -239,21 +211,21 @@ def notebook_launcher(
         plan = make_plan(options, facts_here(options.env))
     sink = sink_here()
     front_end = choose_front_end(options.progress)
-    place = ""
+    display_id = ""
     guard = OutputGuard(sink)
     if front_end != "off":
         with guard:
             if defaults:
                 said = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
                 sink.write("stdout", f"{said}: from {origin}\n")
-            place = announce(plan, sink, front_end if plan.method.starter else "text")
+            display_id = announce(plan, sink, front_end if plan.method.starter else "text")
         for warning in (*plan.warnings, *gpu_warnings(plan)):
             with guard:
                 sink.write("stderr", warning + "\n")
     try:
         if not plan.method.starter:
             return run_inline(options, plan, sink)
-        launch = Launch(options, plan, sink, front_end, place)
+        launch = Launch(options, plan, sink, front_end, display_id)
         if block:
             return launch.run()
         launch.run_in_background()

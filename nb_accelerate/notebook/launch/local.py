@@ -53,7 +53,6 @@ class LocalRank(RankHandle):
     """Owns the kernel's ends of a rank's pipes and channel; see `RankEnds` for the rank's own.
 
     Args:
-        local_rank: its number among those of this machine.
         store_fd: descriptor of the store that it is born with, which this closes; -1 if there is none.
 
     Attributes:
@@ -126,7 +125,6 @@ class LocalRank(RankHandle):
     @property
     @override
     def pid(self) -> int | None:
-        """Its process id; None until it is ready."""
         return self._pid
 
     @pid.setter
@@ -140,11 +138,7 @@ class LocalRank(RankHandle):
             self._process = process
 
     def handed_over(self, send_signal: Callable[[int], None], owner: Owner) -> None:
-        """Note that a server starts the rank and has `start_fds`, which are closed here.
-
-        Args:
-            send_signal: has the server send a signal to the rank.
-        """
+        """Note that a server starts the rank, can send it signals, and has `start_fds`, which are closed here."""
         self._close_start_fds()
         self._signal, self.owner = send_signal, owner
 
@@ -262,7 +256,6 @@ class LocalRank(RankHandle):
 
     @override
     def close(self) -> None:
-        """Close every descriptor. The rank, if it lives, sees the end of its channel."""
         with interrupts_later():
             self._close_start_fds()
             self.close_kernel_ends()

@@ -32,7 +32,6 @@ class VisibleDevices:
     """The devices of one type that ranks could see.
 
     Attributes:
-        kind: their row in the device table.
         names: each of them, as the variable that selects among them writes it.
         in_use: why a rank forked from this process could not use them, or "" if it could.
         forbids_fork: why their runtime does not survive any fork, or "" if it does.
@@ -51,12 +50,10 @@ class MachineFacts:
     """What a launch can use on this machine, and whether forks of this process could use it.
 
     Attributes:
-        num_cpus: cores this process may use.
         accelerators: the devices there are besides the processor, by type, the preferred type first.
         prefers_cpu: ``ACCELERATE_USE_CPU`` asks for the CPU.
         num_threads: what ``OMP_NUM_THREADS`` asks for, or None.
         loopback: name of the loopback network interface.
-        can_fork: the system has ``fork``.
         shared_memory: bytes free in ``/dev/shm``, or None where there is none.
     """
 
@@ -81,7 +78,6 @@ def facts_here(env: Mapping[str, str]) -> MachineFacts:
         env: variables that ranks will have on top of ours; those that select among devices change what there is.
 
     Raises:
-        ConfigError: ``ACCELERATE_USE_CPU`` is not a yes or no.
         MissingDependencyError: torch is not installed, or a package is too old.
     """
     check_versions()

@@ -39,12 +39,7 @@ _CLOSING_LIMIT = 2.0
 
 
 class MachineWatch:
-    """Watches the other machines during one start. `close` it.
-
-    Args:
-        elastic: the rendezvous that the ranks have gone through.
-        say: shows a line to the user. Any thread.
-    """
+    """Watches the other machines during one start. `close` it."""
 
     def __init__(self, elastic: ElasticRendezvous, request: Request, say: Callable[[str], object]) -> None:
         self._elastic = elastic
@@ -77,10 +72,7 @@ class MachineWatch:
     def explain(self, error: BaseException | None) -> BaseException | None:
         """Return why the request has failed: the reason of another machine if ranks here only know that they lost it.
 
-        If the reason is here, the others are told.
-
-        Args:
-            error: what the ranks of this machine say; None if they have not failed.
+        If the reason is here, the others are told. `error` is what the ranks here say; None if they have not failed.
         """
         if self._has_own_cause():
             self._tell()

@@ -20,9 +20,7 @@ class Machine:
 
     Attributes:
         address: as the other machines reach it.
-        host: its name.
         node_rank: the number it was given by hand; None where torch elastic numbers the machines.
-        num_processes: ranks on it.
         num_nodes: machines that it was started for, as ``2`` or ``1:4``.
         launch: tells its launch from others on the same machine.
     """
@@ -88,12 +86,7 @@ def refusal(here: Sequence[Machine], one: Machine) -> str:
 def not_all_came(
     here: Sequence[Machine], gone: Sequence[Machine], expected: int, place: str, seconds: float
 ) -> StartError:
-    """Build the error about machines that are missing.
-
-    Args:
-        gone: those that took part before.
-        expected: how many there should be, at least.
-    """
+    """Build the error about machines that are missing. Those in `gone` took part before."""
     numbers = {one.node_rank for one in here}
     if None not in numbers:
         last_seen = {one.node_rank: f", last seen at {one}," for one in gone}
@@ -109,12 +102,7 @@ def not_all_came(
 
 
 def no_first_machine(place: str, seconds: float, error: BaseException) -> StartError:
-    """Build the error about the machine that all others come to.
-
-    Args:
-        seconds: how long it is tried, at most.
-        error: of the last attempt.
-    """
+    """Build the error about the machine that all others come to, from that of the last attempt to connect."""
     why = getattr(error, "strerror", None) or str(error).split("\n", maxsplit=1)[0]
     return StartError(
         f"the first machine, {place}, did not answer within {seconds:g} s ({why}). Start the same launch there, and "

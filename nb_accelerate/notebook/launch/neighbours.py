@@ -20,11 +20,7 @@ def gpu_warnings(plan: LaunchPlan) -> tuple[str, ...]:
 
 
 def warnings_from(table: str) -> tuple[str, ...]:
-    """Return a line about each process in a table.
-
-    Args:
-        table: lines of ``pid, MiB``.
-    """
+    """Return a line about each process in a table with lines of ``pid, MiB``."""
     said = []
     for line in table.splitlines():
         pid, _, memory = line.partition(",")

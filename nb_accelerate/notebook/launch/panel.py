@@ -21,7 +21,7 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
     """Show one line about a plan, at once: a launch takes seconds if PyTorch is to be imported first.
 
     Returns:
-        The id of the display that a panel may replace; "" if the front end cannot replace it.
+        The id of the display that a panel may replace; "" if the front end cannot.
     """
     waits = ": waiting for the other machines" if plan.num_nodes > 1 else ""
     if front_end != "widget":
@@ -49,12 +49,7 @@ def _setup(plan: LaunchPlan) -> tuple[str, ...]:
 
 
 def line_prefix(template: str | None, local_ranks: Mapping[int, int]) -> Callable[[Sequence[int]], str] | None:
-    """Return a function that returns the prefix for lines of a rank, from torchrun's template.
-
-    Args:
-        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None for no prefix.
-        local_ranks: local rank of each rank, by rank.
-    """
+    """Return a function that returns the prefix for lines of a rank, from torchrun's template; None is no prefix."""
     if template is None:
         return None if len(local_ranks) == 1 else lambda _: ""
     by_rank = {

@@ -38,16 +38,12 @@ class LaunchPlan:
     Attributes:
         num_processes: ranks on this machine, and on each other one.
         num_nodes: machines; before they have met, the most that there can be.
-        method: how ranks come to be.
-        reason: why it was chosen; "" where it is what one expects.
-        kind: the type of device that ranks compute on.
+        reason: why the method was chosen; "" where it is what one expects.
         device_names: the device of each rank of this machine, by local rank; empty on the processor.
         is_kind_asked_for: ranks are told the type of their device, because they might choose another one.
         visibility: environment variables that select the devices that ranks see; empty to leave them as they are.
         num_threads: intra-op threads of each rank.
-        loopback: name of the loopback interface.
         mixed_precision: what `Accelerator()` takes in the ranks by default.
-        min_nodes: the fewest machines that there can be.
         can_fork: ranks could have the notebook's memory, if that was asked for.
         warnings: what the user should know before it starts.
     """
@@ -103,8 +99,7 @@ class LaunchPlan:
     def brief(self) -> str:
         """The plan in a few words: ``2 processes on CPU, bf16``; with the start method if there is a reason for it."""
         number = f"{self.num_processes} process{'es' if self.num_processes > 1 else ''}"
-        machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
-        parts = [f"{number} on {self.device.upper()}{f' on each of {machines} machines' if self.num_nodes > 1 else ''}"]
+        parts = [f"{number} on {self._where}"]
         parts += [f"{self.start_method} ({self.reason})"] if self.reason else []
         parts += [self.mixed_precision] if self.mixed_precision != "no" else []
         return ", ".join(parts)
@@ -112,15 +107,18 @@ class LaunchPlan:
     def describe(self) -> str:
         """Return the plan in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
         ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"
-        machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
-        where = f" on each of {machines} machines" if self.num_nodes > 1 else ""
         method = f"{self.start_method} ({self.reason})" if self.reason else self.start_method
-        parts = [f"{ranks} on {self.device.upper()}{where}", method]
+        parts = [f"{ranks} on {self._where}", method]
         if self.world_size > 1 and self.kind.start_runtime is None:
             parts.append(self.backend if self.num_nodes > 1 else f"{self.backend} on loopback")
         if self.mixed_precision != "no":
             parts.append(self.mixed_precision)
         return ", ".join(parts)
+
+    @property
+    def _where(self) -> str:
+        machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
+        return f"{self.device.upper()}{f' on each of {machines} machines' if self.num_nodes > 1 else ''}"
 
 
 def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = True) -> LaunchPlan:

@@ -60,20 +60,16 @@ def close_keepers() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """The place where the ranks of one launch meet, and the number of this machine among all.
+    """Where the ranks of one launch meet, and the number of this machine among all.
 
     Attributes:
         address: of the store, as every rank reaches it.
         port: of the store, or one beside it that is kept free for code in ranks.
-        node_rank: number of this machine.
         interface: network interface for gloo and NCCL.
         keeps_interface: a network interface that the environment names is kept: a cluster knows of faster ones.
-        run_id: names the launch.
         listener: the bound socket if this machine serves the store, else None.
         file: descriptor of the file that is the store, or -1.
         store_port: of the store, if `port` is another one; else 0.
-        num_nodes: machines that take part.
-        world_size: ranks on all machines.
         polls: ranks wait for the file in Python; see `training.process.rendezvous.RendezvousHandler`.
         part: of the store, for these ranks; "" if it is theirs alone.
         elastic: by which several machines found one another; None on one.
@@ -95,10 +91,7 @@ class Rendezvous:
     elastic: ElasticRendezvous | None = None
 
     def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
-        """Return what a rank is told of the store, and the descriptor it gets, or -1.
-
-        The caller sends the descriptor, and closes it.
-        """
+        """Return what a rank is told of the store, and the descriptor it gets, which the caller closes; or -1."""
         kind: Literal["file", "server", "client"] = "client"
         fd = -1
         if self.file >= 0:
@@ -129,7 +122,7 @@ def is_local(options: LaunchOptions) -> bool:
 
 @contextlib.contextmanager
 def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
-    """Agree on a place, for ranks that are started once; the listener is open while inside.
+    """Agree where ranks meet that are started once.
 
     Raises:
         ConfigError: the port that was asked for is taken, or the address is not this machine's.
@@ -146,8 +139,6 @@ def repeated_rendezvous(
 
     Args:
         check: called while other machines are waited for; raises why nobody waits any more.
-
-    Raises what `open_rendezvous` and `check` do.
     """
     if is_local(options):
         return contextlib.nullcontext(functools.partial(_meet_here, options, plan))
@@ -199,11 +190,8 @@ def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
     """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there.
 
     Args:
-        port: which; 0 finds a free one.
+        port: 0 finds a free one, which is returned.
         alone: there is one rank, which can do without the loopback interface.
-
-    Returns:
-        The port.
     """
     keeper = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     _keepers.add(keeper)
@@ -229,25 +217,25 @@ def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
 def _elastic(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], object]) -> Iterator[Meet]:
     if options.rdzv_endpoint:
         is_static = options.rdzv_backend == "static"
-        place = _split(options.rdzv_endpoint, _DEFAULT_PORT if is_static else _DEFAULT_ELASTIC_PORT)
+        endpoint = _split(options.rdzv_endpoint, _DEFAULT_PORT if is_static else _DEFAULT_ELASTIC_PORT)
     else:
-        place = options.master_addr, int(options.use_port or _DEFAULT_PORT)
-    own = _own_address_towards(place[0])
+        endpoint = options.master_addr, int(options.use_port or _DEFAULT_PORT)
+    own = _own_address_towards(endpoint[0])
     is_first = options.node_rank == 0
     if options.rdzv_backend == "c10d":
         # Said, and not left to torch, which looks names up to find out.
-        said = (options.rdzv_conf or {}).get("is_host", own == place[0] or interface_of(place[0]) is not None)
+        said = (options.rdzv_conf or {}).get("is_host", own == endpoint[0] or interface_of(endpoint[0]) is not None)
         is_first = str(said).lower() in ("1", "true", "yes")
-    listener = _listen(*place, of_endpoint=bool(options.rdzv_endpoint)) if is_first else None
-    address = place[0] if is_first else own
-    elastic = ElasticRendezvous(options, place, address, listener, num_processes=plan.num_processes, check=check)
+    listener = _listen(*endpoint, of_endpoint=bool(options.rdzv_endpoint)) if is_first else None
+    address = endpoint[0] if is_first else own
+    elastic = ElasticRendezvous(options, endpoint, address, listener, num_processes=plan.num_processes, check=check)
 
     @contextlib.contextmanager
     def meet() -> Iterator[Rendezvous]:
         found = elastic.next_round()
         yield Rendezvous(
-            address=place[0],
-            port=place[1],
+            address=endpoint[0],
+            port=endpoint[1],
             node_rank=found.node_rank,
             interface=interface_of(own) or "",
             run_id=options.rdzv_id,

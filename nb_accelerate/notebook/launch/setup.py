@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def pack_notebook(*, shares_random: bool = True) -> Packed:
-    """Pack what all ranks get of this process as of now: the text of its cells, and the states of its random numbers.
-
-    Args:
-        shares_random: whether they get these states.
-    """
+    """Pack what all ranks get of this process as of now: the text of its cells, and states of its random numbers."""
     return pack((sources_of_cells(), RandomStates.here() if shares_random else None))
 
 
@@ -46,7 +42,6 @@ def make_setup(
     Args:
         notebook: of `pack_notebook`.
         store: through which they meet; None if a `Join` will tell.
-        attempt: how often the launch was started before.
     """
     environ = rank_environ(
         plan,

@@ -39,12 +39,7 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 class SharedState:
-    """torch elastic's backend, whose state can be read here, and whose waits end when they are given up.
-
-    Args:
-        fewest: number of machines without which there is no round.
-        is_given_up: whether waits are to end.
-    """
+    """torch elastic's backend, whose state can be read here, and whose waits end when they are given up."""
 
     name = "c10d"
 
@@ -107,9 +102,7 @@ class Round:
 
     Attributes:
         store: torch elastic's part of it for this round.
-        node_rank: number of this machine.
         machines: all that take part, by number.
-        name: tells it from other rounds.
     """
 
     store: Any

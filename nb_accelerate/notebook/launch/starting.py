@@ -40,7 +40,7 @@ def started_ranks(
         births: closed when all of them are on their way.
 
     Yields:
-        A handle for each rank, which waits for its `Setup`, and the store that each is to use; by local rank.
+        A handle for each rank, and the store that each is to use; by local rank. The ranks wait for `Setup`.
     """
     stores: list[StoreSpec] = []
     handles: list[LocalRank] = []
@@ -80,8 +80,7 @@ def sender(
     Args:
         stores: the store that each is to use, by local rank.
         notebook: of `pack_notebook`.
-        call: the function with its arguments, packed; None if ranks have it in memory.
-        attempt: how often the launch was started before.
+        call: the function with its arguments; None if ranks have it in memory.
     """
 
     def send(rank: RankProxy) -> None:

@@ -38,11 +38,8 @@ _ADVICE = "Create it inside the function, or pass what it is made from."
 def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
     """Pickle the function of a launch with its arguments. The caller closes what is returned.
 
-    Args:
-        can_fork: whether ranks could be forked, which needs no pickling.
-
     Raises:
-        ShippingError: a part of it cannot be pickled; it says which.
+        ShippingError: a part of it cannot be pickled; it says which, and that ranks could be forked if they can.
     """
     call = (options.function, options.args, dict(options.kwargs))
     # In a process that multiprocessing has spawned, the user's script is a module of this name, which only such
@@ -62,11 +59,7 @@ def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
 
 
 def unpack_values(request: Request) -> Values:
-    """Unpack what every rank returned, in rank order.
-
-    Raises:
-        Exception: whatever unpickling one of the values raises, with the other values as ``error.results``.
-    """
+    """Unpack what every rank returned. An error of unpickling has the other values as ``error.results``."""
     results, errors = _unpack_each(request)
     if errors:
         _attach(errors[0], results)
@@ -111,11 +104,7 @@ def keep_values(error: BaseException, request: Request) -> None:
 
 
 def _unpack_each(request: Request) -> tuple[dict[int, Any], list[Exception]]:
-    """Unpack each value once, since that closes its descriptors.
-
-    Returns:
-        The values by rank, in rank order, and what was raised for those that are not among them.
-    """
+    """Unpack each value once, since that closes its descriptors. Return them by rank, and the errors of others."""
     results: dict[int, Any] = {}
     errors: list[Exception] = []
     for rank, (answer, _) in sorted(request.answers.items()):

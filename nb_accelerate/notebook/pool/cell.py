@@ -22,7 +22,7 @@ from nb_accelerate.notebook.protocol.messages import RunCell
 from nb_accelerate.notebook.ranks.failing.errors import said_of
 from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.panel import RequestView, make_panel
-from nb_accelerate.notebook.ranks.steering import steering_actions
+from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.pool.shipping import Ask
     from nb_accelerate.notebook.pool.source import CellSource
     from nb_accelerate.notebook.protocol.content import Numbers
-    from nb_accelerate.notebook.ranks.output.guard import GuardedOutput
+    from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
     from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
@@ -72,7 +72,7 @@ class Cell:
         numbers: Numbers,
         ask: Ask,
         variables: Mapping[str, Any],
-        output: GuardedOutput,
+        output: RequestOutput,
         sink: Sink,
         *,
         in_background: bool,

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.ranks.failing.errors import summary
-from nb_accelerate.notebook.ranks.steering import Steerable
+from nb_accelerate.notebook.ranks.steerable import Steerable
 from nb_accelerate.notebook.ranks.waiting import goes_on_if_interrupted, wait
 
 if TYPE_CHECKING:

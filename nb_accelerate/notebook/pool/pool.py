@@ -31,7 +31,6 @@ from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.messages import Call
 from nb_accelerate.notebook.protocol.random_states import RandomStates
 from nb_accelerate.notebook.protocol.shipping import pack
-from nb_accelerate.notebook.ranks.output.guard import GuardedOutput
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.ranks.status import RankStatus, locate_ranks, look_at
@@ -317,7 +316,7 @@ class Pool:
         self.wait()
         group = self._the_group()
         sink = sink or sink_here()
-        shown = RequestOutput(
+        output = RequestOutput(
             [rank.rank for rank in group.chosen(options.ranks)],
             sink,
             group.display_ids,
@@ -325,7 +324,6 @@ class Pool:
             quiet=options.quiet,
             hold=self.timeouts.fold,
         )
-        output = GuardedOutput(shown, sink)
         if self.state is PoolState.DISCONNECTED:
             self._reconnect(output)
         ask, syncs, numbers = self._ask_for_changes, self._syncs, self._numbers
@@ -540,7 +538,7 @@ class Pool:
     def _ask_for_changes(self, ranks: Sequence[int], keys: tuple[Key, ...]) -> list[set[Key]]:
         return self.call(changed_there, keys, ranks=ranks)
 
-    def _reconnect(self, output: GuardedOutput) -> None:
+    def _reconnect(self, output: RequestOutput) -> None:
         unseen, self._disconnected_silently = self._disconnected_silently, False
         began = time.monotonic()
         with Interrupts() as interrupts, self._starting():

@@ -21,10 +21,7 @@ class RankHandle(ABC):
     """Owns the notebook's ends of a rank's connections. Only the thread of a `RankLoop` reads them.
 
     Attributes:
-        rank: its rank.
-        local_rank: its rank on its machine.
         mark: mark of its output frames, see `notebook.protocol.output`.
-        channel: messages to and from it.
         page: the progress page on which it says how far it is.
         stdout: descriptor with what Python prints and C code writes to descriptor 1.
         stderr: descriptor with what C code writes to descriptor 2.
@@ -61,11 +58,7 @@ class RankHandle(ABC):
 
     @abstractmethod
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
-        """Send a message that the rank answers.
-
-        Args:
-            message: what it should do. `interrupt` interrupts the last one.
-            fds: descriptors to send along; they stay the caller's.
+        """Send a message that the rank answers, and descriptors, which stay the caller's. `interrupt` interrupts it.
 
         Raises:
             OSError: it has ended.
@@ -84,8 +77,7 @@ class RankHandle(ABC):
         """Have it write where its main thread is to `stacks`.
 
         Args:
-            by_signal: have C code do it, which answers also while C code holds the interpreter. A process that runs
-                Python code may crash in it.
+            by_signal: have C code do it, also while C code holds the interpreter. Python code may crash in it.
         """
 
     def note_line(self) -> None:
@@ -93,10 +85,9 @@ class RankHandle(ABC):
         return
 
     def processor_time(self) -> float | None:
-        """Return the processor time that its process and those that it has started have used, in seconds.
+        """Return the seconds on a processor of its process and those that it has started.
 
-        Returns:
-            None if that cannot be told, or one of them computes, waits for a processor or for a disk now.
+        None if that cannot be told, or one of them computes, waits for a processor or for a disk now.
         """
         return None
 
@@ -122,11 +113,7 @@ class RankHandle(ABC):
 
     @abstractmethod
     def read_end(self) -> None:
-        """Read its exit code from `status`, which is readable.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Read its exit code from `status`, which is readable. Raises OSError."""
 
     @abstractmethod
     def close(self) -> None:

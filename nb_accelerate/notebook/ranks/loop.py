@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.protocol.output import StreamName
-    from nb_accelerate.notebook.ranks.output.guard import GuardedOutput
+    from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.request import Request
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
@@ -95,7 +95,7 @@ class RankLoop(RankEvents):
         on_rank_end: Callable[[RankProxy], object] = lambda _: None,
     ) -> None:
         self.ranks: dict[int, RankProxy] = {}
-        self.output: GuardedOutput | None = None
+        self.output: RequestOutput | None = None
         self.requests: list[Request] = []
         self.failure: BaseException | None = None
         self._processes = ProcessWatch(monitor_interval, monitor)
@@ -108,8 +108,8 @@ class RankLoop(RankEvents):
         self._oom_kills = 0
         self._oom_kills_read_at = -NEVER
         self._thread: HelperThread | None = None
-        self._sources = Sources(lambda _: self._posted.run())
-        self._posted = PostedActions(lambda: self._sources.ring(b"!"))
+        self._sources = Sources(lambda: self._posted.run())  # noqa: PLW0108 - which it has not yet
+        self._posted = PostedActions(self._sources.ring)
         self._reader = RankReader(self._sources, self)
         self.post = self._posted.post
         self.ended = self._posted.ended
@@ -156,7 +156,7 @@ class RankLoop(RankEvents):
         """Close a rank that has ended, and forget it."""
         self._do(lambda: self._remove(rank))
 
-    def begin(self, request: Request, output: GuardedOutput | None = None, *, hangs: Timeouts | None = None) -> None:
+    def begin(self, request: Request, output: RequestOutput | None = None, *, hangs: Timeouts | None = None) -> None:
         """Begin a request: in the thread, or at once if there is none and the caller will `run` it.
 
         If the thread has ended, the request is done at once, with a failure.
@@ -277,7 +277,7 @@ class RankLoop(RankEvents):
 
     # Requests.
 
-    def _begin(self, request: Request, output: GuardedOutput | None, hangs: Timeouts | None) -> None:
+    def _begin(self, request: Request, output: RequestOutput | None, hangs: Timeouts | None) -> None:
         if output is not None and output is not self.output:
             if self.output is not None:
                 self.output.close()

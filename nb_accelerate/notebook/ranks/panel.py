@@ -37,11 +37,7 @@ recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
 
 
 class RequestView:
-    """Shows a panel the ranks of one request; see `PanelSource`.
-
-    Args:
-        request: the request, before it begins.
-    """
+    """Shows a panel the ranks of one request, which has not begun; see `PanelSource`."""
 
     def __init__(self, request: Request, actions: Sequence[Action]) -> None:
         self._request = request
@@ -104,28 +100,26 @@ class RequestView:
 
 
 def make_panel(
-    facts: Facts, ranks: Sequence[int], sink: Sink, source: PanelSource, front_end: FrontEnd, *, place: str = ""
+    facts: Facts, ranks: Sequence[int], sink: Sink, source: PanelSource, front_end: FrontEnd, display_id: str = ""
 ) -> Panel | None:
     """Return a panel, or None if the front end is ``"off"``.
 
     Args:
-        sink: the cell or stream that it belongs to.
-        front_end: how it is drawn, see `choose_front_end`.
-        place: id of a display that the panel replaces, see `announce`; "" for none.
+        display_id: of the display that the panel replaces, see `announce`; "" for none.
     """
     if front_end == "off":
         return None
-    panel = Panel(facts, ranks, make_drawing(ranks, sink, source, front_end, place=place), source)
+    panel = Panel(facts, ranks, make_drawing(ranks, sink, source, front_end, display_id), source)
     recent.append(panel)
     return panel
 
 
 def make_drawing(
-    ranks: Sequence[int], sink: Sink, source: PanelSource, front_end: FrontEnd, *, place: str = ""
+    ranks: Sequence[int], sink: Sink, source: PanelSource, front_end: FrontEnd, display_id: str = ""
 ) -> Drawing:
     """Return what draws a panel, unless the front end is ``"off"``. The arguments are those of `make_panel`."""
     if front_end == "widget" and isinstance(sink, CellSink) and not sink.is_captured:
-        return NotebookPanel(sink, sink.kernel, ranks, source, listed, place=place)
+        return NotebookPanel(sink, sink.kernel, ranks, source, listed, place=display_id)
     if front_end == "terminal" and isinstance(sink, CellSink):
         return Relay(sink)
     if isinstance(sink, StreamSink) and can_redraw(sys.stdout):

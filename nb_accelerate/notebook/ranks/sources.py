@@ -29,10 +29,10 @@ class Sources:
     """A selector of descriptors and channels, each with an action, and with a pipe that wakes up whoever waits.
 
     Args:
-        on_ring: called in the thread that waits, with the bytes that were given to `ring` since its last call.
+        on_ring: called in the thread that waits, after `ring`.
     """
 
-    def __init__(self, on_ring: Callable[[bytes], None]) -> None:
+    def __init__(self, on_ring: Callable[[], object]) -> None:
         self._selector = selectors.DefaultSelector()
         self._keys: dict[int, selectors.SelectorKey] = {}
         self._on_ring = on_ring
@@ -77,11 +77,7 @@ class Sources:
         return number[0]
 
     def read(self, fd: int) -> bytes:
-        """Return what can be read now, at most `_CHUNK` bytes; at the end of the stream, drop it and return b"".
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return what can be read now, at most `_CHUNK` bytes; at the end of the stream, drop it and return b""."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -90,15 +86,11 @@ class Sources:
             self.drop(fd)
         return data
 
-    def ring(self, data: bytes) -> None:
-        """Wake up the thread that waits. For any thread, also in a signal handler.
-
-        Args:
-            data: one byte or more, for `on_ring`.
-        """
+    def ring(self) -> None:
+        """Wake up the thread that waits. For any thread, also in a signal handler."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if not self._closed:
-                os.write(self._bell_write, data)
+                os.write(self._bell_write, b"!")
 
     def close(self) -> None:
         """Close the selector and the pipe. Descriptors that were added stay open: they are their owners'."""
@@ -111,7 +103,7 @@ class Sources:
 
     def _answer_ring(self) -> None:
         try:
-            rung = os.read(self._bell_read, 4096)
+            os.read(self._bell_read, 4096)
         except BlockingIOError:  # an event of the same round has answered it
             return
-        self._on_ring(rung)
+        self._on_ring()

@@ -59,11 +59,7 @@ def state_of(rank: RankProxy, request: Request) -> str:
 
 
 def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
-    """Look at the process of a rank of a pool that has not ended.
-
-    Args:
-        busy: whether it runs a cell.
-    """
+    """Look at the process of a rank of a pool that has not ended."""
     state, memory = "running" if busy else "idle", 0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(rank.handle.pid)
@@ -79,16 +75,12 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
 def locate_ranks(
     ranks: Mapping[int, RankProxy], busy: set[int], seconds: float, post: Callable[[Callable[[], object]], object]
 ) -> dict[int, str]:
-    """Find out where ranks are in their code. For any thread but the loop's, which reads what they write.
+    """Return for each rank ``"idle"``, ``"ended"``, or where it is in its code. For any thread but the loop's.
 
     Args:
-        ranks: all of them, by rank.
         busy: those that run a cell; they are asked for their stacks.
         seconds: how long they have to write them.
-        post: runs an action in the loop's thread, see `RankLoop.post`.
-
-    Returns:
-        A few words for each rank: ``"idle"``, ``"ended"``, or the place in its code.
+        post: `RankLoop.post`.
     """
     asked = [rank for number, rank in sorted(ranks.items()) if number in busy and not rank.handle.ended]
     for rank in asked:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.base.progress_page import Sample
-    from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
 
 
@@ -116,18 +116,15 @@ def give_up(rank: RankProxy) -> None:
 
 
 def call_steps(timeouts: Timeouts) -> tuple[Step, ...]:
-    """Return the steps that end the call of a launch early. Its ranks are not needed any more.
-
-    Ranks that have answered may therefore leave.
-    """
-    seconds, user, done = timeouts.unwind, timeouts.interrupt, _quit
+    """Return the steps that end the call of a launch early. Ranks that have answered may leave."""
+    done = RankProxy.quit
     return (
         Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
         Step(
             kind=StepKind.INTERRUPT,
             act=interrupt,
-            seconds=seconds,
-            for_user=user,
+            seconds=timeouts.unwind,
+            for_user=timeouts.interrupt,
             save=timeouts.save,
             is_saving=saves,
             on_interrupt=StepKind.KILL,
@@ -145,11 +142,7 @@ def call_steps(timeouts: Timeouts) -> tuple[Step, ...]:
 
 
 def quit_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
-    """Return the steps that end the ranks of a launch.
-
-    Args:
-        seconds: how long they have to leave by themselves, before they are sent signals.
-    """
+    """Return the steps that end the ranks of a launch, which have so many seconds to leave by themselves."""
     return (
         Step(
             kind=StepKind.WAIT,
@@ -162,7 +155,3 @@ def quit_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
         Step(kind=StepKind.TERMINATE, act=terminate, seconds=timeouts.terminate, on_interrupt=StepKind.KILL),
         Step(kind=StepKind.KILL, act=kill),
     )
-
-
-def _quit(rank: RankProxy) -> None:
-    rank.quit()

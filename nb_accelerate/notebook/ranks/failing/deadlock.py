@@ -33,8 +33,7 @@ class DeadlockWatch:
     ranks use devices: waits for those may take no time of a processor.
 
     Args:
-        longest: seconds between two looks that count, at most. More have passed where this process was suspended, say,
-            and perhaps the ranks too.
+        longest: seconds between two looks that count, at most. More pass where this process was suspended.
     """
 
     def __init__(self, request: Request, *, longest: float) -> None:
@@ -53,7 +52,7 @@ class DeadlockWatch:
         """Return the seconds since the deadlock began; None if there is none, or a rank has not sent its stacks.
 
         Args:
-            dumps: stacks of the ranks that have not come to the end, by rank. "" is none: a busy machine answers late.
+            dumps: stacks of the ranks that have not come to the end. "" is none: a busy machine answers late.
             others: ranks that have come to the end, or do not run this.
         """
         stacks = [*dumps.values(), *(bytes(one.stacks).decode(errors="replace") for one in others if not one.is_gone)]

@@ -66,9 +66,9 @@ class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an er
 
 
 def error_of(request: Request, *others: Request) -> BaseException | None:
-    """Return the exception to raise for a request that is done, or None if all went well.
+    """Return the exception to raise for a request that is done, or None if all went well. Not in the loop's thread.
 
-    Users' code may run in it, where an exception of theirs is unpickled, so it is not for the loop's thread.
+    Users' code may run in it, where an exception of theirs is unpickled.
 
     Args:
         others: requests to the same ranks that followed: an interrupt may have come in one of them.
@@ -127,12 +127,7 @@ def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
 
 
 def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: bool = False) -> LaunchError:
-    """Return the error about a rank that has ended, or is of no use any more.
-
-    Args:
-        tail: its last output.
-        out_of_memory: whether the system's out-of-memory killer has killed a process meanwhile.
-    """
+    """Return the error about a rank that has ended, or is of no use any more, with its last output."""
     number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
     said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
     if rank.why_lost:
@@ -164,14 +159,9 @@ def signal_name(number: int) -> str:
 
 
 def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> BaseException:
-    """Return the exception that a rank has answered with. Users' code may run, when it is unpickled.
+    """Return the exception that a rank has answered with; a `RemoteError` if it cannot be unpickled here.
 
-    Args:
-        fds: descriptors that came with it; closed.
-        output: the rank's last output.
-
-    Returns:
-        The exception itself, or a `RemoteError` with its text if it cannot be unpickled here.
+    Users' code may run in it. The descriptors are closed.
     """
     report = failure.report
     if report.type_name == "SystemExit" and failure.result_of_call:
@@ -179,20 +169,14 @@ def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> B
         text = f"rank {rank} called sys.exit({report.message}), before the function returned."
         return RankDiedError(text, rank=rank, exitcode=code, output=output)
     if failure.parcel is not None:
-        try:
+        # If the class or its state, which are users' code, cannot be rebuilt in this process, the report says it all.
+        with contextlib.suppress(Exception, SystemExit):
             rebuild, args = unpack(failure.parcel, fds)
             error: BaseException = rebuild(*args)
-        # The class or its state cannot be rebuilt in this process, which is users' code; the report says it all.
-        except (Exception, SystemExit):
-            error = _remote(rank, report, output)
+            return error
     else:
         for fd in fds:
             os.close(fd)
-        error = _remote(rank, report, output)
-    return error
-
-
-def _remote(rank: int, report: ErrorReport, output: str) -> RemoteError:
     text = f"rank {rank} raised {report.type_name}: {report.message}"
     return RemoteError(text, rank=rank, type_name=report.type_name, output=output)
 
@@ -226,11 +210,7 @@ def add_note(error: BaseException, note: str) -> None:
 def show_traceback_of_rank(
     error: BaseException, report: ErrorReport, ranks: list[int], world_size: int, footer: str
 ) -> None:
-    """Have IPython and plain Python print the traceback on the rank, and not that of the wait for it.
-
-    Args:
-        footer: what other ranks were doing, or "".
-    """
+    """Have IPython and plain Python print the traceback on the rank, and not that of the wait for it."""
     title = whose(ranks, world_size)
     who = f"Raised by {title}{_place_of_import(error, report)}."
     add_note(error, who)

@@ -41,9 +41,6 @@ class HangWatch:
     slowly, or compute for long in one place, are asked less and less often: each answer takes some of their time. If
     they show for ``deadlock`` seconds that the ranks wait for ever, the request fails with a `DeadlockError`.
 
-    Args:
-        timeouts: its ``quiet``, ``stacks``, ``told`` and ``deadlock`` are used.
-
     Attributes:
         due: `time.monotonic` of the next `act`.
     """

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 def ended_as(
     request: Request, *others: Request, error: BaseException | None = None
 ) -> tuple[PanelStatus, FailureSummary | None]:
-    """Return how a request has ended, for its panel. Runs no code of users.
-
-    The panel marks the ranks that failed. The error, which is raised below it, tells what went wrong. Where no error is
-    raised, the panel keeps the traceback.
+    """Return how a request has ended, for its panel: the ranks that failed, and the traceback if no error is raised.
 
     Args:
         others: requests to the same ranks that followed it.

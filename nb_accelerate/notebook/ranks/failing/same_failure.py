@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label, named
@@ -34,7 +35,10 @@ def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str
         return []
     report = cause.failure[0].report
     others = [(rank, other) for rank, other in _reports(incidents) if not _is_same(other, report)]
-    return [f"Rank {rank} failed as well: {one_line(other)}" for rank, other in sorted(others, key=_rank)[:_MAX_OTHERS]]
+    return [
+        f"Rank {rank} failed as well: {one_line(other)}"
+        for rank, other in sorted(others, key=itemgetter(0))[:_MAX_OTHERS]
+    ]
 
 
 def lost_as_well(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
@@ -70,11 +74,9 @@ def one_line(report: ErrorReport) -> str:
 def meanwhile(answers: Mapping[int, Answer], stacks: Mapping[int, str], *, cause: int | None) -> str:
     """Return where the other ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``.
 
-    Equal places are said once.
-
     Args:
-        answers: what ranks have answered, by rank. One that has lost another rank says where it noticed that.
-        stacks: of ranks, by rank, for all others.
+        answers: what ranks have answered. One that has lost another rank says where it noticed that.
+        stacks: of all others.
         cause: the rank that all this is about.
     """
     places = {rank: where(dump) for rank, dump in stacks.items()}
@@ -88,8 +90,8 @@ def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> 
     """Return the line of users' code in which an interrupt hit each rank: ``Rank 0 was in train, cell 7 line 12``.
 
     Args:
-        answers: what ranks have answered since, by rank.
-        stacks: of ranks, by rank, for those that could not answer.
+        answers: what ranks have answered since.
+        stacks: of those that could not answer.
     """
     places = {rank: where(dump) for rank, dump in stacks.items() if rank not in answers}
     for rank, (answer, _) in answers.items():
@@ -116,7 +118,3 @@ def _reports(incidents: Iterable[Incident]) -> list[tuple[int, ErrorReport]]:
         for one in incidents
         if one.rank is not None and one.failure is not None and not (one.peer_lost or one.is_consequence)
     ]
-
-
-def _rank(reported: tuple[int, ErrorReport]) -> int:
-    return reported[0]

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NotebookDisplay:
-    """A display of the notebook.
-
-    Attributes:
-        id: its id in the notebook.
-        is_new: it has to be shown first: the one that there is belongs to other ranks as well, and is not updated.
-    """
+    """A display of the notebook. A new one has to be shown first: the one that there is belongs to other ranks too."""
 
     id: str
     is_new: bool

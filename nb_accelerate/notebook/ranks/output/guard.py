@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, Protocol, TypeVar
+
+from typing_extensions import ParamSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
-    from nb_accelerate.notebook.protocol.messages import Display
-    from nb_accelerate.notebook.protocol.output import StreamName
-    from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
     from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
 
 _RETRY_INTERVAL = 0.5
 """Seconds until output that could not be shown is tried again."""
 
 _MAX_TEXT = 300
 """Characters of an error's text that are shown."""
+
+
+class _HasGuard(Protocol):
+    guard: OutputGuard
+
+
+_T = TypeVar("_T", bound="_HasGuard")
 
 
 class OutputGuard:
@@ -69,69 +79,15 @@ class OutputGuard:
                 logger.warning(line)
 
 
-class GuardedOutput:
-    """A `RequestOutput` whose methods never raise.
+def guarded(method: Callable[Concatenate[_T, _P], None]) -> Callable[Concatenate[_T, _P], None]:
+    """Decorate a method of an object that has a `guard`: errors in it go no further."""
 
-    Args:
-        sink: takes the line about the first error.
-
-    Attributes:
-        guard: for whatever else shows output of the request.
-        alone: see `RequestOutput`.
-    """
-
-    def __init__(self, output: RequestOutput, sink: Sink) -> None:
-        self._output = output
-        self.guard = OutputGuard(sink)
-        self.alone = output.alone
-
-    @property
-    def due(self) -> float:
-        """`time.monotonic` at which `flush` has something to do."""
-        due = float("inf")
+    @functools.wraps(method)
+    def call(self: _T, /, *arguments: _P.args, **options: _P.kwargs) -> None:
         with self.guard:
-            due = self._output.due
-        return max(due, self.guard.retry_at)
+            method(self, *arguments, **options)
 
-    def text(self, rank: int, stream: StreamName, text: str) -> None:
-        """See `RequestOutput.text`."""
-        with self.guard:
-            self._output.text(rank, stream, text)
-
-    def redrawing(self, rank: int, line: str) -> None:
-        """See `RequestOutput.redrawing`."""
-        with self.guard:
-            self._output.redrawing(rank, line)
-
-    def display(self, rank: int, display: Display) -> None:
-        """See `RequestOutput.display`."""
-        with self.guard:
-            self._output.display(rank, display)
-
-    def say(self, line: str) -> None:
-        """See `RequestOutput.say`."""
-        with self.guard:
-            self._output.say(line)
-
-    def note(self, line: str) -> None:
-        """See `RequestOutput.note`."""
-        with self.guard:
-            self._output.note(line)
-
-    def flush(self) -> None:
-        """See `RequestOutput.flush`."""
-        with self.guard:
-            self._output.flush()
-
-    def finish(self) -> None:
-        """See `RequestOutput.finish`."""
-        with self.guard:
-            self._output.finish()
-
-    def close(self) -> None:
-        """See `RequestOutput.close`."""
-        with self.guard:
-            self._output.close()
+    return call
 
 
 def _line(error: Exception) -> str:

@@ -26,9 +26,6 @@ T = TypeVar("T", bound="Hashable")
 class _Queue(Generic[T]):
     """Items of one rank that were not shown yet. Times are kept for batches of items, not for each.
 
-    Args:
-        kind: returns what an item has in common with those that are counted with it; None for one that is not counted.
-
     Attributes:
         shown: how many of each kind were shown since the last item that all ranks had.
     """
@@ -107,11 +104,7 @@ class Merge(Generic[T]):
         return min(queue.since for queue in self._waiting.values()) + self._hold
 
     def add(self, rank: int, items: Sequence[T], now: float) -> None:
-        """Take items of a rank.
-
-        Args:
-            now: `time.monotonic`.
-        """
+        """Take items of a rank, which came now."""
         self._waiting[rank].add(items, now)
         self._show_common()
 

@@ -65,11 +65,7 @@ class Overflow:
                 self._give_up(error)
 
     def drawing(self, lines: int, size: int) -> dict[str, Any]:
-        """Return the content of the Jupyter message that shows it.
-
-        Args:
-            lines: how many lines the cell shows in full.
-        """
+        """Return the content of the Jupyter message that shows it. The cell shows so many lines or characters."""
         if self._file is not None:
             try:
                 self._file.flush()

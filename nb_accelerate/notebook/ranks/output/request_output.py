@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
+from nb_accelerate.notebook.ranks.output.guard import OutputGuard, guarded
 from nb_accelerate.notebook.ranks.output.merge import Merge
 from nb_accelerate.notebook.ranks.output.rank_output import prefixed
 from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
@@ -52,13 +53,7 @@ _Line: TypeAlias = "tuple[StreamName, str]"
 
 @dataclass(frozen=True)
 class _Shown:
-    """A display of a rank.
-
-    Attributes:
-        kind: ``result``, or the type of a Jupyter message.
-        looks: text that is equal for displays that look the same.
-        content: content of the message. Displays are compared without it.
-    """
+    """A display of a rank: ``result`` or the type of a Jupyter message, text that is equal for equal ones, content."""
 
     kind: str
     looks: str
@@ -69,7 +64,7 @@ _Item: TypeAlias = "_Line | _Shown"
 
 
 class RequestOutput:
-    """Takes lines and displays of ranks, and shows them in a cell.
+    """Takes lines and displays of ranks, and shows them in a cell. No method raises: an error costs output only.
 
     Args:
         ids: display ids of the ranks, if they live longer than the request.
@@ -81,6 +76,7 @@ class RequestOutput:
         hold: seconds that a line waits for the same line of the other ranks.
 
     Attributes:
+        guard: for whatever else shows output of the request.
         alone: whether there is one rank only and its lines have no prefix, so that they need not be whole.
     """
 
@@ -96,6 +92,7 @@ class RequestOutput:
         has_bars: bool = True,
         hold: float = Timeouts.fold,
     ) -> None:
+        self.guard = OutputGuard(sink)
         self._ranks = tuple(sorted(ranks))
         self._sink = sink
         self._ids = ids or DisplayIds()
@@ -113,8 +110,12 @@ class RequestOutput:
     @property
     def due(self) -> float:
         """`time.monotonic` at which `flush` has something to do."""
-        return min(self._sink.due, self._merge.due, self._bars.due if self._bars else NEVER)
+        due = NEVER
+        with self.guard:
+            due = min(self._sink.due, self._merge.due, self._bars.due if self._bars else NEVER)
+        return max(due, self.guard.retry_at)
 
+    @guarded
     def text(self, rank: int, stream: StreamName, text: str) -> None:
         """Show text of a rank: whole lines, or anything at all if it is `alone`."""
         if self._quiet:
@@ -131,11 +132,13 @@ class RequestOutput:
             lines = [line for line in lines if not self._finishes_bar(rank, line)]
         self._add(rank, list(zip(repeat(stream), lines, strict=False)))
 
+    @guarded
     def redrawing(self, rank: int, line: str) -> None:
         """Redraw the progress bar of a rank from a line that has no newline yet."""
         if self._has_bars and not self._quiet and "\r" in line:
             self._the_bars().draw(rank, _last_drawing(line))
 
+    @guarded
     def display(self, rank: int, display: Display) -> None:
         """Show a display of a rank."""
         if self._quiet:
@@ -149,11 +152,13 @@ class RequestOutput:
         looks = json.dumps([place, content["data"], content["metadata"]], sort_keys=True)
         self._add(rank, [_Shown(display.kind, looks, content)])
 
+    @guarded
     def say(self, line: str) -> None:
         """Show a line of this package's own on stderr."""
         self._merge.flush(time.monotonic())
         self._sink.write("stderr", line + "\n")
 
+    @guarded
     def note(self, line: str) -> None:
         """Show a line of this package's own as a display, which front ends do not draw in red."""
         self._merge.flush(time.monotonic())
@@ -162,6 +167,7 @@ class RequestOutput:
         else:
             self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
 
+    @guarded
     def flush(self) -> None:
         """Show what has waited long enough."""
         now = time.monotonic()
@@ -171,6 +177,7 @@ class RequestOutput:
         if self._sink.due <= now:
             self._sink.flush()
 
+    @guarded
     def finish(self) -> None:
         """Show everything: the request is done. Threads of the ranks may still print afterwards."""
         self._merge.finish()
@@ -179,6 +186,7 @@ class RequestOutput:
             self._bars = None
         self._sink.flush()
 
+    @guarded
     def close(self) -> None:
         """Show everything, and close the sink. Nothing follows."""
         self.finish()

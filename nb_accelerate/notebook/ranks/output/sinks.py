@@ -52,11 +52,7 @@ class Sink(Protocol):
         """Show text of a stream: whole lines, or anything at all if there is only one rank."""
 
     def display(self, kind: str, content: dict[str, Any]) -> None:
-        """Show a display.
-
-        Args:
-            kind: type of a Jupyter message: ``display_data``, ``update_display_data`` or ``clear_output``.
-        """
+        """Show a display: a Jupyter message ``display_data``, ``update_display_data`` or ``clear_output``."""
 
     def flush(self) -> None:
         """Show what was gathered."""
@@ -98,12 +94,12 @@ class StreamSink(Sink):
         if text is not None:
             self._print(sys.stdout, f"{text}\n")
 
+    def _print(self, stream: IO[str] | None, text: str) -> None:
+        console.write(stream, text)
+
     @override
     def flush(self) -> None:
         pass
-
-    def _print(self, stream: IO[str] | None, text: str) -> None:
-        console.write(stream, text)
 
     @override
     def close(self) -> None:
@@ -115,10 +111,6 @@ class CellSink(Sink):
     """Shows output in the cell that runs when the sink is made, also when that has ended. For any thread.
 
     What the cell has redirected, with ``%%capture`` or `contextlib.redirect_stdout`, goes where its own prints go.
-
-    Args:
-        line_limit: lines that the cell shows in full.
-        size_limit: characters that the cell shows in full.
     """
 
     def __init__(self, kernel: Any, line_limit: int = LINE_LIMIT, size_limit: int = SIZE_LIMIT) -> None:

@@ -13,6 +13,7 @@ The loop over ranks takes no part: pages are shared memory.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -20,30 +21,17 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from typing_extensions import override
-
-from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.base.progress_page import Phase
-from nb_accelerate.base.progress_page.commands import (
-    NO_EPOCH_LOOP,
-    NO_FOLDER,
-    NO_LOOP,
-    Command,
-    CommandKind,
-    check_text,
-)
+from nb_accelerate.base.progress_page.commands import Command, CommandKind, check_text
 from nb_accelerate.base.topology.rank_lists import named
-from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
-from nb_accelerate.notebook.display.panel import PAUSE, RESUME, Action
+from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.notebook.display.words import capitalized
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from nb_accelerate.base.progress_page import Sample
     from nb_accelerate.base.progress_page.commands import CommandState, CommandWriter
     from nb_accelerate.notebook.ranks.request import Request
 
@@ -59,9 +47,6 @@ to wait for another."""
 
 _FIRST_HOLD, _LONGEST_HOLD = 0.5, 20.0
 """Seconds that a rank which has come to the step may wait for the others to agree; doubled with each attempt."""
-
-_END = 1.0
-"""Seconds for the threads of buttons to notice that training has ended."""
 
 _NAMES = {
     CommandKind.PAUSE: "pause",
@@ -206,164 +191,20 @@ class Steerable(ABC):
         if not request.steering.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DeadlineError(f"{capitalized(_named(command))}: another command has not ended within {timeout:g} s.")
         try:
-            return _Attempts(request, command, timeout, deadline, self._at_end).run()
+            return _GivenCommand(request, command, timeout, deadline, self._at_end).give()
         finally:
             request.steering.release()
-
-
-class RequestSteering(Steerable):
-    """Steers the ranks of a request.
-
-    Args:
-        say: shows a line to the user. Any thread.
-    """
-
-    _at_end = ""  # a cell has no object to call .result() on
-
-    def __init__(self, request: Request, world_size: int, say: Callable[[str], object]) -> None:
-        self._request = request
-        self._world_size = world_size
-        self._show = say
-
-    @override
-    def _steered(self) -> tuple[Request | None, int]:
-        return self._request, self._world_size
-
-    @override
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._request.done.wait(timeout)
-
-    @override
-    def _show_here(self, text: str) -> None:
-        self._show(text)
-
-
-def steering_actions(
-    request: Request, world_size: int, *, note: Callable[[str], object], say: Callable[[str], object]
-) -> tuple[Action, ...]:
-    """Return buttons that steer the ranks of a request; none where they could not.
-
-    A button returns at once, with the thread that gives its command. One that no rank could obey yet, or that any rank
-    could not obey, says why. Commands that had no effect are named when the request ends.
-
-    Args:
-        note: shows a line that says what was done. Any thread.
-        say: shows one that says why nothing was done. Any thread.
-    """
-    if len(request.ranks) != world_size:
-        return ()
-    buttons = _Buttons(request, world_size, note, say)
-    request.callbacks.append(buttons.tell_end)
-    return buttons.actions
-
-
-class _Buttons:
-    """The buttons of a panel, and the commands that were given by them. The arguments are those of `steering_actions`.
-
-    Attributes:
-        actions: the buttons.
-    """
-
-    def __init__(
-        self, request: Request, world_size: int, note: Callable[[str], object], say: Callable[[str], object]
-    ) -> None:
-        self._request = request
-        self._steered = RequestSteering(request, world_size, note)
-        self._note, self._say = note, say
-        self._threads: list[HelperThread] = []
-        self._without_effect: list[str] = []
-        self.actions = (
-            self._button(PAUSE, "pause training before its next batch, or go on", self._pause, self._no_pause),
-            self._button("Save", "save a checkpoint now", self._save, self._no_save),
-            self._button(
-                "Stop after epoch", "end training when this epoch does", self._steered.stop_after_epoch, self._no_stop
-            ),
-        )
-
-    def tell_end(self) -> None:
-        """Name the commands that had no effect, when all ranks have answered or ended. In the thread of the loop."""
-        until = time.monotonic() + _END
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if self._without_effect:
-            *others, last = dict.fromkeys(self._without_effect)
-            names = f"{', '.join(others)} and {last}" if others else last
-            has_begun = any(one.takes_commands for one in _samples(self._request))
-            why = "training ended before its next batch" if has_begun else "no loop over a prepared loader has begun"
-            self._say(f"{names} had no effect: {why}")
-
-    def _button(self, title: str, hint: str, give: Callable[[], None], why_not: Callable[[], str]) -> Action:
-        def start() -> HelperThread:
-            name = RESUME if title == PAUSE and self._steered.is_paused else title
-            thread = HelperThread(self._run, name.lower(), give, name="steering", on_failure=self._failed)
-            self._threads.append(thread)
-            thread.start()
-            return thread
-
-        return Action(title, hint, start, why_not)
-
-    def _run(self, name: str, give: Callable[[], None]) -> None:
-        try:
-            if self._no_pause():
-                self._note(f"{name}: no loop over a prepared loader has begun yet; the command waits for one")
-            give()
-        except LaunchError as error:
-            if self._request.done.is_set():
-                self._say(str(error))
-            else:  # it is about to end: `tell_end` says this of all commands in one line
-                self._without_effect.append(name)
-        except NbAccelerateError as error:
-            self._say(str(error))
-
-    def _failed(self, _: str, error: BaseException) -> None:
-        self._say(f"the command could not be given ({type(error).__name__}: {error})")
-
-    def _pause(self) -> None:
-        (self._steered.resume if self._steered.is_paused else self._steered.pause)()
-
-    def _save(self) -> None:
-        self._note(f"saved {self._steered.save_checkpoint()}")
-
-    def _no_pause(self) -> str:
-        return _no_loop(_busy(self._request))
-
-    def _no_save(self) -> str:
-        busy = _busy(self._request)
-        return _no_loop(busy) or (NO_FOLDER if any(one.has_folder is False for one in busy) else "")
-
-    def _no_stop(self) -> str:
-        busy = _busy(self._request)
-        # Before the first step, the loop over epochs may be still to come.
-        lacks_loop = any(one.has_epoch_loop is False and one.steps for one in busy)
-        return _no_loop(busy) or (NO_EPOCH_LOOP if lacks_loop else "")
-
-
-def _no_loop(busy: Sequence[Sample]) -> str:
-    return NO_LOOP if busy and not any(one.takes_commands for one in busy) else ""
-
-
-def _samples(request: Request) -> list[Sample]:
-    try:
-        return [rank.handle.page.read() for rank in request.ranks]
-    except ValueError:  # they were closed: the ranks have just ended
-        return []
-
-
-def _busy(request: Request) -> list[Sample]:
-    """Return the samples of ranks whose page does not show a call or cell that is over, maybe the one before."""
-    return [one for one in _samples(request) if one.phase is not Phase.ENDED]
 
 
 def _named(command: Command) -> str:
     return _NAMES[command.kind]
 
 
-class _Attempts:
-    """Gives one command, again if ranks do not agree.
+class _GivenCommand:
+    """A command that is given to all ranks, again with another step if they do not agree on one.
 
     Args:
         timeout: seconds from the call to the deadline, for messages.
-        deadline: `time.monotonic` at which to give up.
         at_end: what to do when training has ended, for messages; see `Steerable`.
     """
 
@@ -373,102 +214,90 @@ class _Attempts:
         self._timeout = timeout
         self._deadline = deadline
         self._at_end = at_end
-        self._came: set[int] = set()  # ranks that have agreed in any attempt
+        self._have_agreed: set[int] = set()  # in any attempt
         self._pages: dict[int, CommandWriter] = {rank.rank: rank.handle.page.commands for rank in request.ranks}
 
-    def run(self) -> list[str]:
+    def give(self) -> list[str]:
         """Return the answers of all ranks, in their order."""
-        ahead, hold = self._steps_ahead(), _FIRST_HOLD
-        while True:
-            number = next(_numbers)
-            if self._agreed(number, ahead, hold):
-                return self._answers(number)
-            ahead, hold = 2 * ahead + 1, min(2 * hold, _LONGEST_HOLD)
+        hold = _FIRST_HOLD
+        while not self._is_agreed(number := next(_numbers), hold):
+            hold = min(2 * hold, _LONGEST_HOLD)
+        return self._answers(number)
 
-    def _steps_ahead(self) -> int:
-        before = self._steps()
-        time.sleep(_AHEAD)
-        return self._steps() - before
-
-    def _steps(self) -> int:
-        return max(one.steps for one in self._look(0))
-
-    def _look(self, number: int) -> Sequence[CommandState]:
-        """Return what all ranks say.
-
-        Raises:
-            LaunchError: one of them has come to its end, and not answered.
-        """
+    def _states(self, number: int) -> Sequence[CommandState]:
+        """Return what all ranks say. Raises LaunchError if one of them has come to its end, and not answered."""
         request = self._request
         has_ended = request.done.is_set() or request.step is not None or bool(request.answers)
         try:
-            said = [page.look(number) for page in self._pages.values()]
-            if not has_ended or all(one.answer is not None for one in said):
-                return said
+            states = [page.look(number) for page in self._pages.values()]
+            if not has_ended or all(state.answer is not None for state in states):
+                return states
         except ValueError:  # the pages were closed: all has ended
             pass
         raise LaunchError(
-            f"{self._name}: training ended before its next batch, so the command had no effect.{self._at_end}"
+            f"{_named(self._command)}: training ended before its next batch, so the command had no effect."
+            f"{self._at_end}"
         )
 
-    @property
-    def _name(self) -> str:
-        return _named(self._command)
+    def _is_agreed(self, number: int, hold: float) -> bool:
+        """Write the command to all pages, and return whether all ranks obey it; else it is withdrawn from all.
 
-    def _agreed(self, number: int, ahead: int, hold: float) -> bool:
-        """Give the command, and return whether all ranks obey it; else it is withdrawn from all."""
-        said = self._look(number)
-        after = max(one.steps for one in said) + (0 if all(one.is_paused for one in said) else 1 + ahead)
+        Args:
+            hold: seconds that a rank which has come to the step may wait for others, which may wait for it elsewhere.
+        """
+        before = max(state.steps for state in self._states(0))
+        time.sleep(_AHEAD)
+        states = self._states(number)
+        newest = max(state.steps for state in states)
+        # A step to come, before which every rank looks at its page; there is none while training is paused.
+        after = newest if all(state.is_paused for state in states) else newest + 1 + (newest - before)
         holds, waits_since = False, 0.0
         try:
             for page in self._pages.values():
                 page.write(number, self._command, after=after)
             while True:
-                said = self._look(number)
-                self._came |= {rank for rank, one in zip(self._pages, said, strict=True) if one.has_agreed}
-                if all(one.has_agreed for one in said):
+                states = self._states(number)
+                self._have_agreed |= {rank for rank, state in zip(self._pages, states, strict=True) if state.has_agreed}
+                if all(state.has_agreed for state in states):
                     holds = True
                     return True
-                if any(not one.is_there or (one.steps > after and not one.has_agreed) for one in said):
-                    return False
                 now = time.monotonic()
-                if any(one.steps >= after and one.has_agreed for one in said):
+                if now > self._deadline:
+                    late = [rank for rank in self._pages if rank not in self._have_agreed]
+                    what = f"{named(late)} began no batch of training" if late else "the ranks came to no step together"
+                    raise DeadlineError(
+                        f"{capitalized(what)} within {self._timeout:g} s. The command ({_named(self._command)}) was "
+                        "withdrawn."
+                    )
+                if any(not state.is_there or (state.steps > after and not state.has_agreed) for state in states):
+                    return False
+                if any(state.steps >= after and state.has_agreed for state in states):
                     waits_since = waits_since or now
                     if now - waits_since > hold:
                         return False
-                if now > self._deadline:
-                    late = [rank for rank in self._pages if rank not in self._came]
-                    what = f"{named(late)} began no batch of training" if late else "the ranks came to no step together"
-                    raise DeadlineError(
-                        f"{capitalized(what)} within {self._timeout:g} s. The command ({self._name}) was withdrawn."
-                    )
                 time.sleep(_LOOK)
         finally:
-            self._decide(number, holds=holds)
-
-    def _decide(self, number: int, *, holds: bool) -> None:
-        with interrupts_later():  # a rank that is told nothing would wait for its decision
-            for page in self._pages.values():
-                try:
-                    page.decide(number, holds=holds)
-                except ValueError:  # it was closed: the rank has ended
-                    continue
+            with interrupts_later():  # a rank that is told nothing would wait for its decision
+                for page in self._pages.values():
+                    with contextlib.suppress(ValueError):  # it was closed: the rank has ended
+                        page.decide(number, holds=holds)
 
     def _answers(self, number: int) -> list[str]:
         while True:
             try:
-                said = self._look(number)
+                states = self._states(number)
             except LaunchError:
                 if self._command.kind in (CommandKind.RESUME, CommandKind.STOP):
                     return []  # after which training may end sooner than somebody looks again
                 raise
-            if all(one.answer is not None for one in said):
+            if all(state.answer is not None for state in states):
                 break
             if time.monotonic() > self._deadline:
-                raise DeadlineError(f"Ranks do this ({self._name}), and have not ended it within {self._timeout:g} s.")
+                what = _named(self._command)
+                raise DeadlineError(f"Ranks do this ({what}), and have not ended it within {self._timeout:g} s.")
             time.sleep(_LOOK)
-        failed = [one.answer for one in said if one.has_failed]
+        failed = [state.answer for state in states if state.has_failed]
         if failed:
             error = CheckpointError if self._command.kind is CommandKind.SAVE else ConfigError
             raise error(failed[0])
-        return [one.answer or "" for one in said]
+        return [state.answer or "" for state in states]
