@@ -332,7 +332,7 @@ def test_a_port_in_use_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.Ca
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["launch", "--cpu", "--quiet", "--main_process_port", port, str(write(tmp_path, ""))]) == 2
-    assert f"--main_process_port {port} is taken by" in capsys.readouterr().err
+    assert f"--main_process_port {port} is taken. Write another one" in capsys.readouterr().err
 
 
 def test_several_machines_share_out_the_processes(tmp_path: Path):

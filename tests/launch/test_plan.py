@@ -152,14 +152,6 @@ def test_forked_ranks_have_one_thread_and_others_share_the_cores() -> None:
     assert plan(num_processes=2, start_method="fork").num_threads == 1
 
 
-def test_many_more_ranks_than_cores_are_asked_about_and_not_refused() -> None:
-    assert plan({"num_cpus": 2}, num_processes=32).warnings == ()
-    many = plan({"num_cpus": 2}, num_processes=500)
-    assert many.num_processes == 500
-    (warning,) = many.warnings
-    assert warning.startswith("num_processes=500 on 2 cores: is that meant?")
-
-
 def test_little_shared_memory_is_said_before_a_loader_dies_of_it() -> None:
     assert plan({"shared_memory": 1 << 40}).warnings == ()
     (warning,) = plan({"shared_memory": 64 << 20}).warnings
@@ -329,10 +321,10 @@ def _refused(*_: object, **__: object) -> int:
     raise PermissionError(errno.EPERM, "not here")
 
 
-def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:
+def test_a_port_that_is_taken_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"use_port={port} is taken by .*\(pid \d+\)"):
+        with pytest.raises(ConfigError, match=rf"use_port={port} is taken"):
             open_rendezvous(options(use_port=port), plan()).__enter__()
 
 
@@ -343,9 +335,9 @@ def test_a_port_of_the_endpoint_that_is_taken_is_refused_as_such(backend: str) -
         given = {"rdzv_backend": backend, "rdzv_endpoint": endpoint, "rdzv_conf": {"is_host": True}}
         with pytest.raises(ConfigError) as refused:
             open_rendezvous(options(num_nodes=2, **given), plan(num_nodes=2, **given)).__enter__()
-    assert str(refused.value).startswith(f"rdzv_endpoint='{endpoint}': that port is taken by ")
+    assert str(refused.value).startswith(f"rdzv_endpoint='{endpoint}': that port is taken. ")
     flags = in_flags(str(refused.value))
-    assert flags.startswith(f"--main_process_ip 127.0.0.1 --main_process_port {endpoint[10:]}: that port is taken by ")
+    assert flags.startswith(f"--main_process_ip 127.0.0.1 --main_process_port {endpoint[10:]}: that port is taken. ")
 
 
 def test_a_port_that_is_free_is_used() -> None:

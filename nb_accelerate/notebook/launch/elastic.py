@@ -163,8 +163,8 @@ class ElasticRendezvous:
             with variables_set({_OWN_STORE: "1"}):
                 info = self._in_thread(self._join)
         except RendezvousTimeoutError:
-            here = [self._me, *(one for one in self._state.machines if one.launch != self._me.launch)]
-            gone = [one for one in before if one not in here]
+            here = [self._me, *(machine for machine in self._state.machines if machine.launch != self._me.launch)]
+            gone = [machine for machine in before if machine not in here]
             missing = not_all_came(here, gone, self._fewest, self.where, self._seconds)
         except RendezvousClosedError:
             missing = StartError("the launch has ended on another machine: nobody can take part in it any more")
@@ -197,17 +197,17 @@ class ElasticRendezvous:
         """Return the machines of the round that torch elastic has not heard of for `silence_limit` seconds."""
         assert self.round is not None
         here = self._state.machines
-        if all(one in here for one in self.round.machines):
+        if all(machine in here for machine in self.round.machines):
             return []
-        return [one for one in self.round.without("ended") if one not in here]
+        return [machine for machine in self.round.without("ended") if machine not in here]
 
     def lost(self) -> MachineError | None:
         """Return an error about the launches that did not answer when `Round.ask_who_is_here` has asked."""
         assert self.round is not None
         self._lost = self.round.without("here")
-        for one in self._lost:
+        for machine in self._lost:
             why = "does not answer any more: it was killed, or that machine is down or without network"
-            return MachineError(f"the launch on the machine at {one} {why}", address=one.address)
+            return MachineError(f"the launch on the machine at {machine} {why}", address=machine.address)
         return None
 
     def unreachable(self, error: BaseException) -> MachineError:
@@ -257,7 +257,7 @@ class ElasticRendezvous:
                 handler.set_closed()
             until = time.monotonic() + _HEARD_LIMIT
             while self._is_first and last is not None and time.monotonic() < until:
-                if all(one in self._lost for one in last.without("ended")):
+                if all(machine in self._lost for machine in last.without("ended")):
                     break
                 time.sleep(_LOOK_INTERVAL)
 
@@ -326,8 +326,9 @@ class ElasticRendezvous:
                     raise
             time.sleep(_RETRY_INTERVAL)  # nothing tells when somebody begins to listen there
         first = Machine.from_text(self._store.get(_FIRST).decode())
+        known = first.address, self._me.address
         # One of this address may be the launch before this one, which was killed: torch elastic will miss it.
-        others = [one for one in self._state.machines if one.address not in (first.address, self._me.address)]
+        others = [machine for machine in self._state.machines if machine.address not in known]
         if why := refusal([first, *others], self._me):
             raise ConfigError(why)
 

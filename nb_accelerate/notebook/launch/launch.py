@@ -27,11 +27,12 @@ from nb_accelerate.notebook.launch.machine_watch import MachineWatch
 from nb_accelerate.notebook.launch.panel import facts_of, line_prefix
 from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
 from nb_accelerate.notebook.launch.servers import one_at_a_time
-from nb_accelerate.notebook.launch.setup import pack_notebook
+from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
 from nb_accelerate.notebook.launch.starters import open_server
-from nb_accelerate.notebook.launch.starting import sender, started_ranks
+from nb_accelerate.notebook.launch.starting import started_ranks
 from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.protocol.messages import Call
 from nb_accelerate.notebook.ranks.failing.errors import error_of, interrupted, summary
 from nb_accelerate.notebook.ranks.failing.incidents import INTERRUPTED, STOPPED, Wording
 from nb_accelerate.notebook.ranks.failing.outcome import ended_as
@@ -132,9 +133,11 @@ class Launch(Steerable):
     def ranks(self) -> list[RankStatus]:
         """The ranks of this machine."""
         return [
-            RankStatus(rank=one.rank, pid=one.handle.pid, state=state_of(one, request), exitcode=one.handle.exitcode)
+            RankStatus(
+                rank=rank.rank, pid=rank.handle.pid, state=state_of(rank, request), exitcode=rank.handle.exitcode
+            )
             for request in self._requests[:1]
-            for one in request.ranks
+            for rank in request.ranks
         ]
 
     def status(self) -> str:
@@ -158,11 +161,10 @@ class Launch(Steerable):
         Raises:
             LookupError: there is no such rank on this machine.
         """
-        ranks = [one for request in self._requests[:1] for one in request.ranks]
-        for one in ranks:
-            if one.rank == rank:
-                return one.output.text
-        raise LookupError(f"rank={rank!r}: this launch has ranks {[one.rank for one in ranks]} here")
+        texts = {proxy.rank: proxy.output.text for request in self._requests[:1] for proxy in request.ranks}
+        if rank not in texts:
+            raise LookupError(f"rank={rank!r}: this launch has ranks {list(texts)} here")
+        return texts[rank]
 
     @override
     def wait(self, timeout: float | None = None) -> bool:
@@ -300,14 +302,13 @@ class Launch(Steerable):
         self._check_goes_on()
         with contextlib.ExitStack() as stack:
             with enough_room():
-                births = stack.enter_context(contextlib.ExitStack())
-                if is_local(options):
-                    births.enter_context(one_at_a_time())
-                rendezvous = stack.enter_context(meet())
-                self._plan = plan = self._plan.with_nodes(rendezvous.num_nodes)
-                handles, stores = stack.enter_context(
-                    started_ranks(server, options, plan, rendezvous, wants_rows=self._front_end != "off", births=births)
-                )
+                with one_at_a_time() if is_local(options) else contextlib.nullcontext():
+                    rendezvous = stack.enter_context(meet())
+                    self._plan = plan = self._plan.with_nodes(rendezvous.num_nodes)
+                    wants_rows = self._front_end != "off"
+                    handles = stack.enter_context(
+                        started_ranks(server, options, plan, rendezvous, wants_rows=wants_rows)
+                    )
                 with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
                     loop = RankLoop(monitor_interval=options.monitor_interval, monitor=self._look_at_machines)
                     stack.callback(loop.close)
@@ -317,9 +318,19 @@ class Launch(Steerable):
                 ranks = [RankProxy(handle) for handle in handles]
                 for rank in ranks:
                     loop.add(rank)
+
+            def send(rank: RankProxy) -> None:
+                handle = handles[rank.handle.local_rank]
+                setup = make_setup(
+                    handle, options, plan, rendezvous, notebook.parcel, store=handle.store, attempt=attempt
+                )
+                with contextlib.suppress(OSError):  # it has ended already, which its status tells
+                    handle.channel.send(setup, notebook.fds)
+                    handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
+
             calling = Request(
                 ranks=ranks,
-                send=sender(options, plan, rendezvous, stores, notebook, call, attempt),
+                send=send,
                 steps=call_steps(timeouts),
                 wording=_WORDING,
                 world_size=plan.world_size,
@@ -349,40 +360,51 @@ class Launch(Steerable):
             if rendezvous.elastic is not None:
                 self._machines = MachineWatch(rendezvous.elastic, calling, self._say)
                 stack.callback(self._machines.close)
-            error: BaseException | None = None
-            try:
-                with interrupts_call(self._interrupt_requests):
-                    loop.begin(calling, hangs=timeouts)
-                    if was_stopped:
-                        self._interrupt_requests(StepKind.TERMINATE, was_stopped)
-                    with loop.output.guard:  # after the request, so that the ranks start meanwhile
-                        calling.panel = self._panel(calling, is_first=not attempt)
-                    self._has_panel.set()
-                    loop.run(calling)
-                    if calling.step is not None:  # not all ranks have finished by themselves
-                        leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)
-                    leaving.panel = calling.panel
-                    loop.begin(leaving)
-                    loop.run(leaving)
-                    if note := note_of_dropped(calling, self._name):
-                        loop.output.note(note)
-                    if not self._exit_returns and (note := note_of_exits(calling)):
-                        loop.output.note(note)
-                    loop.output.finish()
-                error = error_of(calling, leaving)
-                if self._machines is not None:
-                    error = self._machines.explain(error)
-                if error is None:
-                    return unpack_values(calling)
+            return self._carry_out(loop, calling, leaving, is_first=not attempt, was_stopped=was_stopped)
+
+    def _carry_out(
+        self, loop: RankLoop, calling: Request, leaving: Request, *, is_first: bool, was_stopped: str
+    ) -> Values:
+        """Have the ranks answer the call and leave. Return their values, or raise the first cause of a failure."""
+        timeouts, output = self.timeouts, loop.output
+        assert output is not None
+
+        def finish_panel(error: BaseException | None = None) -> None:
+            if calling.panel is not None:
+                with output.guard:
+                    calling.panel.finish(*ended_as(calling, leaving, error=error))
+
+        try:
+            with interrupts_call(self._interrupt_requests):
+                loop.begin(calling, hangs=timeouts)
+                if was_stopped:
+                    self._interrupt_requests(StepKind.TERMINATE, was_stopped)
+                with output.guard:  # after the request, so that the ranks start meanwhile
+                    calling.panel = self._panel(calling, is_first=is_first)
+                self._has_panel.set()
+                loop.run(calling)
+                if calling.step is not None:  # not all ranks have finished by themselves
+                    leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)
+                leaving.panel = calling.panel
+                loop.begin(leaving)
+                loop.run(leaving)
+                if note := note_of_dropped(calling, self._name):
+                    output.note(note)
+                if not self._exit_returns and (note := note_of_exits(calling)):
+                    output.note(note)
+                output.finish()
+            error = error_of(calling, leaving)
+            if self._machines is not None:
+                error = self._machines.explain(error)
+            if error is not None:
                 keep_values(error, calling)
                 raise error
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                if calling.panel is not None:
-                    with loop.output.guard:
-                        calling.panel.finish(*ended_as(calling, leaving, error=error))
+            values = unpack_values(calling)
+        except BaseException as error:
+            finish_panel(error)
+            raise
+        finish_panel()
+        return values
 
     def _end(self, kind: StepKind, how: str) -> None:
         with self._lock:  # ranks that are just started see that the launch is to end, or are ended here
@@ -404,13 +426,13 @@ class Launch(Steerable):
             Action("Stop", "end every rank now", lambda: self._end(StepKind.TERMINATE, STOPPED)),
             *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),
         )
-        numbers = [one.rank for one in request.ranks]
+        numbers = [rank.rank for rank in request.ranks]
         display_id = self._display_id if is_first else ""
         return make_panel(facts, numbers, self._sink, RequestView(request, actions), self._front_end, display_id)
 
     def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
         options, numbers = self._options, [handle.rank for handle in handles]
-        prefix = line_prefix(options.log_line_prefix_template, {one.rank: one.local_rank for one in handles})
+        prefix = line_prefix(options.log_line_prefix_template, {handle.rank: handle.local_rank for handle in handles})
         if options.fold_output:
             # What several ranks print alike has a prefix that names them all.
             own = prefix if len(numbers) == 1 else None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nb_accelerate.notebook.launch.owner import Owner
-    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell, StoreSpec
 
 _REPORT_TIMEOUT = 5.0
 """Seconds from SIGKILL until the server must have reported the end of a rank whose process has ended."""
@@ -53,6 +53,7 @@ class LocalRank(RankHandle):
     """Owns the kernel's ends of a rank's pipes and channel; see `RankEnds` for the rank's own.
 
     Args:
+        store: through which it meets other ranks; None if a `Join` will tell.
         store_fd: descriptor of the store that it is born with, which this closes; -1 if there is none.
 
     Attributes:
@@ -63,9 +64,10 @@ class LocalRank(RankHandle):
         OSError: too many files are open. Nothing of it is left then, nor is `store_fd`.
     """
 
-    def __init__(self, rank: int, *, local_rank: int = 0, store_fd: int = -1) -> None:
+    def __init__(self, rank: int, *, local_rank: int = 0, store: StoreSpec | None = None, store_fd: int = -1) -> None:
         self.rank = rank
         self.local_rank = local_rank
+        self.store = store
         self.mark = new_mark()
         self.owner: Owner | None = None
         self.lost = "the process it was forked from has ended"
@@ -196,11 +198,11 @@ class LocalRank(RankHandle):
         seconds = 0.0
         with contextlib.suppress(psutil.Error):  # one has just ended
             process = psutil.Process(self._pid)
-            for one in (process, *process.children(recursive=True)):
-                with one.oneshot():
-                    if one.status() in _WORKING:
+            for member in (process, *process.children(recursive=True)):
+                with member.oneshot():
+                    if member.status() in _WORKING:
                         return None
-                    seconds += sum(one.cpu_times()[:2])  # of users' code, and of the system for it
+                    seconds += sum(member.cpu_times()[:2])  # of users' code, and of the system for it
             return seconds
         return None
 

@@ -91,7 +91,7 @@ class MachineWatch:
         self._thread.join(_CLOSING_LIMIT)
 
     def _has_own_cause(self) -> bool:
-        return not all(one.peer_lost for one in self._request.incidents)
+        return not all(incident.peer_lost for incident in self._request.incidents)
 
     def _tell(self) -> None:
         """Tell the others why ranks here have failed, unless the user has interrupted, which the end tells."""
@@ -104,15 +104,15 @@ class MachineWatch:
 
     def _tell_silence(self) -> None:
         limit = self._elastic.silence_limit
-        silent = [str(one) for one in self._silent]
+        silent = [str(machine) for machine in self._silent]
         if self._unreachable is None and time.monotonic() > self._looked + limit:
             silent.append(self._elastic.where)
-        for one in silent:
-            if one not in self._told:
-                self._told.append(one)
+        for machine in silent:
+            if machine not in self._told:
+                self._told.append(machine)
                 self._say(
-                    f"nothing was heard of the machine at {one} for {limit:g} s: it is down or without network, or its "
-                    f"launch is stopped. The ranks of this one go on until they need it"
+                    f"nothing was heard of the machine at {machine} for {limit:g} s: it is down or without network, or "
+                    f"its launch is stopped. The ranks of this one go on until they need it"
                 )
 
     # The thread.

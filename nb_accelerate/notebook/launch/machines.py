@@ -65,19 +65,19 @@ def machines_of(options: LaunchOptions) -> str:
     return str(most) if fewest == most else f"{fewest}:{most}"
 
 
-def refusal(here: Sequence[Machine], one: Machine) -> str:
+def refusal(here: Sequence[Machine], new: Machine) -> str:
     """Return why a machine cannot take part with others, or ""."""
     for other in here:
-        if other.node_rank == one.node_rank is not None:
-            return f"machine {one.node_rank} has come already: it is the one at {other}. Number the machines from 0"
-        if one.num_nodes != other.num_nodes:
+        if other.node_rank == new.node_rank is not None:
+            return f"machine {new.node_rank} has come already: it is the one at {other}. Number the machines from 0"
+        if new.num_nodes != other.num_nodes:
             return (
-                f"this machine was started for {one.num_nodes} machines, but the one at {other} for "
+                f"this machine was started for {new.num_nodes} machines, but the one at {other} for "
                 f"{other.num_nodes}. Start the same launch, with the same number of machines, on all of them"
             )
-        if one.num_processes != other.num_processes:
+        if new.num_processes != other.num_processes:
             return (
-                f"this machine would start {one.num_processes} ranks, but the one at {other} starts "
+                f"this machine would start {new.num_processes} ranks, but the one at {other} starts "
                 f"{other.num_processes}. Start the same launch, with the same num_processes, on all machines"
             )
     return ""
@@ -87,12 +87,12 @@ def not_all_came(
     here: Sequence[Machine], gone: Sequence[Machine], expected: int, place: str, seconds: float
 ) -> StartError:
     """Build the error about machines that are missing. Those in `gone` took part before."""
-    numbers = {one.node_rank for one in here}
+    numbers = {machine.node_rank for machine in here}
     if None not in numbers:
-        last_seen = {one.node_rank: f", last seen at {one}," for one in gone}
-        missing = [f"number {one}{last_seen.get(one, '')}" for one in range(expected) if one not in numbers]
+        last_seen = {machine.node_rank: f", last seen at {machine}," for machine in gone}
+        missing = [f"number {number}{last_seen.get(number, '')}" for number in range(expected) if number not in numbers]
     else:
-        missing = [f"the one at {one}" for one in gone]
+        missing = [f"the one at {machine}" for machine in gone]
     verb = "is" if len(missing) == 1 else "are"
     who = f"{' and '.join(missing)} {verb} missing" if missing else f"here is {', '.join(map(str, here))}"
     return StartError(

@@ -27,10 +27,6 @@ _LITTLE_SHARED_MEMORY = 128 << 20
 _PROCESSOR = VisibleDevices(kind=CPU, names=())
 
 
-_MOST_RANKS_OF_A_CORE = 16
-"""Ranks on processors for each core above which it is asked whether so many are meant."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """A launch, ready to be started.
@@ -165,7 +161,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
             method.copies_notebook and not (method.drawback(conditions) or method.obstacle(conditions))
             for method in START_METHODS.values()
         ),
-        warnings=_warnings(facts, devices.kind, number),
+        warnings=_warnings(facts),
     )
 
 
@@ -265,17 +261,10 @@ def _start_method(
     return method, ""
 
 
-def _warnings(facts: MachineFacts, kind: DeviceKind, number: int) -> tuple[str, ...]:
-    found = []
-    if kind.is_host and number > _MOST_RANKS_OF_A_CORE * facts.num_cpus:
-        cores = "1 core" if facts.num_cpus == 1 else f"{facts.num_cpus} cores"
-        found.append(
-            f"num_processes={number} on {cores}: is that meant? Each process takes its turn on a core, and has memory "
-            f"of its own. num_processes={facts.num_cpus} uses all cores"
-        )
-    if facts.shared_memory is not None and facts.shared_memory < _LITTLE_SHARED_MEMORY:
-        found.append(
-            f"{_SHM} has only {facts.shared_memory >> 20} MiB free: loader workers that fill it die with SIGBUS. Use "
-            f"num_workers=0, or give the container more (docker run --shm-size=2g)"
-        )
-    return tuple(found)
+def _warnings(facts: MachineFacts) -> tuple[str, ...]:
+    if facts.shared_memory is None or facts.shared_memory >= _LITTLE_SHARED_MEMORY:
+        return ()
+    return (
+        f"{_SHM} has only {facts.shared_memory >> 20} MiB free: loader workers that fill it die with SIGBUS. Use "
+        f"num_workers=0, or give the container more (docker run --shm-size=2g)",
+    )

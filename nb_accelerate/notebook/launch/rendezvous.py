@@ -22,8 +22,6 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import psutil
-
 from nb_accelerate.base.devices import backend_named
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.elastic import DONE, FAILED, INTERRUPTED, ElasticRendezvous
@@ -282,28 +280,17 @@ def _listen(address: str, port: int, *, of_endpoint: bool = False) -> socket.soc
 def _why_not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = False) -> str:
     endpoint = f"rdzv_endpoint='{address}:{port}'"
     if of_endpoint and error.errno == errno.EADDRINUSE:
-        return f"{endpoint}: that port is taken{_holder(port)}. Write another one, the same on all machines"
+        return f"{endpoint}: that port is taken. Write another one, the same on all machines"
     if of_endpoint and error.errno == errno.EADDRNOTAVAIL:
         return f"{endpoint}: {address} is not an address of this machine, which is to serve the others there"
     if error.errno == errno.EADDRINUSE:
         return (
-            f"use_port={port} is taken{_holder(port)}. Write another one, or leave use_port out on a single machine: "
+            f"use_port={port} is taken. Write another one, or leave use_port out on a single machine: "
             f"a free one is found"
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return f"master_addr={address!r} is not an address of this machine, but node_rank=0 is the machine that has it"
     return f"cannot listen on {address}:{port}: {error.strerror}"
-
-
-def _holder(port: int) -> str:
-    """Return " by PROGRAM (pid N)", with the space, for who listens on a port; "" if the system does not tell."""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
-                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
-    except (psutil.Error, OSError):  # only root may ask, on macOS; nobody without /proc; or it has just ended
-        pass
-    return ""
 
 
 def _own_address_towards(host: str) -> str:

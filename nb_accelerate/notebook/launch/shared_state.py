@@ -78,10 +78,10 @@ class SharedState:
         while not is_written and (found := self._read(self._backend.get_state())) is not None:
             now = self._now
             for nodes in (now.participants, now.last_heartbeats):
-                for node in [one for one in nodes if one.addr == text]:
+                for node in [node for node in nodes if node.addr == text]:
                     del nodes[node]
             for nodes in (now.wait_list, now.redundancy_list):
-                nodes.difference_update([one for one in nodes if one.addr == text])
+                nodes.difference_update([node for node in nodes if node.addr == text])
             # As torch elastic does when a machine leaves.
             if now.complete and not now.participants:
                 now.complete, now.round = False, now.round + 1
@@ -136,5 +136,5 @@ class Round:
 
     def without(self, what: str) -> list[Machine]:
         """Return the other machines that have not said something."""
-        others = [one for one in range(len(self.machines)) if one != self.node_rank]
-        return [self.machines[one] for one in others if not self.store.check([f"{what} {one}"])]
+        others = [number for number in range(len(self.machines)) if number != self.node_rank]
+        return [self.machines[number] for number in others if not self.store.check([f"{what} {number}"])]

@@ -71,7 +71,7 @@ class InputRequests:
     def gone(self, rank: int) -> None:
         """Note that a rank will not ask any more."""
         with self._changed:
-            self._waiting = [one for one in self._waiting if one.rank.rank != rank]
+            self._waiting = [asked for asked in self._waiting if asked.rank.rank != rank]
             if rank == self._rank:
                 self._rank, self._talks = -1, False
                 self._changed.notify_all()
@@ -103,7 +103,7 @@ class InputRequests:
                     return None
                 if self._waiting:  # else the rank that asked has ended meanwhile
                     break
-            request = min(self._waiting, key=lambda one: (one.rank.rank != self._rank, one.rank.rank))
+            request = min(self._waiting, key=lambda asked: (asked.rank.rank != self._rank, asked.rank.rank))
             self._waiting.remove(request)
             self._rank, self._talks = request.rank.rank, True
             return request
@@ -121,4 +121,4 @@ class InputRequests:
         return self._closed or bool(self._waiting)
 
     def _has_more_of_same_rank(self) -> bool:
-        return self._closed or any(one.rank.rank == self._rank for one in self._waiting)
+        return self._closed or any(asked.rank.rank == self._rank for asked in self._waiting)

@@ -241,7 +241,7 @@ class RankLoop(RankEvents):
 
     def _wait_once(self) -> None:
         """Wait for one event or deadline, and handle it. It may end the loop, or the request that it runs for."""
-        if any(one.is_being_ended for one in self.requests):
+        if any(request.is_being_ended for request in self.requests):
             self._processes.look_soon()
         until_read = read_shell_channel()
         seconds = self._next_deadline() - time.monotonic()
@@ -308,7 +308,7 @@ class RankLoop(RankEvents):
                 return
 
     def _finish_requests(self) -> None:
-        for request in [one for one in self.requests if not one.waiting]:
+        for request in [request for request in self.requests if not request.waiting]:
             for rank in request.ranks:
                 self.show(rank.output.finish)
             for callback in request.callbacks:
@@ -323,7 +323,9 @@ class RankLoop(RankEvents):
 
     def _request_of(self, rank: RankProxy) -> Request | None:
         """Return the request that a message of this rank is about."""
-        return next((one for one in self.requests if one.awaits is not Awaits.END and rank in one.waiting), None)
+        return next(
+            (asked for asked in self.requests if asked.awaits is not Awaits.END and rank in asked.waiting), None
+        )
 
     # Deadlines.
 
@@ -359,8 +361,8 @@ class RankLoop(RankEvents):
             self._look_at_processes()
 
     def _look_at_processes(self) -> None:
-        has_panel = any(one.panel is not None for one in self.requests)
-        is_ending = any(one.is_being_ended for one in self.requests)
+        has_panel = any(request.panel is not None for request in self.requests)
+        is_ending = any(request.is_being_ended for request in self.requests)
         say = (lambda _: None) if has_panel else self.say  # a panel shows by itself that a rank is stopped
         for rank in self._processes.look([*self.ranks.values()], say, is_ending=is_ending):
             self.on_end(rank)
@@ -431,7 +433,7 @@ class RankLoop(RankEvents):
 
     @override
     def drops_stderr(self) -> bool:
-        return any(StepKind.CUT in one.taken for one in self.requests)
+        return any(StepKind.CUT in request.taken for request in self.requests)
 
     @override
     def on_end(self, rank: RankProxy) -> None:

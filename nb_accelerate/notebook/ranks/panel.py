@@ -77,7 +77,7 @@ class RequestView:
 
     def log(self, rank: int) -> str:
         """Return the last lines that a rank has printed."""
-        return next(one.output.text for one in self._request.ranks if one.rank == rank)
+        return next(proxy.output.text for proxy in self._request.ranks if proxy.rank == rank)
 
     def runs(self) -> list[str]:
         """Return the ids of the runs that ranks have logged values of in this request."""

@@ -142,7 +142,7 @@ class Request:
     def waiting(self) -> list[RankProxy]:
         """Ranks that were asked and have neither answered nor ended."""
         done = self.answers.keys() | self._unasked if self.awaits is not Awaits.END else self._unasked
-        return [one for one in self.ranks if one.rank not in done and not one.is_gone]
+        return [rank for rank in self.ranks if rank.rank not in done and not rank.is_gone]
 
     @property
     def due(self) -> float:
@@ -157,12 +157,12 @@ class Request:
     @property
     def was_interrupted(self) -> bool:
         """Whether the user has interrupted it."""
-        return any(one.kind is IncidentKind.INTERRUPTED for one in self.incidents)
+        return any(incident.kind is IncidentKind.INTERRUPTED for incident in self.incidents)
 
     @property
     def failed_rank(self) -> int | None:
         """The rank that failed first, or None."""
-        failed = [one for one in self.incidents if one.kind is IncidentKind.FAILED]
+        failed = [incident for incident in self.incidents if incident.kind is IncidentKind.FAILED]
         first = first_cause(failed) if failed else None
         return first.rank.rank if first is not None and first.rank is not None else None
 
@@ -170,9 +170,9 @@ class Request:
     def stacks(self) -> dict[int, str]:
         """Stacks of the ranks that were asked for them and have not answered by themselves since, by rank."""
         return {
-            one.rank: STOPPED if one.is_stopped else bytes(one.stacks).decode(errors="replace")
-            for one in self.ranks
-            if (one.stacks or one.is_stopped) and one.rank not in self._unaided
+            rank.rank: STOPPED if rank.is_stopped else bytes(rank.stacks).decode(errors="replace")
+            for rank in self.ranks
+            if (rank.stacks or rank.is_stopped) and rank.rank not in self._unaided
         }
 
     # Events.
@@ -205,7 +205,7 @@ class Request:
         """Note that a rank is set up."""
         if self.awaits is Awaits.READY:
             self.answered(rank, Result(parcel=Parcel()), ())
-        elif all(one.is_ready for one in self.ranks):
+        elif all(rank.is_ready for rank in self.ranks):
             self._start_ends = NEVER
 
     def answered(self, rank: RankProxy, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
@@ -276,8 +276,8 @@ class Request:
         if now >= min(self._start_ends, self._late_at):
             kind = IncidentKind.NOT_STARTED if now >= self._start_ends else IncidentKind.LATE
             self._start_ends = self._late_at = NEVER
-            late = [one for one in self.waiting if kind is IncidentKind.LATE or not one.is_ready]
-            self._add(Incident(kind=kind, when=now, late=tuple(one.rank for one in late)))
+            late = [rank for rank in self.waiting if kind is IncidentKind.LATE or not rank.is_ready]
+            self._add(Incident(kind=kind, when=now, late=tuple(rank.rank for rank in late)))
         if self.step is None:
             return
         if now >= self._step_ends:
@@ -351,15 +351,15 @@ class Request:
         assert self.step is not None
         if now >= self._ending_since + self.step.save:
             return False
-        kinds = [one.kind for one in self.incidents]
+        kinds = [incident.kind for incident in self.incidents]
         # The first interrupt asks ranks to end; one more, or one after a failure, not to wait.
         if kinds.count(IncidentKind.INTERRUPTED) > (kinds[:1] == [IncidentKind.INTERRUPTED]):
             return False
         if kinds[:1] == [IncidentKind.LATE]:
             return False
-        if any(one.is_gone and saves_in_background(one.handle.page.read()) for one in self.ranks):
+        if any(rank.is_gone and saves_in_background(rank.handle.page.read()) for rank in self.ranks):
             return False  # its part of the checkpoint will not come
-        saving = [one.rank for one in self.waiting if self.step.is_saving(one.handle.page.read())]
+        saving = [rank.rank for rank in self.waiting if self.step.is_saving(rank.handle.page.read())]
         if saving and not self._told_of_save:
             self._told_of_save = True
             again = "Interrupt once more" if self.was_interrupted else "Interrupt"
@@ -369,7 +369,7 @@ class Request:
     def _enter(self, kind: StepKind) -> None:
         if self.step is None:
             self._ending_since = time.monotonic()
-        step = self.step = next(one for one in self.steps if one.kind >= kind)
+        step = self.step = next(step for step in self.steps if step.kind >= kind)
         seconds = step.for_user if step.for_user is not None and self.was_interrupted else step.seconds
         now = time.monotonic()
         self._step_ends = now + seconds
@@ -385,7 +385,7 @@ class Request:
                 if rank.rank in self.answers:
                     _try(step.answered, rank)
         if step.notice and waiting:
-            self.say(step.notice.format(ranks=", ".join(str(one.rank) for one in waiting)))
+            self.say(step.notice.format(ranks=", ".join(str(rank.rank) for rank in waiting)))
 
 
 def _try(act: Callable[[RankProxy], object], rank: RankProxy) -> None:

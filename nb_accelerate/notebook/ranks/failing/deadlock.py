@@ -55,7 +55,10 @@ class DeadlockWatch:
             dumps: stacks of the ranks that have not come to the end. "" is none: a busy machine answers late.
             others: ranks that have come to the end, or do not run this.
         """
-        stacks = [*dumps.values(), *(bytes(one.stacks).decode(errors="replace") for one in others if not one.is_gone)]
+        stacks = [
+            *dumps.values(),
+            *(bytes(rank.stacks).decode(errors="replace") for rank in others if not rank.is_gone),
+        ]
         if "" in stacks:
             self._looked_at = None
             return None
@@ -65,7 +68,7 @@ class DeadlockWatch:
         now = time.monotonic()
         since_last = 0.0 if self._looked_at is None else min(now - self._looked_at, self._longest)
         places = {rank: main_thread(dump) for rank, dump in dumps.items()}
-        used = {one.rank: one.handle.processor_time() for one in (*self._request.waiting, *others)}
+        used = {rank.rank: rank.handle.processor_time() for rank in (*self._request.waiting, *others)}
         if places == self._places and self._are_idle(used, self._seconds + since_last):
             self._seconds += since_last
         else:
@@ -81,7 +84,7 @@ class DeadlockWatch:
             and len(dumps) + len(others) == request.world_size
             and all(in_exchange(dump, or_backward=True) for dump in dumps.values())
             and not any(
-                one.handle.is_stopped() or one.handle.page.read().other_group for one in (*request.ranks, *others)
+                rank.handle.is_stopped() or rank.handle.page.read().other_group for rank in (*request.ranks, *others)
             )
         )
 

@@ -73,10 +73,10 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     Args:
         others: requests to the same ranks that followed: an interrupt may have come in one of them.
     """
-    for one in (request, *others):
-        if one.failure is not None:
-            return one.failure
-    incidents = [incident for one in (request, *others) for incident in one.incidents]
+    for asked in (request, *others):
+        if asked.failure is not None:
+            return asked.failure
+    incidents = [incident for asked in (request, *others) for incident in asked.incidents]
     if not incidents:
         return None
     cause = first_cause(incidents)

@@ -106,11 +106,11 @@ class HangWatch:
 
     def _read_progress(self) -> tuple[object, ...]:
         samples = (rank.handle.page.read() for rank in self._request.ranks)
-        return tuple((one.loop, one.step, one.collectives, one.bars) for one in samples)
+        return tuple((sample.loop, sample.step, sample.collectives, sample.bars) for sample in samples)
 
     def _others(self) -> list[RankProxy]:
         """Return the ranks of the group that have come to the end, or do not run this."""
-        answered = [one for one in self._request.ranks if one.rank in self._request.answers]
+        answered = [rank for rank in self._request.ranks if rank.rank in self._request.answers]
         return [*answered, *(self._request.idle() if self._request.attended else ())]
 
     def _look(self, now: float) -> bool:
@@ -125,7 +125,7 @@ class HangWatch:
         deadlocked = self._deadlock.look(dumps, self._others())
         # Idle ranks are named only if all others are in a collective: one that is in backward may be computing.
         idle = (
-            [one.rank for one in request.idle()] if request.attended and all(map(in_exchange, dumps.values())) else ()
+            [rank.rank for rank in request.idle()] if request.attended and all(map(in_exchange, dumps.values())) else ()
         )
         text = verdict(dumps, finished, idle)
         if places != self._seen or not text:

@@ -26,8 +26,8 @@ def ended_as(
         others: requests to the same ranks that followed it.
         error: what is raised for them, if anything is: a value may have failed to unpickle when all ranks had answered.
     """
-    failure = next((one.failure for one in (request, *others) if one.failure is not None), None)
-    incidents = [incident for one in (request, *others) for incident in one.incidents]
+    failure = next((asked.failure for asked in (request, *others) if asked.failure is not None), None)
+    incidents = [incident for asked in (request, *others) for incident in asked.incidents]
     if failure is not None or not incidents:
         error = failure or error
         if error is None:
@@ -38,7 +38,7 @@ def ended_as(
         return ("stopped" if cause.how == STOPPED else "interrupted"), None
     if isinstance(cause.error, DeadlockError):
         waiting = cause.error.stacks
-        early = tuple(one.rank for one in request.ranks if one.rank not in waiting)
+        early = tuple(rank.rank for rank in request.ranks if rank.rank not in waiting)
         what = "returned early" if early else "deadlocked"
         return "failed", FailureSummary(ranks=early or tuple(waiting), what=what)
     ranks = tuple(failed_alike(cause, incidents))

@@ -43,16 +43,24 @@ def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str
 
 def lost_as_well(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
     """Return a line for each rank that is of no use any more, although its process did not end by itself."""
-    lost = {one.rank.rank: one.rank.why_lost for one in incidents if one.rank is not None and one is not cause}
+    lost = {
+        incident.rank.rank: incident.rank.why_lost
+        for incident in incidents
+        if incident.rank is not None and incident is not cause
+    }
     return [f"Rank {rank} is lost: {why}." for rank, why in sorted(lost.items()) if why]
 
 
-def _is_same(one: ErrorReport, other: ErrorReport) -> bool:
+def _is_same(report: ErrorReport, other: ErrorReport) -> bool:
     """Return whether two reports tell a user the same. Frames of libraries and causes may differ from rank to rank."""
-    if one == other:
+    if report == other:
         return True
-    lines = _users_frames(one)
-    return bool(lines) and (one.type_name, one.message, lines) == (other.type_name, other.message, _users_frames(other))
+    lines = _users_frames(report)
+    return bool(lines) and (report.type_name, report.message, lines) == (
+        other.type_name,
+        other.message,
+        _users_frames(other),
+    )
 
 
 def _users_frames(report: ErrorReport) -> list[Frame]:
@@ -114,7 +122,9 @@ def _lines(places: Mapping[int, str], before: str = "") -> str:
 
 def _reports(incidents: Iterable[Incident]) -> list[tuple[int, ErrorReport]]:
     return [
-        (one.rank.rank, one.failure[0].report)
-        for one in incidents
-        if one.rank is not None and one.failure is not None and not (one.peer_lost or one.is_consequence)
+        (incident.rank.rank, incident.failure[0].report)
+        for incident in incidents
+        if incident.rank is not None
+        and incident.failure is not None
+        and not (incident.peer_lost or incident.is_consequence)
     ]

@@ -32,8 +32,8 @@ class DisplayIds:
     def shown(self, own: dict[int, str]) -> str:
         """Remember a new display, and return its id in the notebook. `own` has the ranks' ids of it, by rank."""
         first = own[min(own)]
-        for rank, one in own.items():
-            self._shown[rank, one] = first
+        for rank, own_id in own.items():
+            self._shown[rank, own_id] = first
         return first
 
     def update(self, own: dict[int, str]) -> NotebookDisplay:
@@ -47,6 +47,6 @@ class DisplayIds:
             return NotebookDisplay(place, is_new=False)
         # Other ranks share that display and do not update it in the same way, so these get one of their own.
         separate = f"{place}-{'-'.join(map(str, sorted(own)))}"
-        for rank, one in own.items():
-            self._shown[rank, one] = separate
+        for rank, own_id in own.items():
+            self._shown[rank, own_id] = separate
         return NotebookDisplay(separate, is_new=True)

@@ -23,7 +23,7 @@ from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard, guarded
 from nb_accelerate.notebook.ranks.output.merge import Merge
-from nb_accelerate.notebook.ranks.output.rank_output import prefixed
+from nb_accelerate.notebook.ranks.output.rank_output import last_drawing, prefixed
 from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class RequestOutput:
     def redrawing(self, rank: int, line: str) -> None:
         """Redraw the progress bar of a rank from a line that has no newline yet."""
         if self._has_bars and not self._quiet and "\r" in line:
-            self._the_bars().draw(rank, _last_drawing(line))
+            self._the_bars().draw(rank, last_drawing(line.rstrip()).lstrip("\r"))
 
     @guarded
     def display(self, rank: int, display: Display) -> None:
@@ -208,7 +208,7 @@ class RequestOutput:
         """Return whether a line has redrawn itself. If so, show it as a finished progress bar."""
         redrawn = "\r" in line.rstrip("\r\n")
         if redrawn:
-            self._the_bars().finish(rank, _last_drawing(line))
+            self._the_bars().finish(rank, last_drawing(line.rstrip()).lstrip("\r"))
         return redrawn
 
     def _the_bars(self) -> _Bars:
@@ -230,7 +230,7 @@ class RequestOutput:
                 stream = "stderr" if first[0] == "stderr" else "stdout"
                 lines.append(self._without_ranks(first[0], ranks, whose) + first[1])
             else:
-                self._publish(ranks, [one for one in same if isinstance(one, _Shown)], whose)
+                self._publish(ranks, [item for item in same if isinstance(item, _Shown)], whose)
         if lines:
             self._sink.write(stream, "".join(lines))
 
@@ -253,7 +253,7 @@ class RequestOutput:
         if whose and kind == "result" and list(content["data"]) == ["text/plain"]:
             self._sink.write("stdout", "".join(f"{whose}{line}\n" for line in str(text).split("\n")))
             return
-        own = {rank: one.content["transient"].get("display_id") for rank, one in zip(ranks, shown, strict=True)}
+        own = {rank: display.content["transient"].get("display_id") for rank, display in zip(ranks, shown, strict=True)}
         kind = "display_data" if kind == "result" else kind
         if None not in own.values():
             if kind == "display_data":
@@ -346,9 +346,3 @@ def _lines(text: str) -> list[str]:
     """Split text into lines with their newlines. `str.splitlines` would also split at a carriage return."""
     *whole, rest = text.split("\n")
     return [line + "\n" for line in whole] + ([rest] if rest else [])
-
-
-def _last_drawing(line: str) -> str:
-    """Return what is left to see of a line that redraws itself."""
-    drawings = [part for part in line.rstrip("\n").split("\r") if part.strip()]
-    return drawings[-1] if drawings else ""
