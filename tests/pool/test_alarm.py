@@ -35,7 +35,7 @@ def peer() -> Iterator[tuple[int, socket.socket]]:
 
 def test_an_alarm_breaks_connections_of_its_meeting(peer: tuple[int, socket.socket]):
     pid, connection = peer
-    alarm = Alarm()
+    alarm = Alarm(abort_groups=lambda: None)
     alarm.begin_rendezvous(3)
     assert alarm.answer(CutOff(rendezvous=3, peers=(pid,)))
     assert connection.recv(1) == b""
@@ -43,7 +43,7 @@ def test_an_alarm_breaks_connections_of_its_meeting(peer: tuple[int, socket.sock
 
 def test_an_alarm_that_comes_late_leaves_the_next_meeting_alone(peer: tuple[int, socket.socket]):
     pid, connection = peer
-    alarm = Alarm()
+    alarm = Alarm(abort_groups=lambda: None)
     alarm.begin_rendezvous(3)
     alarm.begin_rendezvous(4)
     assert not alarm.answer(CutOff(rendezvous=3, peers=(pid,)))
@@ -61,7 +61,7 @@ def test_ranks_meet_again_only_when_an_alarm_has_been_answered(monkeypatch: pyte
         return 0
 
     monkeypatch.setattr(module, "cut_connections", cut)
-    alarm, met = Alarm(), threading.Event()
+    alarm, met = Alarm(abort_groups=lambda: None), threading.Event()
     alarm.begin_rendezvous(1)
     answering = threading.Thread(target=alarm.answer, args=(CutOff(rendezvous=1, peers=()),))
     rendezvous = threading.Thread(target=lambda: (alarm.begin_rendezvous(2), met.set()))
@@ -76,7 +76,7 @@ def test_ranks_meet_again_only_when_an_alarm_has_been_answered(monkeypatch: pyte
 
 
 def test_a_meeting_that_was_given_up_is_not_waited_for():
-    alarm = Alarm()
+    alarm = Alarm(abort_groups=lambda: None)
     alarm.begin_rendezvous(1)
     assert not alarm.answer(CutOff(rendezvous=2, peers=()))
     with pytest.raises(ConnectionAbortedError, match="stopped waiting"):

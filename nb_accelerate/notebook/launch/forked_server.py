@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.base.imported import imported
+from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.launch.local import close_all_kernel_ends
 from nb_accelerate.notebook.launch.owner import Owner
@@ -51,8 +53,8 @@ class ForkedServer(RankServer):
         self._reaper: HelperThread | None = None
         self._owner: Owner
         importlib.import_module("tqdm.std")  # every rank needs it: imported once, before they are forked
-        if "torch" in sys.modules:  # then every rank needs this too, to connect
-            importlib.import_module("nb_accelerate.training.process.rendezvous")
+        if imported("torch") is not None:  # then every rank needs this too, to connect
+            training_half()
 
     @override
     def start(self, handles: Iterable[LocalRank]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.seam import training_half
 from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
 from nb_accelerate.notebook.launch.values import Values
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
-from nb_accelerate.notebook.worker.groups import close_groups, has_group
+from nb_accelerate.notebook.worker.groups import has_group
 
 if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
@@ -40,6 +41,6 @@ def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink) -> Values:
             return Values([options.function(*options.args, **options.kwargs)])
         finally:
             if has_group() and not had_group:
-                close_groups()
+                training_half().close_groups()
             os.environ.clear()
             os.environ.update(before)

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.devices import backend_named
+from nb_accelerate.base.seam import StoreSpec
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.elastic import DONE, FAILED, INTERRUPTED, ElasticRendezvous
 from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.protocol.messages import StoreSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

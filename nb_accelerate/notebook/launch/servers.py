@@ -24,6 +24,7 @@ import psutil
 from typing_extensions import override
 
 from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.seam import PRELOADED
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.display.frontend import is_in_kernel
 from nb_accelerate.notebook.display.words import size
@@ -44,15 +45,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.start_methods import StartMethod
     from nb_accelerate.notebook.launch.local import LocalRank
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "cloudpickle",
-    "tqdm.std",
-    "nb_accelerate.training.accelerator",
-    "nb_accelerate.training.process.rendezvous",
-    *LATER,
-)
+PRELOAD = ("torch", "torch.distributed", "cloudpickle", "tqdm.std", *PRELOADED, *LATER)
 """Modules that every rank needs, imported once in the warm server."""
 
 _PRELOAD_FOR_NOTEBOOKS = ("nb_accelerate.notebook.worker.cell", "nb_accelerate.notebook.worker.launched_displays")

@@ -15,9 +15,10 @@ from nb_accelerate.notebook.protocol.shipping import pack
 
 if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.base.seam import StoreSpec
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Rendezvous
-    from nb_accelerate.notebook.protocol.messages import Parcel, StoreSpec
+    from nb_accelerate.notebook.protocol.messages import Parcel
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.ranks.handle import RankHandle
 

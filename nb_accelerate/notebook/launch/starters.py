@@ -6,12 +6,17 @@ They are named in the rows of `base.start_methods`. Each closes what belongs to 
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 from typing import TYPE_CHECKING, cast
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.notebook.launch.forked_server import ForkedServer
-from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server, retire_warm_server, warm_server
-from nb_accelerate.notebook.worker.groups import named
+from nb_accelerate.notebook.launch.servers import (
+    ExecutedServer,
+    new_warm_server,
+    retire_warm_server,
+    warm_server,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
 def open_server(method: StartMethod, options: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
     """Return a context manager with the process that starts the ranks of a launch."""
-    return cast("contextlib.AbstractContextManager[RankServer]", named(method.starter)(options))
+    return cast("contextlib.AbstractContextManager[RankServer]", pkgutil.resolve_name(method.starter)(options))
 
 
 @contextlib.contextmanager

@@ -13,13 +13,15 @@ import functools
 import itertools
 import operator
 import pickle
-import sys
 import time
 import types
 import weakref
 import zlib
 from collections import deque
 from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.imported import imported
+from nb_accelerate.notebook.protocol.main_module import main_globals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,7 +169,7 @@ class Snapshot:
 
     def codes(self) -> list[types.CodeType]:
         """Return the code of the functions of ``__main__`` that were read."""
-        main = sys.modules["__main__"].__dict__
+        main = main_globals()
         functions = [one for one in self.objects.values() if type(one) is types.FunctionType]
         return [one.__code__ for one in functions if one.__globals__ is main]
 
@@ -229,7 +231,7 @@ _readers: dict[type, Read] = {}
 
 
 def _reader(kind: type) -> Read:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     found = _readers.get(kind) or _reader_of(kind, torch)
     # Classes of the notebook come and go, and while torch is being imported, its classes are not known.
     if kind.__module__ != "__main__" and (torch is None or hasattr(torch, "optim")):
@@ -249,7 +251,7 @@ def _reader_of(kind: type, torch: Any) -> Read:
             return _module
         if issubclass(kind, torch.optim.Optimizer):
             return _optimizer
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = imported("numpy")
     if hasattr(numpy, "ndarray") and issubclass(kind, numpy.ndarray):
         return _array
     # What a type does to pickle its objects may say more, or less, than their attributes.
@@ -348,14 +350,14 @@ def _are_atoms(values: tuple[Any, ...]) -> bool:
 @functools.cache
 def _own_attributes() -> tuple[frozenset[str], operator.itemgetter[Any]]:
     """Return the attributes that every module has, and what returns its hooks."""
-    names = vars(sys.modules["torch"].nn.Module())
+    names = vars(imported("torch").nn.Module())
     return frozenset(names), operator.itemgetter(*(name for name in names if name.endswith("_hooks")))
 
 
 @functools.cache
 def _torchs_names() -> frozenset[str]:
     """Return the attributes of optimizers that stay on a process: hooks, say, and the ``step`` of its scheduler."""
-    torch = sys.modules["torch"]
+    torch = imported("torch")
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) - {"defaults", "state", "param_groups"} | {"step"}
 
 

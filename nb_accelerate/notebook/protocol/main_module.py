@@ -44,7 +44,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: IO[bytes] | Checksum, *, globals_there: Globals = Globals.OWN, **options: Any) -> None:
         super().__init__(file, **options)
-        self._main = sys.modules["__main__"].__dict__
+        self._main = main_globals()
         self._globals = globals_there
         self.names: set[str] = set()
         self.codes: list[types.CodeType] = []
@@ -86,18 +86,19 @@ def _complete(obj: Any, state: tuple[Any, Callable[[Any, Any], object], str, dic
     own_state, set_state, qualname, brought = state
     set_state(obj, own_state)
     obj.__qualname__ = qualname  # cloudpickle forgets that of a nested class
-    _main_globals().update(brought)
+    main_globals().update(brought)
 
 
 class _Main:
     """Is pickled in place of the globals of ``__main__``; becomes those of the process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _main_globals, ()
+        return main_globals, ()
 
 
 _MAIN = _Main()
 
 
-def _main_globals() -> dict[str, Any]:
+def main_globals() -> dict[str, Any]:
+    """Return the variables of ``__main__`` of this process, as it is now: a rank replaces the module."""
     return sys.modules["__main__"].__dict__

@@ -21,10 +21,12 @@ travels as a `Parcel`, already pickled, so that reading a message never runs use
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from nb_accelerate.base.seam import StoreSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,30 +41,6 @@ class Parcel:
 
     pickled: bytes = b""
     sizes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreSpec:
-    """The store through which ranks meet. A descriptor comes with it: the file that is the store, or a socket.
-
-    Attributes:
-        kind: ``file`` for a store that is a file; ``server`` for the rank that serves it on the socket; ``client`` for
-            the others, which get no descriptor.
-        address: what ``MASTER_ADDR`` says.
-        port: what ``MASTER_PORT`` says.
-        store_port: where it listens, if it does.
-        world_size: number of ranks.
-        polls: ranks wait for its keys in Python; see `training.process.rendezvous.RendezvousHandler`.
-        part: of it, for these ranks; "" if it is theirs alone.
-    """
-
-    kind: Literal["file", "server", "client"]
-    address: str
-    port: int
-    store_port: int
-    world_size: int
-    polls: bool = False
-    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ import contextlib
 import importlib
 import random
 import secrets
-import sys
 from dataclasses import dataclass
 from typing import Any
+
+from nb_accelerate.base.imported import imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class RandomStates:
     def here(cls) -> RandomStates:
         """Return those of this process."""
         # By attribute, since another thread may be importing it.
-        get_state = getattr(sys.modules.get("torch"), "get_rng_state", None)
+        get_state = getattr(imported("torch"), "get_rng_state", None)
         return cls(
             python=random.getstate(),
             numpy=_of_numpy(),
@@ -59,7 +60,7 @@ class RandomStates:
 
 def _of_numpy() -> tuple[bytes, int, int, float] | int | None:
     # By attribute, since another thread may be importing it. To import it here would cost time, and threads.
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    numpy_random = getattr(imported("numpy"), "random", None)
     if numpy_random is None:
         return secrets.randbits(32)
     state = numpy_random.get_state(legacy=False)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copyreg
 import operator
-import sys
 import types
 from collections import deque
 from typing import Any
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.notebook.protocol.content import attributes_of_optimizer
 
 _REFILLED = (list, dict, set, deque)
@@ -21,7 +21,7 @@ _OF_CLASSES = frozenset({"__dict__", "__weakref__", "__module__", "__qualname__"
 
 def is_of_torch(value: object, name: str) -> bool:
     """Return whether a value is of a class of torch, such as ``"nn.Module"``."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     try:
         return torch is not None and issubclass(type(value), operator.attrgetter(name)(torch))
     except AttributeError:  # it is being imported, or is none
@@ -120,7 +120,7 @@ def _is_of_class(name: str, part: object) -> bool:
 
 
 def _is_array(value: object) -> bool:
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = imported("numpy")
     return hasattr(numpy, "ndarray") and issubclass(type(value), numpy.ndarray)
 
 

@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.code_reducer import DISPATCH_TABLE
@@ -277,7 +278,7 @@ class _Pickler(MainPickler):
     dispatch_table = DISPATCH_TABLE.new_child(FILE_REDUCERS)
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         # Half-imported while another thread imports it: then nobody can have a storage yet.
         storage_module = getattr(torch, "storage", None)
         if torch is not None and storage_module is not None:

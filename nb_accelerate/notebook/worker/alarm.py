@@ -24,7 +24,6 @@ import psutil
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.notebook.protocol.messages import CutOff
 from nb_accelerate.notebook.worker.connections import connections
-from nb_accelerate.notebook.worker.groups import abort_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,9 +36,14 @@ _MAX_FILES = 1 << 16
 
 
 class Alarm:
-    """Listens for `CutOff` in a thread of its own, in a rank that runs cells."""
+    """Listens for `CutOff` in a thread of its own, in a rank that runs cells.
 
-    def __init__(self) -> None:
+    Args:
+        abort_groups: aborts collectives that run on a device.
+    """
+
+    def __init__(self, abort_groups: Callable[[], object]) -> None:
+        self._abort_groups = abort_groups
         self._lock = threading.Lock()
         self._meeting = 0
         self._given_up = -1
@@ -75,7 +79,7 @@ class Alarm:
             self._given_up = message.rendezvous
             if message.rendezvous != self._meeting:
                 return False
-            abort_groups()
+            self._abort_groups()
             self._stop_waiting()
             cut_connections(message.peers)
             return True

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.progress_page import here
-from nb_accelerate.base.progress_page.layout import Phase
+from nb_accelerate.base.seam import call_interrupted, call_returned
 from nb_accelerate.errors.no_cuda import ADVICE, says_no_cuda
 from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.notebook.diagnostics.report import has_plain_text, readable, report_exception, text_of
@@ -52,12 +51,12 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
                 if not exits_well(error):
                     raise
                 value, exited = None, True
-            _finish_saves()
+            call_returned.fire()
             dropped = models.dropped(value)
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         if not exits_well(error):
             if issubclass(type(error), KeyboardInterrupt):
-                _keep_save()
+                call_interrupted.fire()
             return fail(error)
         value, exited = None, True
     page.end_request()
@@ -66,22 +65,6 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     except BaseException as error:  # users' code takes part: it may also exit
         return fail(error, returned=True)
     return Result(parcel=packed.parcel, dropped=dropped, exited=exited), packed
-
-
-def _finish_saves() -> None:
-    """Wait for the checkpoint that is written in the background, and raise its error: a rank has to end soon after."""
-    # Of the training half, and not imported by a function that has saved nothing so.
-    background: Any = sys.modules.get("nb_accelerate.training.checkpoint.background")
-    if background is not None:
-        background.saves.join()
-
-
-def _keep_save() -> None:
-    """Wait for the checkpoint that is written in the background: who has interrupted would lose it."""
-    background: Any = sys.modules.get("nb_accelerate.training.checkpoint.background")
-    if background is not None:
-        here().enter(Phase.SAVING)  # so that the notebook waits too
-        background.saves.close()
 
 
 def exits_well(error: BaseException) -> bool:

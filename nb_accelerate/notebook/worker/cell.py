@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import builtins
 import os
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
-from nb_accelerate.base.devices import CPU
 from nb_accelerate.base.progress_page import here
+from nb_accelerate.base.seam import group_replaced, training_half
 from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.notebook.protocol.shipping import RETURNABLE, pack
 from nb_accelerate.notebook.worker.alarm import Alarm
@@ -27,12 +26,10 @@ from nb_accelerate.notebook.worker.bindings import Bindings
 from nb_accelerate.notebook.worker.call import answer, exits_well, fail
 from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
 from nb_accelerate.notebook.worker.displays import DisplayPort
-from nb_accelerate.notebook.worker.groups import abort_groups, close_groups, collectives_of_groups, named, reach_store
+from nb_accelerate.notebook.worker.groups import collectives_of_groups
 from nb_accelerate.notebook.worker.namespace import is_hidden
 from nb_accelerate.notebook.worker.plain_training import trained_models
-from nb_accelerate.notebook.worker.rebuild_ddp import ddp_models, rebuild_ddp, restart_accumulation
 from nb_accelerate.notebook.worker.received import received
-from nb_accelerate.notebook.worker.sharded_models import refuse_sharded_models
 from nb_accelerate.notebook.worker.shell import make_shell
 
 if TYPE_CHECKING:
@@ -41,15 +38,9 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import ExecutionResult
 
-    from nb_accelerate.base.devices import DeviceKind
     from nb_accelerate.notebook.protocol.messages import Failure, RunCell
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.worker.interrupt import InterruptGate
-
-SETUP_PROCESS = "nb_accelerate.training.process.setup:setup_process"
-ACCELERATOR = "nb_accelerate.training.accelerator:Accelerator"
-CONVERTED = "nb_accelerate.training.convert.converted:Converted"
-"""The training half's, by dotted name: the notebook half does not import it."""
 
 _GROUP_TIMEOUT = timedelta(days=365)
 """For a collective: somebody may sit at a debugger of one rank, and nccl kills a rank that has waited for longer. Ranks
@@ -66,11 +57,12 @@ class PersistentRank:
     def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
         self._gate = gate
         self._shell = make_shell(DisplayPort(channel, mark))
-        self._names: dict[str, Any] = sys.modules["__main__"].__dict__
+        self._names: dict[str, Any] = main_globals()
         builtins.input = _no_input
         debug_with(InputRequests(channel))
+        self._half = training_half()
         self._store: object = None
-        self._alarm = Alarm()
+        self._alarm = Alarm(self._half.abort_groups)
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
         """Answer a message of the kernel.
@@ -90,27 +82,16 @@ class PersistentRank:
         if message.has_alarm:
             self._alarm.listen(Channel.from_fd(waiting.pop(0)))
         self._alarm.begin_rendezvous(message.rendezvous)
-        models = ddp_models()
-        refuse_sharded_models()
-        abort_groups()
-        close_groups()
+        self._half.leave_group()
         self._store = None
         os.environ.update(message.environ)
-        rendezvous = reach_store(message.store, waiting.pop(0) if waiting else -1, self._alarm.is_given_up)
-        self._alarm.on_given_up(rendezvous.give_up)
-        self._store = rendezvous
-        context = named(SETUP_PROCESS)(options=InitProcessGroupKwargs(timeout=_GROUP_TIMEOUT))
-        _make_group_of_one(context)
-        rebuild_ddp(models)
-        restart_accumulation()
-        topology = context.topology
-        self._names.update(
-            rank=topology.rank,
-            local_rank=topology.local_rank,
-            world_size=topology.world_size,
-            device=context.device,
-        )
-        return str(context.device)
+        store = self._half.reach_store(message.store, waiting.pop(0) if waiting else -1, self._alarm.is_given_up)
+        self._alarm.on_given_up(store.give_up)
+        self._store = store
+        given = self._half.join_group(_GROUP_TIMEOUT)
+        group_replaced.fire()
+        self._names.update(given)
+        return str(given["device"])
 
     def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
         page = here()
@@ -126,7 +107,7 @@ class PersistentRank:
                     before = Bindings(self._names)
                 self._gate.check()
                 if cell.wants_accelerator and "accelerator" not in self._names:
-                    self._names["accelerator"] = named(ACCELERATOR)()
+                    self._names["accelerator"] = self._half.make_accelerator()
                     before.add("accelerator", self._names["accelerator"])
                 trained_models.begin(1 if cell.converts else cell.num_ranks)
                 result = self._convert(cell) if cell.converts else self._shell.run(cell)
@@ -152,7 +133,7 @@ class PersistentRank:
         return end, packed
 
     def _convert(self, cell: RunCell) -> ExecutionResult:
-        with named(CONVERTED)(self._names) as converted:
+        with self._half.converted(self._names) as converted:
             result = self._shell.run(cell)
             if result.success:
                 converted.report()
@@ -222,22 +203,3 @@ def _modules(values: Mapping[str, Any]) -> dict[str, str]:
     modules = {name: value for name, value in values.items() if issubclass(type(value), ModuleType)}
     full = {name: vars(ModuleType)["__dict__"].__get__(module).get("__name__") for name, module in modules.items()}
     return {name: module for name, module in full.items() if type(module) is str}
-
-
-def _make_group_of_one(context: Any) -> None:
-    """Make a process group for a rank that is alone, so that a cell with a collective can be tried on it."""
-    if context.topology.world_size > 1 or context.kind.start_runtime is not None:
-        return
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        kind: DeviceKind = context.kind if context.kind.backend is not None else CPU
-        device = torch.device(kind.name, kind.current_device()) if kind.transport.binds_device else None
-        dist.init_process_group(
-            kind.backend,
-            rank=0,
-            world_size=1,
-            store=dist.HashStore(),  # type: ignore[attr-defined]
-            device_id=device,
-        )

@@ -6,8 +6,9 @@ the rank: the notebook's own model is as it was, and nothing would say so.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.imported import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ class WatchedModels:
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        torch: Any = sys.modules.get("torch")
+        torch: Any = imported("torch")
         # Without its nn, torch is being imported, or is none.
         self._nn: Any = getattr(torch, "nn", None)
         self._tensor: Any = getattr(torch, "Tensor", ())

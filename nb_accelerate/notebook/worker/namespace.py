@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.devices.host import memory_used
+from nb_accelerate.base.imported import imported
+from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.shipping import checksum
 
 _HIDDEN = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__|open")
@@ -51,7 +53,7 @@ class MissingName(NamedTuple):
 
 def pull(names: tuple[str, ...]) -> list[Any] | MissingName:
     """Return the values of names, or the first name that is not there."""
-    variables = _variables()
+    variables = main_globals()
     for name in names:
         if name not in variables:
             near = difflib.get_close_matches(name, [one for one in variables if not is_hidden(one)], n=1)
@@ -61,13 +63,13 @@ def pull(names: tuple[str, ...]) -> list[Any] | MissingName:
 
 def checksums(names: tuple[str, ...]) -> list[int | None]:
     """Return a number for the value of each name, which is the same on ranks with equal values."""
-    variables = _variables()
+    variables = main_globals()
     return [checksum(variables[name]) if name in variables else None for name in names]
 
 
 def reset(kept: tuple[str, ...]) -> None:
     """Delete all variables of the user's but those that are named."""
-    variables = _variables()
+    variables = main_globals()
     for name in list(variables):
         if not is_hidden(name) and name not in kept:
             del variables[name]
@@ -77,7 +79,7 @@ def reset(kept: tuple[str, ...]) -> None:
 def memory() -> dict[str, int]:
     """Return the bytes this process holds: ``rss`` of main memory, ``gpu`` of its device if it uses one."""
     found = {"rss": memory_used()}
-    if "torch" in sys.modules:
+    if imported("torch") is not None:
         used = [kind.memory_reserved() for kind in DEVICE_KINDS if kind.is_initialized()]
         if used:
             found["gpu"] = sum(used)
@@ -90,7 +92,7 @@ def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
     while start > 0 and (code[start - 1].isalnum() or code[start - 1] in "_."):
         start -= 1
     *path, beginning = code[start:cursor].split(".")
-    variables = _variables()
+    variables = main_globals()
     if not path:
         found = [name for name in (*variables, *vars(builtins)) if not is_hidden(name)]
     else:
@@ -113,11 +115,7 @@ def inspect(method: str, name: str, detail: int) -> dict[str, Any] | None:
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
-    if shell is None or name.split(".", maxsplit=1)[0] not in _variables():
+    if shell is None or name.split(".", maxsplit=1)[0] not in main_globals():
         return None
     found: dict[str, Any] = getattr(shell, method)(name, detail_level=detail)
     return found
-
-
-def _variables() -> dict[str, Any]:
-    return sys.modules["__main__"].__dict__

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.imported import imported
+from nb_accelerate.base.seam import asks_for_accelerator
 from nb_accelerate.notebook.worker.groups import collectives_of_groups
 
 if TYPE_CHECKING:
@@ -21,12 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-_CONTEXT = "nb_accelerate.training.process.context"
 _AVERAGING = ("torch_xla", "deepspeed", "horovod")
 """Libraries that average gradients without a process group of torch.distributed that could be seen."""
-
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
-"""Types of torch's, by name, that average gradients of their models."""
 
 
 class TrainedModels:
@@ -51,7 +47,7 @@ class TrainedModels:
         """
         self._trained.clear()
         all_ranks = os.environ.get("WORLD_SIZE", "1")
-        optimizers: Any = sys.modules.get("torch.optim.optimizer")
+        optimizers: Any = imported("torch.optim.optimizer")
         if optimizers is None or all_ranks == "1" or os.environ.get("RANK") != "0":
             return
         self._num_ranks = all_ranks if num_ranks is None else str(num_ranks)
@@ -65,7 +61,7 @@ class TrainedModels:
         """Return which of these names are those of models that were trained since `begin`."""
         if not self._trained:
             return ()
-        module: Any = sys.modules["torch.nn"].Module
+        module: Any = imported("torch.nn").Module
         models = {name: value for name, value in list(names.items()) if issubclass(type(value), module)}
         return tuple(name for name, one in models.items() if any(id(p) in self._trained for p in _parameters(one)))
 
@@ -106,12 +102,8 @@ def _is_averaged(collectives: Mapping[str, int]) -> bool:
     """Return whether an `Accelerator`, a library or the user's code may average gradients.
 
     Args:
-        collectives: how many there were before. Who averages by hand has called one before the first step.
+        collectives: how many there were before. DDP, FSDP, and who averages by hand have called one before a step.
     """
-    context: Any = sys.modules.get(_CONTEXT)
-    known = context.current() if context is not None else None
-    if known is not None and known.newest.value is not None:
+    if any(asks_for_accelerator.fire()) or any(map(imported, _AVERAGING)):
         return True
-    if collectives_of_groups() != collectives or any(name in sys.modules for name in _AVERAGING):
-        return True
-    return any(type(one).__name__ in _WRAPPERS for one in gc.get_objects())
+    return collectives_of_groups() != collectives

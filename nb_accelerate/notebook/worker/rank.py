@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import importlib
 import linecache
 import multiprocessing
 import os
@@ -26,7 +25,9 @@ import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.base.helper_threads import tell_failures
+from nb_accelerate.base.imported import imported
 from nb_accelerate.base.progress_page import install
+from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.diagnostics.report import readable
 from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
@@ -36,7 +37,7 @@ from nb_accelerate.notebook.protocol.random_states import RandomStates  # noqa: 
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.worker.bars import bars_as_rows
 from nb_accelerate.notebook.worker.call import answer, fail
-from nb_accelerate.notebook.worker.groups import close_groups, has_group, reach_store
+from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.interpreter import imports_from
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
 from nb_accelerate.notebook.worker.limits import enough_room
@@ -125,10 +126,9 @@ def run_rank(
             if persistent is None:
                 # Only now: IPython is nothing that a launched function needs.
                 with imports_from(own_path):
-                    from nb_accelerate.notebook.worker.cell import SETUP_PROCESS, PersistentRank
+                    from nb_accelerate.notebook.worker.cell import PersistentRank
 
-                    importlib.import_module(SETUP_PROCESS.partition(":")[0])
-                persistent = PersistentRank(channel, gate, mark)
+                    persistent = PersistentRank(channel, gate, mark)
             end, packed = persistent.answer(message, fds)
             _end_if_forked(rank, end)
             _send(channel, end, packed)
@@ -253,14 +253,14 @@ def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, 
     for filename, text in sources.items():
         lines = text.splitlines(keepends=True)
         linecache.cache[filename] = (len(text), None, lines, filename)
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is not None:
         # OMP_NUM_THREADS is read once, when torch is loaded; in a forked rank that was long ago.
         torch.set_num_threads(setup.num_threads)
-    distributed = sys.modules.get("torch.distributed")
+    distributed = imported("torch.distributed")
     if distributed is not None and distributed.is_available():
         distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG too is read once
-    store = None if setup.store is None else reach_store(setup.store, store_fd)
+    store = None if setup.store is None else training_half().reach_store(setup.store, store_fd)
     if random is not None:
         random.use()
     sys.path[:] = setup.sys_path  # now that what this package needs has been imported; what follows is users' code
@@ -304,7 +304,7 @@ def _end_if_forked(rank: int, answer: object) -> None:
 
 def _reseed_numpy() -> None:
     """Seed NumPy's random numbers anew: their state was made when the server imported it, once for all ranks."""
-    random = sys.modules.get("numpy.random")
+    random = imported("numpy.random")
     if random is not None:
         random.seed()
 
@@ -314,8 +314,8 @@ def _leave() -> None:
     if has_group():
         # A process that leaves without destroying every gloo group sometimes aborts while it is torn down.
         with contextlib.suppress(Exception):
-            close_groups()
-    util = sys.modules.get("multiprocessing.util")
+            training_half().close_groups()
+    util = imported("multiprocessing.util")
     if util is not None:
         with contextlib.suppress(Exception):
             util._exit_function()  # noqa: SLF001 - its atexit hook was registered before this process was forked

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import override
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.renewal import renew
 from nb_accelerate.notebook.protocol.shipping import unpack_numbered
 
@@ -107,7 +108,7 @@ class Received(Numbers):
             self._gone.append(number)
 
     def _find_home_of_parameters(self, module: Any) -> None:
-        torch: Any = sys.modules.get("torch")
+        torch: Any = imported("torch")
         if hasattr(torch, "nn") and issubclass(type(module), torch.nn.Module):
             for name, parameter in vars(module)["_parameters"].items():
                 number = self.get(parameter)
@@ -146,7 +147,7 @@ class Received(Numbers):
 
 def _is_within(value: Any, holder: Any) -> bool:
     """Return whether a variable holds a model in its wrapper, as `prepare` returns it."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = imported("torch")
     if not hasattr(torch, "nn") or not issubclass(type(value), torch.nn.Module):
         return False
     while holder is not value and issubclass(type(holder), torch.nn.Module):
@@ -161,4 +162,4 @@ received = Received()
 
 def changed_there(keys: tuple[Key, ...]) -> set[Key]:
     """Return which objects of the notebook this rank has changed. The kernel sends it in a `Call`."""
-    return received.changed(keys, sys.modules["__main__"].__dict__)
+    return received.changed(keys, main_globals())

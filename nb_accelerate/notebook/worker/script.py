@@ -10,6 +10,8 @@ import sys
 from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING
 
+from nb_accelerate.notebook.protocol.main_module import main_globals
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType
@@ -65,6 +67,6 @@ def run_program(command: Sequence[str]) -> None:
 def _run_as_main(code: CodeType, path: str, arguments: Sequence[str], **names: object) -> None:
     sys.argv[:] = [path, *arguments]
     # Not in a namespace of its own: what the script defines is to be found in `__main__` by pickle, until the end.
-    main = sys.modules["__main__"].__dict__
+    main = main_globals()
     main.update({"__name__": "__main__", "__package__": None, "__cached__": None, **names})
     exec(code, main)  # noqa: S102 - the script that the user asked for

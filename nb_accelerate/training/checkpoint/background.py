@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.base.progress_page import here
+from nb_accelerate.base.progress_page import Phase, here
+from nb_accelerate.base.seam import call_interrupted, call_returned
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -288,6 +289,12 @@ class BackgroundSaves:
         if handle is not None:
             handle.close()
 
+    def keep(self) -> None:
+        """Wait for the save under way, which an interrupt of the rank would lose, and have the notebook wait too."""
+        if self._handle is not None:
+            here().enter(Phase.SAVING)
+            self.close()
+
     def _close_at_exit(self) -> None:
         """Have `close` called while threads can still be started: `atexit` comes too late for the pools that write.
 
@@ -303,4 +310,6 @@ class BackgroundSaves:
 saves = BackgroundSaves()
 """Those of this process: any `Accelerator` of it waits for the others'."""
 
+call_returned.subscribe(saves.join)
+call_interrupted.subscribe(saves.keep)
 os.register_at_fork(after_in_child=saves.forget)

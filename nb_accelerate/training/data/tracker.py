@@ -215,6 +215,9 @@ class DataLoaderStateMixin:
     and a ``total_dataset_length`` or ``dataset``.
     """
 
+    reports_progress = True
+    """Read by whoever would report the loop to the progress page otherwise."""
+
     gradient_state: HasTracker
     end_of_dataloader: bool = False
     remainder: int = -1

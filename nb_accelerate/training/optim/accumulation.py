@@ -8,7 +8,9 @@ window is shared by all of a process (`Window`), since a loop may train what sev
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
+from nb_accelerate.base.seam import asks_for_accelerator
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.training.process import context
 
@@ -35,13 +37,15 @@ class Window:
 
     Attributes:
         num_open: how many blocks of ``accumulate`` are open; they may be nested.
+        states: of the `Accelerator` objects.
     """
 
-    __slots__ = ("closes", "num_open")
+    __slots__ = ("closes", "num_open", "states")
 
     def __init__(self) -> None:
         self.closes = True
         self.num_open = 0
+        self.states: WeakSet[AccumulationState] = WeakSet()
 
     def join(self) -> None:
         """Note that another `Accelerator` was made.
@@ -50,6 +54,12 @@ class Window:
         """
         if not self.num_open:
             self.closes = True
+
+    def begin_anew(self) -> None:
+        """Begin new windows: ranks may have failed at different batches."""
+        for state in self.states:
+            state.step = 0
+        self.join()
 
 
 class AccumulationState:
@@ -60,6 +70,7 @@ class AccumulationState:
     """
 
     __slots__ = (
+        "__weakref__",
         "adjust_scheduler",
         "loaders",
         "num_steps",
@@ -78,6 +89,7 @@ class AccumulationState:
         self.sync_each_batch = options.sync_each_batch
         self.loaders = loaders
         self.window = window or Window()
+        self.window.states.add(self)
         self.step = 0
 
     @property
@@ -105,6 +117,9 @@ def has_accelerator() -> bool:
     """Return whether this process has an `Accelerator`."""
     known = context.current()
     return known is not None and known.newest.value is not None
+
+
+asks_for_accelerator.subscribe(has_accelerator)
 
 
 def newest_accumulation(asked_by: str) -> AccumulationState:

@@ -9,16 +9,15 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from nb_accelerate.base.devices import backend_named
+from nb_accelerate.base.devices import BACKENDS, backend_named
 from nb_accelerate.base.topology.master_address import master_address
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.process import context
 
 if TYPE_CHECKING:
-    import torch
-
     from nb_accelerate.base.config.env import Environment
     from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
     from nb_accelerate.base.devices import DeviceKind
@@ -74,8 +73,11 @@ def create(
     atexit.register(close)
 
 
-def create_alone(kind: DeviceKind) -> None:
+def create_alone(kind: DeviceKind, device: torch.device | None = None) -> None:
     """Make the default process group of a single process. It listens on no port, and ends with `close`.
+
+    Args:
+        device: bound to the group where its backend can do that.
 
     Raises:
         MissingDependencyError: this build of torch has no torch.distributed.
@@ -84,7 +86,9 @@ def create_alone(kind: DeviceKind) -> None:
         raise MissingDependencyError("torch", needed_for="a process group (torch.distributed)")
     from torch._C._distributed_c10d import HashStore  # missing where torch was built without torch.distributed
 
-    dist.init_process_group(backend=kind.backend or "gloo", store=HashStore(), rank=0, world_size=1)
+    name = kind.backend or "gloo"
+    bound = device if backend_named(name).binds_device else None
+    dist.init_process_group(backend=name, store=HashStore(), rank=0, world_size=1, device_id=bound)
     atexit.register(close)
 
 
@@ -146,6 +150,33 @@ def backend(group: dist.ProcessGroup) -> str:
 def destroy(group: dist.ProcessGroup) -> None:
     """Destroy one subgroup, and leave the group of all ranks as it is."""
     dist.destroy_process_group(group)
+
+
+def abort() -> None:
+    """Abort the collectives of this process' groups, where their backend can. The groups are of no use afterwards.
+
+    Destroying a group waits for its collectives, and one of nccl that another rank never joins does not end. Backends
+    that cannot abort have no collective that outlives the call.
+    """
+    if context.default_group() is None:
+        return
+    used = str(dist.get_backend())  # several of them may be in it: "cpu:gloo,cuda:nccl"
+    found = next((row for row in BACKENDS if row.can_abort and row.name in used), None)
+    if found is None:
+        return
+    module: Any = dist.distributed_c10d
+    names = module._world.pg_names  # noqa: SLF001 - there is no public list of groups
+    with contextlib.suppress(Exception):  # it is being torn down already
+        # All in one, newest first, as torch's own _abort_process_group does, or one abort would wait for another. That
+        # one also forgets the groups, and nobody could tell any more which models belong to them.
+        whole: Any = dist.group.WORLD
+        own = whole._get_backend(torch.device(found.device))  # noqa: SLF001 - as `_abort_process_group` does
+        own._group_start()  # noqa: SLF001 - as `_abort_process_group` does
+        try:
+            for group in sorted(names, key=names.get, reverse=True):
+                group.abort()
+        finally:
+            own._group_end()  # noqa: SLF001 - as `_abort_process_group` does
 
 
 def close() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
 
+from nb_accelerate.base.seam import group_replaced
 from nb_accelerate.training.data.tracker import LoaderTracker
 from nb_accelerate.training.optim.accumulation import Window
 from nb_accelerate.training.process import context
@@ -55,12 +56,13 @@ class SharedTraining:
         if not any(known is optimizer for known in self.optimizers):
             self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients of all prepared models and optimizers.
+    def begin_anew(self) -> None:
+        """Begin new accumulation windows, and drop the gradients of all prepared models and optimizers.
 
         Called when a pool of ranks goes on after a failure: some ranks have accumulated batches that others have not,
         or gradients that are averaged on some ranks only.
         """
+        self.window.begin_anew()
         for model in self.models:
             model.zero_grad()
         for optimizer in self.optimizers:
@@ -73,3 +75,11 @@ def shared_training() -> SharedTraining:
         context.training.value = SharedTraining()
     shared: SharedTraining = context.training.value
     return shared
+
+
+def _begin_anew() -> None:
+    if context.training.value is not None:
+        shared_training().begin_anew()
+
+
+group_replaced.subscribe(_begin_anew)

@@ -12,11 +12,11 @@ import multiprocessing
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.errors.traceback_lines import calling_line
 from nb_accelerate.notebook.worker.groups import has_group
 
@@ -31,8 +31,8 @@ _saved: set[str] = set()
 
 def save_whole_files() -> None:
     """Change ``torch.save`` in this process, if torch is imported."""
-    serialization: Any = sys.modules.get("torch.serialization")
-    torch: Any = sys.modules.get("torch")
+    serialization: Any = imported("torch.serialization")
+    torch: Any = imported("torch")
     if serialization is None or torch is None or hasattr(torch.save, "__wrapped__"):
         return
     # In both places, or it could not be pickled by its name.
@@ -82,7 +82,7 @@ def _tell_of_others(obj: object, path: str, *, given: str) -> None:
     if path in _saved or not (is_rank and has_group()):
         return
     _saved.add(path)
-    distributed: Any = sys.modules["torch.distributed"]
+    distributed: Any = imported("torch.distributed")
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one that all ranks are sure to share
     try:
         number = store.add(f"nb_accelerate/saved {socket.gethostname()} {path}", 1)

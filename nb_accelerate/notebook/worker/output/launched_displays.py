@@ -8,12 +8,12 @@ nothing: so it is made when it is looked for.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.notebook.worker.shell import DisplaySender, RankShell, make_shell
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _make_when_asked_for(port: DisplayPort) -> None:
 
 def show_figures() -> None:
     """Show the figures that a function has drawn and not shown, as a notebook does at the end of a cell."""
-    inline: Any = sys.modules.get("matplotlib_inline.backend_inline")
+    inline: Any = imported("matplotlib_inline.backend_inline")
     if inline is not None:
         with contextlib.suppress(Exception):  # the function has returned, and its value is what matters
             inline.flush_figures()
@@ -55,8 +55,8 @@ def show_figures() -> None:
 
 def _forget_figures() -> None:
     """Forget the kernel's figures, which the kernel shows."""
-    helpers: Any = sys.modules.get("matplotlib._pylab_helpers")
-    inline: Any = sys.modules.get("matplotlib_inline.backend_inline")
+    helpers: Any = imported("matplotlib._pylab_helpers")
+    inline: Any = imported("matplotlib_inline.backend_inline")
     if helpers is not None:
         helpers.Gcf.figs.clear()
     if inline is not None:

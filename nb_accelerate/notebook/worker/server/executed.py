@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from typing_extensions import override
 
 from nb_accelerate.base.helper_threads import tell_failures
+from nb_accelerate.base.imported import imported
+from nb_accelerate.base.seam import PRELOADED_LATER
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.worker.ends import RankEnds
@@ -54,7 +56,7 @@ class StartRank:
 _FORK_AFTER = 0.002
 """Seconds without a message or an ended child after which an idle process is forked."""
 
-LATER = ("torch._dynamo", "nb_accelerate.training.checkpoint.sharded")
+LATER = ("torch._dynamo", *PRELOADED_LATER)
 """Modules that the first optimizer of a rank imports, and the first checkpoint of a sharded model; each takes a second.
 The server imports them at once only if no launch waits for ranks then; those ranks import them by themselves."""
 
@@ -225,7 +227,7 @@ class _ExecutedServer(Server):
     @override
     def _tidy(self) -> None:
         # PyTorch before 2.10 makes a folder as it is imported, and no exit handlers run here.
-        folder = getattr(sys.modules.get("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
+        folder = getattr(imported("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
         if folder is not None:
             folder.cleanup()
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.base.progress_page import Phase, here
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def trainers_as_loops() -> None:
     if any(isinstance(finder, _TrainerFinder) for finder in sys.meta_path):
         return  # done in the process this one was forked from
     sys.meta_path.insert(0, _TrainerFinder())
-    module = sys.modules.get(_MODULE)
+    module = imported(_MODULE)
     if module is not None:  # this process is a fork of one that had imported it
         _add_callback(module)
 
@@ -188,8 +189,7 @@ def _callback_class() -> type:
 
 def _reports(loader: Any) -> bool:
     """Return whether a loader is one of this package, which reports to the progress page itself."""
-    tracker: Any = sys.modules.get("nb_accelerate.training.data.tracker")
-    return tracker is not None and isinstance(loader, tracker.DataLoaderStateMixin)
+    return getattr(loader, "reports_progress", False) is True
 
 
 def _tell_epoch(state: Any, number: int) -> None:

@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.process_tree import adopt_orphans, set_name, step_back
@@ -147,10 +148,10 @@ def _forget_kernel() -> None:
 
 def _forget_pools() -> None:
     """Do what `multiprocessing.Process` does in a child: the parent's children and finalizers are not ours."""
-    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    multiprocessing: Any = imported("multiprocessing.process")
     if multiprocessing is not None:
         multiprocessing._children.clear()  # noqa: SLF001 - see above
-    util: Any = sys.modules.get("multiprocessing.util")
+    util: Any = imported("multiprocessing.util")
     if util is not None:
         util._finalizer_registry.clear()  # noqa: SLF001 - see above
         util._run_after_forkers()  # noqa: SLF001 - see above
@@ -158,7 +159,7 @@ def _forget_pools() -> None:
 
 def _show_as_text() -> None:
     """Print what IPython displays in a forked rank: the kernel's publisher belongs to the kernel."""
-    ipython: Any = sys.modules.get("IPython")
+    ipython: Any = imported("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
         return

@@ -13,6 +13,7 @@ import time
 import types
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.base.progress_page import here
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def bars_as_rows() -> None:
     setattr(tqdm, _PLACE, None)
     for name, replaced in (("display", _display), ("clear", _clear), ("close", _close)):
         setattr(tqdm, name, replaced(getattr(tqdm, name)))
-    widgets: Any = sys.modules.get("tqdm.notebook")
+    widgets: Any = imported("tqdm.notebook")
     if widgets is None:
         widgets = sys.modules["tqdm.notebook"] = types.ModuleType("tqdm.notebook")
         widgets.tqdm = widgets.tqdm_notebook = tqdm

@@ -1,0 +1,69 @@
+"""The halves meet in `base/seam.py`: neither reaches over by names in texts, by `sys.modules` or through memory."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "nb_accelerate"
+OTHER_HALF = {"notebook": "nb_accelerate.training", "training": "nb_accelerate.notebook"}
+SEEN_BY_IMPORTED = ("torch", "transformers", "nb_accelerate.training")
+"""Libraries at which the notebook half looks by `base.imported`, or not at all."""
+
+TOLD_BY_THE_USER = {"notebook/worker/namespace.py": ["name"]}
+"""Keys of ``sys.modules`` that are no constants: modules that the user loads anew."""
+
+
+def reaches(source: str, half: str) -> list[str]:
+    """What a file does to reach over to the other half."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            if str(node.value).startswith(OTHER_HALF[half]):
+                found.append(f"names {node.value}")
+        elif half == "notebook" and ast.unparse(node) in ("gc.get_objects", "gc.get_referrers"):
+            found.append(f"searches with {ast.unparse(node)}")
+    return found
+
+
+def keys_of_modules(source: str) -> list[str]:
+    """The keys by which a file looks into ``sys.modules``, as they are written."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules":
+            found.append(ast.unparse(node.slice))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "sys.modules.get":
+            found.append(ast.unparse(node.args[0]))
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "sys.modules":
+            found.append(ast.unparse(node.left))
+    return found
+
+
+@pytest.mark.parametrize("half", OTHER_HALF)
+def test_no_half_reaches_over_to_the_other(half: str):
+    files = {file: file.read_text(encoding="utf-8") for file in (PACKAGE / half).rglob("*.py")}
+    assert files
+    assert {str(file): found for file, source in files.items() if (found := reaches(source, half))} == {}
+
+
+def test_the_notebook_half_looks_at_what_is_imported_in_one_way():
+    refused = {}
+    for file in (PACKAGE / "notebook").rglob("*.py"):
+        keys = keys_of_modules(file.read_text(encoding="utf-8"))
+        name = file.relative_to(PACKAGE).as_posix()
+        strange = [key for key in keys if key[0] not in "'\"" or key.strip("'\"").startswith(SEEN_BY_IMPORTED)]
+        if sorted(set(strange)) != TOLD_BY_THE_USER.get(name, []):
+            refused[name] = strange
+    assert refused == {}
+
+
+def test_reaching_over_is_noticed():
+    assert reaches("import gc\n[one for one in gc.get_objects()]", "notebook") == ["searches with gc.get_objects"]
+    assert reaches("f('nb_accelerate.training.data:x')", "notebook") == ["names nb_accelerate.training.data:x"]
+    assert reaches("'''nb_accelerate.training'''", "notebook") == []
+    assert reaches("f('nb_accelerate.notebook.pool')", "training") == ["names nb_accelerate.notebook.pool"]
+    assert keys_of_modules("sys.modules['a'], sys.modules.get(b), 'c' in sys.modules") == ["'a'", "b", "'c'"]
