@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from nb_accelerate.notebook.launch.servers import ExecutedServer
-from nb_accelerate.notebook.worker import scratch
-from nb_accelerate.notebook.worker.scratch import Scratch, remove_abandoned
+from nb_accelerate.notebook.worker.server import scratch
+from nb_accelerate.notebook.worker.server.scratch import Scratch, remove_abandoned
 
 LAUNCH = """
 import os, sys, time

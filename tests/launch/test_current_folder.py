@@ -14,7 +14,7 @@ from fixtures.kernels import Kernel
 import nb_accelerate
 from nb_accelerate import notebook_launcher
 from nb_accelerate.notebook.launch.servers import close_warm_server
-from nb_accelerate.notebook.worker.interpreter import command, own_path
+from nb_accelerate.notebook.worker.server.interpreter import command, own_path
 
 PLANTED = """
 import os

@@ -134,7 +134,7 @@ def test_a_driver_that_may_not_be_looked_for_is_not_there(tmp_path: Path, monkey
 
 CHILD = """
 import os, time
-from nb_accelerate.notebook.worker.process_tree import die_with_parent
+from nb_accelerate.notebook.worker.server.process_tree import die_with_parent
 parent = os.getpid()
 if os.fork() == 0:
     die_with_parent(parent)
@@ -157,7 +157,7 @@ def test_a_rank_ends_with_its_parent_where_the_system_refuses_to_end_it() -> Non
 
 SIGNALS = """
 import os, signal, subprocess, sys
-from nb_accelerate.notebook.worker.process_tree import open_process, send_signal
+from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
 child = subprocess.Popen(["sleep", "60"])
 process = open_process(child.pid)
 assert process >= 0

@@ -279,7 +279,7 @@ open(END, ">", "$ARGV[0].end");
 @pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
 def test_children_that_fork_and_exit_for_ever_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "nb_accelerate.notebook.worker.server._KILL_ORPHANS_TIMEOUT", 30.0
+        "nb_accelerate.notebook.worker.server.server._KILL_ORPHANS_TIMEOUT", 30.0
     )  # however little of a processor it is given
 
     def function() -> None:

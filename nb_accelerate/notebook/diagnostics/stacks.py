@@ -35,7 +35,7 @@ _COLLECTIVES = ("/torch/distributed/", "/nb_accelerate/training/comm/")
 _WRAPPERS = ("wrapper", "inner", "decorate_context")
 """Functions of decorators around a collective."""
 
-_WORKER = re.compile(r"nb_accelerate/notebook/(?:worker|launch|diagnostics|protocol)/\w+\.py$|^<string>$")
+_WORKER = re.compile(r"nb_accelerate/notebook/(?:worker|launch|diagnostics|protocol)/[\w/]+\.py$|^<string>$")
 
 
 ONE_THREAD = "Only one thread runs code of users.\n"

@@ -1,4 +1,4 @@
-"""The kernel's side of a server that is a fork of this process; see `notebook.worker.forked`."""
+"""The kernel's side of a server that is a fork of this process; see `notebook.worker.server.forked`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from nb_accelerate.notebook.launch.rendezvous import close_keepers
 from nb_accelerate.notebook.launch.servers import CLOSE_TIMEOUT, RankServer
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.worker.forked import ForkedRank, serve_forked
-from nb_accelerate.notebook.worker.interpreter import own_path
-from nb_accelerate.notebook.worker.limits import why_no_room
-from nb_accelerate.notebook.worker.scratch import Scratch, remove_abandoned
+from nb_accelerate.notebook.worker.server.forked import ForkedRank, serve_forked
+from nb_accelerate.notebook.worker.server.interpreter import own_path
+from nb_accelerate.notebook.worker.server.limits import why_no_room
+from nb_accelerate.notebook.worker.server.scratch import Scratch, remove_abandoned
 
 if TYPE_CHECKING:
     import socket

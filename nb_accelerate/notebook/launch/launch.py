@@ -48,7 +48,7 @@ from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
 from nb_accelerate.notebook.ranks.steps import StepKind, call_steps, quit_steps
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
 from nb_accelerate.notebook.ranks.waiting import goes_on_if_interrupted, interrupts_call, wait
-from nb_accelerate.notebook.worker.limits import enough_room
+from nb_accelerate.notebook.worker.server.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -22,7 +22,7 @@ from nb_accelerate.notebook.launch.servers import warm_server
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
-from nb_accelerate.notebook.worker.limits import enough_room
+from nb_accelerate.notebook.worker.server.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -21,8 +21,8 @@ from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.handle import RankHandle
 from nb_accelerate.notebook.worker.ends import NUDGE, NUMBER, RankEnds
-from nb_accelerate.notebook.worker.process_tree import open_process, send_signal
-from nb_accelerate.notebook.worker.server import EXIT_STATUS
+from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
+from nb_accelerate.notebook.worker.server.server import EXIT_STATUS
 from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
 
 if TYPE_CHECKING:

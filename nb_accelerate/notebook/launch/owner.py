@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nb_accelerate.notebook.worker.process_tree import is_tracker, open_process, send_signal
-from nb_accelerate.notebook.worker.server import Serves
+from nb_accelerate.notebook.worker.server.process_tree import is_tracker, open_process, send_signal
+from nb_accelerate.notebook.worker.server.server import Serves
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The kernel's side of the processes that start ranks; see `notebook.worker.server`.
+"""The kernel's side of the processes that start ranks; see `notebook.worker.server.server`.
 
 There are three kinds:
 
@@ -33,11 +33,11 @@ from nb_accelerate.notebook.launch.owner import Owner
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.messages import Quit
-from nb_accelerate.notebook.worker.executed import LATER, StartRank
-from nb_accelerate.notebook.worker.interpreter import command, own_path, safe_environ
-from nb_accelerate.notebook.worker.limits import limits
-from nb_accelerate.notebook.worker.scratch import remove_abandoned
-from nb_accelerate.notebook.worker.server import SignalRank
+from nb_accelerate.notebook.worker.server.executed import LATER, StartRank
+from nb_accelerate.notebook.worker.server.interpreter import command, own_path, safe_environ
+from nb_accelerate.notebook.worker.server.limits import limits
+from nb_accelerate.notebook.worker.server.scratch import remove_abandoned
+from nb_accelerate.notebook.worker.server.server import SignalRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -48,10 +48,13 @@ if TYPE_CHECKING:
 PRELOAD = ("torch", "torch.distributed", "cloudpickle", "tqdm.std", *PRELOADED, *LATER)
 """Modules that every rank needs, imported once in the warm server."""
 
-_PRELOAD_FOR_NOTEBOOKS = ("nb_accelerate.notebook.worker.cell", "nb_accelerate.notebook.worker.launched_displays")
+_PRELOAD_FOR_NOTEBOOKS = (
+    "nb_accelerate.notebook.worker.cell",
+    "nb_accelerate.notebook.worker.output.launched_displays",
+)
 """What ranks of a notebook need besides, for cells and displays. Elsewhere a rank imports it if it comes to that."""
 
-_ENTRY = "nb_accelerate.notebook.worker.executed:main"
+_ENTRY = "nb_accelerate.notebook.worker.server.executed:main"
 """The function that a fresh interpreter runs to become a server."""
 
 CLOSE_TIMEOUT = 5.0

@@ -32,7 +32,7 @@ from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.waiting import wait
-from nb_accelerate.notebook.worker.limits import enough_room
+from nb_accelerate.notebook.worker.server.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

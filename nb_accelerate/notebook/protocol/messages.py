@@ -13,7 +13,7 @@
       <----------------------------- ThreadFailed  at any time, from another thread
       Quit --------------------------------------->      leaves its groups, flushes, ends
 
-What is printed does not travel here but through two pipes of its own (see `notebook.worker.streams`), so that
+What is printed does not travel here but through two pipes of its own (see `notebook.worker.output.streams`), so that
 what a rank wrote last is still readable after it was killed. What users' code made (functions, results, exceptions)
 travels as a `Parcel`, already pickled, so that reading a message never runs users' code.
 """

@@ -35,18 +35,18 @@ from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready, ThreadFailed
 from nb_accelerate.notebook.protocol.random_states import RandomStates  # noqa: TC001 - imported before ranks unpickle one
 from nb_accelerate.notebook.protocol.shipping import unpack
-from nb_accelerate.notebook.worker.bars import bars_as_rows
 from nb_accelerate.notebook.worker.call import answer, fail
 from nb_accelerate.notebook.worker.groups import has_group
-from nb_accelerate.notebook.worker.interpreter import imports_from
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
-from nb_accelerate.notebook.worker.limits import enough_room
-from nb_accelerate.notebook.worker.loaders import spawn_by_value
-from nb_accelerate.notebook.worker.process_tree import die_with_parent, set_name
+from nb_accelerate.notebook.worker.output.streams import replace_streams, send_record
+from nb_accelerate.notebook.worker.patches.bars import bars_as_rows
+from nb_accelerate.notebook.worker.patches.loaders import spawn_by_value
+from nb_accelerate.notebook.worker.patches.trainers import trainers_as_loops
+from nb_accelerate.notebook.worker.patches.whole_files import save_whole_files
+from nb_accelerate.notebook.worker.server.interpreter import imports_from
+from nb_accelerate.notebook.worker.server.limits import enough_room
+from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, set_name
 from nb_accelerate.notebook.worker.stack_writer import write_stacks_on_request
-from nb_accelerate.notebook.worker.streams import replace_streams, send_record
-from nb_accelerate.notebook.worker.trainers import trainers_as_loops
-from nb_accelerate.notebook.worker.whole_files import save_whole_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -148,8 +148,8 @@ def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterato
     """
     with imports_from(own_path):
         from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
-        from nb_accelerate.notebook.worker.displays import DisplayPort
-        from nb_accelerate.notebook.worker.launched_displays import send_displays, show_figures
+        from nb_accelerate.notebook.worker.output.displays import DisplayPort
+        from nb_accelerate.notebook.worker.output.launched_displays import send_displays, show_figures
     send_displays(DisplayPort(channel, mark))
     debug_with(InputRequests(channel))
     yield

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult
 
     from nb_accelerate.notebook.protocol.messages import RunCell
-    from nb_accelerate.notebook.worker.displays import DisplayPort
+    from nb_accelerate.notebook.worker.output.displays import DisplayPort
 
 
 def make_shell(port: DisplayPort, names: dict[str, Any] | None = None) -> RankShell:

@@ -17,7 +17,7 @@ from nb_accelerate.base.imported import imported
 from nb_accelerate.notebook.worker.shell import DisplaySender, RankShell, make_shell
 
 if TYPE_CHECKING:
-    from nb_accelerate.notebook.worker.displays import DisplayPort
+    from nb_accelerate.notebook.worker.output.displays import DisplayPort
 
 
 def send_displays(port: DisplayPort) -> None:

@@ -27,12 +27,12 @@ from nb_accelerate.base.seam import PRELOADED_LATER
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.worker.ends import RankEnds
-from nb_accelerate.notebook.worker.interpreter import command
-from nb_accelerate.notebook.worker.limits import enough_room
-from nb_accelerate.notebook.worker.process_tree import die_with_parent, ending_with, join_group_of, set_name
 from nb_accelerate.notebook.worker.rank import patch_libraries, prepare_process, run_rank
-from nb_accelerate.notebook.worker.scratch import Scratch, remove_abandoned
-from nb_accelerate.notebook.worker.server import Server, Serves, refuse_rank
+from nb_accelerate.notebook.worker.server.interpreter import command
+from nb_accelerate.notebook.worker.server.limits import enough_room
+from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, ending_with, join_group_of, set_name
+from nb_accelerate.notebook.worker.server.scratch import Scratch, remove_abandoned
+from nb_accelerate.notebook.worker.server.server import Server, Serves, refuse_rank
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -268,7 +268,7 @@ def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoRetu
         os.set_inheritable(fd, True)
     arguments = [mark.hex(), str(server), scratch, *map(str, ends.as_tuple())]
     path = sys.path  # it was made for this one
-    os.execv(sys.executable, command("nb_accelerate.notebook.worker.executed:fresh_rank", arguments, path))  # noqa: S606 - no shell is what we want
+    os.execv(sys.executable, command("nb_accelerate.notebook.worker.server.executed:fresh_rank", arguments, path))  # noqa: S606 - no shell is what we want
 
 
 def fresh_rank() -> NoReturn:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nb_accelerate.base.imported import imported
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.worker.ends import RankEnds
-from nb_accelerate.notebook.worker.process_tree import adopt_orphans, set_name, step_back
 from nb_accelerate.notebook.worker.rank import prepare_process, run_rank
-from nb_accelerate.notebook.worker.server import Server, refuse_rank
+from nb_accelerate.notebook.worker.server.process_tree import adopt_orphans, set_name, step_back
+from nb_accelerate.notebook.worker.server.server import Server, refuse_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.notebook.worker.scratch import Scratch
+    from nb_accelerate.notebook.worker.server.scratch import Scratch
 
 
 @dataclass(frozen=True, kw_only=True)

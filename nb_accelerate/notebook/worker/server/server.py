@@ -10,8 +10,8 @@
        <--------------------------- channel, output ---------+
 
 There are two kinds: one is a fresh interpreter and starts ranks whenever it is told to
-(`notebook.worker.executed`), the other is a fork of the kernel that forks its ranks at once
-(`notebook.worker.forked`). On the control channel a server sends `Serves` when it can take messages, and `Quit`
+(`notebook.worker.server.executed`), the other is a fork of the kernel that forks its ranks at once
+(`notebook.worker.server.forked`). On the control channel a server sends `Serves` when it can take messages, and `Quit`
 when it ends. Ranks have channels of their own, and the exit status of each goes through a pipe of its own.
 
 The server ends when the kernel does (it waits for the kernel's process descriptor, and for the end of the channel), and
@@ -43,8 +43,8 @@ from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.messages import Quit
 from nb_accelerate.notebook.worker.call import fail
 from nb_accelerate.notebook.worker.ends import RankEnds
-from nb_accelerate.notebook.worker.limits import why_no_room
-from nb_accelerate.notebook.worker.process_tree import (
+from nb_accelerate.notebook.worker.server.limits import why_no_room
+from nb_accelerate.notebook.worker.server.process_tree import (
     adopt_orphans,
     children,
     is_tracker,
@@ -52,12 +52,12 @@ from nb_accelerate.notebook.worker.process_tree import (
     open_process,
     send_signal,
 )
-from nb_accelerate.notebook.worker.scratch import remove_abandoned
+from nb_accelerate.notebook.worker.server.scratch import remove_abandoned
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from nb_accelerate.notebook.worker.scratch import Scratch
+    from nb_accelerate.notebook.worker.server.scratch import Scratch
 
 EXIT_STATUS = struct.Struct("!q")
 """What is written to the pipe of a rank that ended: exit code, or minus the signal's number."""

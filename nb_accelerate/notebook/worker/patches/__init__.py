@@ -1,0 +1,1 @@
+"""What ranks change in libraries."""

@@ -1,0 +1,1 @@
+"""The processes that start and reap ranks: on the side of these processes."""
