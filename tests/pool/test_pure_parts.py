@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import itertools
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from nb_accelerate.notebook.magics.names import words_for
 from nb_accelerate.notebook.pool.group import breaks_group
 from nb_accelerate.notebook.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.notebook.pool.names import free_names, names_in
-from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync, Verdict
+from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync, Sent, Verdict
+from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
 from nb_accelerate.notebook.ranks.failing.hang import verdict
@@ -212,22 +214,23 @@ class Thing:
 
 
 def sent(sync: NamespaceSync, numbers: Numbers, **values: object) -> None:
-    looks = {name: Snapshot(value, numbers) for name, value in values.items()}
-    sync.sent(values, looks, frozenset())
-    for name, look in looks.items():
-        sync.holds(look.parts(name), frozenset())
+    looks = {name: None if isinstance(value, int) else Snapshot(value, numbers) for name, value in values.items()}
+    contents = {key: tokens for name, look in looks.items() if look for key, tokens in look.parts(name).items()}
+    sync.sent(
+        {name: Sent.of(name, values[name], look, frozenset()) for name, look in looks.items()}, contents, frozenset()
+    )
 
 
 class TestNamespaceSync:
     def test_a_value_is_sent_once(self):
         sync, thing = NamespaceSync(), Thing()
         assert sync.judge("x", thing) is Verdict.SEND
-        sync.sent({"x": thing}, {}, frozenset())
+        sent(sync, Numbers(), x=thing)
         assert sync.judge("x", thing) is Verdict.HAS_IT
 
     def test_a_name_that_was_rebound_is_sent_again(self):
         sync = NamespaceSync()
-        sync.sent({"x": 1}, {}, frozenset())
+        sent(sync, Numbers(), x=1)
         assert sync.judge("x", 2) is Verdict.SEND
 
     def test_an_object_that_was_changed_in_place_is_known_by_its_number(self):
@@ -253,31 +256,21 @@ class TestNamespaceSync:
         sync = NamespaceSync()
         sync.bound(["x"])
         assert sync.judge("x", 1) is Verdict.OWN
-        sync.sent({"x": 1}, {}, frozenset())
+        sent(sync, Numbers(), x=1)
         assert sync.judge("x", 1) is Verdict.HAS_IT
 
     def test_what_a_rank_deleted_is_sent_again(self):
         sync = NamespaceSync()
-        sync.sent({"x": 1}, {}, frozenset())
+        sent(sync, Numbers(), x=1)
         sync.unbound(["x"])
         assert sync.judge("x", 1) is Verdict.SEND
 
     def test_a_rank_knows_its_rank_better_than_the_notebook(self):
         assert NamespaceSync().judge("rank", 3) is Verdict.OWN
 
-    def test_names_that_a_rank_has_lost_are_known_until_it_has_them_again(self):
-        sync = NamespaceSync()
-        sync.bound(["bound", "sent", "kept"])
-        sync = sync.emptied()
-        assert sync.judge("kept", 1) is Verdict.SEND
-        sync.bound(["bound"])
-        sync.sent({"sent": 1}, {}, frozenset())
-        assert sync.lost == {"kept"}
-        assert sync.emptied().lost == {"bound", "kept"}
-
     def test_the_user_is_told_once_for_each_value(self):
         sync = NamespaceSync()
-        assert [sync.is_untold("x", value) for value in (1, 1, 2)] == [True, False, True]
+        assert [sync.tell("x", value) for value in (1, 1, 2)] == [True, False, True]
 
     def test_a_large_thing_of_the_notebook_is_not_kept_alive(self):
         sync, numbers, thing = NamespaceSync(), Numbers(), Thing()
@@ -288,6 +281,59 @@ class TestNamespaceSync:
         gc.collect()
         assert ends() is None
         assert sync.judge("x", Thing()) is Verdict.SEND
+
+
+class TestCellPlan:
+    """Two ranks, and a notebook with these variables."""
+
+    def plan(
+        self, names: str, syncs: dict[int, NamespaceSync] | None = None, forced: str = "", **variables: Any
+    ) -> Any:
+        self.syncs = syncs or {0: NamespaceSync(), 1: NamespaceSync()}
+        return plan_cell(names.split(), variables, self.syncs, Numbers(), forced.split())
+
+    def test_what_ranks_lack_is_sent_to_them_once_for_those_that_lack_the_same(self):
+        syncs = {rank: NamespaceSync() for rank in range(3)}
+        syncs[1].bound(["own"])
+        plan = self.plan("own x absent", syncs, own=1, x=2)
+        assert plan.send == {0: {"own", "x"}, 1: {"x"}, 2: {"own", "x"}}
+        assert [(one.ranks, one.names) for one in plan.deliveries()] == [([0, 2], {"own", "x"}), ([1], {"x"})]
+        assert [said.partition(";")[0] for said in plan.remarks("cpu")] == ["the ranks have their own own"]
+        assert plan.remarks("cpu") == []
+
+    def test_what_functions_read_and_lists_that_values_hold_are_sent_too(self):
+        scope: dict[str, Any] = {"scale": 2, "items": [1]}
+        names = vars(sys.modules["__main__"])
+        exec("def f(it): return g(it)\ndef g(x): return x * scale", names)
+        scope |= {"f": names.pop("f"), "g": names.pop("g")}
+        scope["f"].__defaults__ = (scope["items"],)
+        assert self.plan("f", **scope).send[0] == {"f", "g", "scale", "items"}
+
+    def test_what_changed_in_both_places_is_left_to_the_ranks(self):
+        numbers, thing = Numbers(), Thing()
+        thing.lr = 1
+        syncs = {0: NamespaceSync(), 1: NamespaceSync()}
+        for sync in syncs.values():
+            sent(sync, numbers, x=thing)
+        number = numbers.get(thing)
+        assert plan_cell(["x"], {"x": thing}, syncs, numbers).deliveries() == []
+        thing.lr = 2
+        for touched, changed in ((set(), {number}), ({number}, set())):
+            plan = plan_cell(["x"], {"x": thing}, syncs, numbers)
+            assert plan.in_doubt() == {0: {number}, 1: {number}}
+            plan.settle(touched)
+            assert plan.changed[0] == {"x": changed}
+        assert plan.conflicts == {"x"}
+        assert "changed both in the notebook and on the ranks" in plan.remarks("cpu")[0]
+        assert plan_cell(["x"], {"x": thing}, syncs, numbers).in_doubt() == {}  # it was told
+
+    def test_what_the_user_asks_for_is_sent_whatever_the_ranks_have(self):
+        syncs = {0: NamespaceSync()}
+        syncs[0].bound(["x"])
+        plan = self.plan("", syncs, forced="x", x=1)
+        assert (plan.send, plan.remarks("cpu")) == ({0: {"x"}}, [])
+        with pytest.raises(NameError, match="'y' is not defined in the notebook"):
+            self.plan("", forced="y")
 
 
 class TestLook:

@@ -77,7 +77,7 @@ def notebook_launcher(
 def notebook_launcher(function: Callable[..., Any], *args: Any, block: Literal[False], **options: Any) -> Launch: ...
 
 
-def notebook_launcher(
+def notebook_launcher(  # type: ignore[misc] # the second overload is short for the same arguments
     function: Callable[..., Any],
     args: tuple[Any, ...] = (),
     num_processes: int | None = None,

@@ -28,8 +28,9 @@ from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nb_accelerate.base.seam import StoreSpec
     from nb_accelerate.notebook.launch.owner import Owner
-    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell, StoreSpec
+    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
 
 _REPORT_TIMEOUT = 5.0
 """Seconds from SIGKILL until the server must have reported the end of a rank whose process has ended."""

@@ -1,9 +1,9 @@
 """Find the names that a cell, or a function, reads from the notebook. Pure: nothing is run.
 
-Each statement is compiled by itself, and the compiler says what it reads and stores. A cell needs the names that it reads
-before it has stored them. What is not certain counts as read: a name too many is sent, and nobody notices. Two things
-are assumed, because nearly all code means them: the body of a ``for`` runs at least once, and the body of a ``with`` runs
-to its end.
+Each statement is compiled by itself, and the compiler says what it reads and stores. A cell needs the names that it
+reads before it has stored them. What is not certain counts as read: a name too many is sent, and nobody notices. Two
+things are assumed, because nearly all code means them: the body of a ``for`` runs at least once, and the body of a
+``with`` runs to its end.
 """
 
 from __future__ import annotations
@@ -167,7 +167,9 @@ def _words_in_magics(tree: ast.Module) -> set[str]:
     """Return the words in the arguments of magics: ``%timeit f(x)`` and ``!ls {folder}`` have become strings."""
     found: set[str] = set()
     for node in ast.walk(tree):
-        shell = getattr(node.func, "value", None) if isinstance(node, ast.Call) else None
+        if not isinstance(node, ast.Call):
+            continue
+        shell = getattr(node.func, "value", None)
         if isinstance(shell, ast.Call) and isinstance(shell.func, ast.Name) and shell.func.id == "get_ipython":
             texts = [part.value for part in node.args if isinstance(part, ast.Constant)]
             found.update(word for text in texts for word in _WORD.findall(str(text)))

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.notebook.worker.namespace import is_hidden
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from nb_accelerate.notebook.protocol.content import Snapshot
     from nb_accelerate.notebook.worker.received import Key
 
-RANK_NUMBERS = frozenset({"rank", "local_rank", "world_size"})
-
-RANK_NAMES = RANK_NUMBERS | {"device", "accelerator"}
+RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
 """Names that every rank has from the start; they count as own."""
 
 SHELL_NAMES = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
 """Names that IPython defines in the notebook and on a rank alike."""
 
 NO_MODULES: Mapping[str, str] = MappingProxyType({})
+
+
+def is_users(name: str) -> bool:
+    """Return whether a name of the notebook can be a variable of the user's."""
+    return name not in SHELL_NAMES and not is_hidden(name)
 
 
 class Verdict(enum.Enum):
@@ -37,9 +42,9 @@ class Verdict(enum.Enum):
     OWN = enum.auto()
 
 
-@dataclass
-class _Sent:
-    """A name that was sent.
+@dataclass(frozen=True)
+class Sent:
+    """A value that was sent.
 
     Attributes:
         value: returns the value, or None if that is gone.
@@ -53,42 +58,40 @@ class _Sent:
     keys: frozenset[Key]
     uses: frozenset[str]
 
+    @classmethod
+    def of(cls, name: str, value: object, snapshot: Snapshot | None, uses: frozenset[str]) -> Sent:
+        """Describe a value that is about to be sent, without keeping it alive."""
+        if snapshot is None:
+            return cls(_reference(value), None, frozenset(), uses)
+        return cls(_reference(value), snapshot.tokens, frozenset(snapshot.parts(name)), uses)
+
 
 class NamespaceSync:
     """Knows which names one rank was sent, and which its cells have bound.
 
-    Args:
-        lost: names that cells had bound on it before it was reset, or on the rank in whose place it is.
+    Attributes:
+        own: names that cells on the rank have bound.
+        modules: full names of the modules that cells on the rank have imported, by the names that they have there.
+        known: what the objects held that the rank has, when they were sent.
     """
 
-    def __init__(self, lost: Iterable[str] = ()) -> None:
-        self._sent: dict[str, _Sent] = {}
-        self._own: set[str] = set()
-        self._lost: set[str] = set(lost)
-        self._modules: dict[str, str] = {}
-        self._told: dict[str, Callable[[], Any]] = {}
-        self.known: dict[Key, list[Any] | None] = {}
-        """What the objects held that the rank has, when they were sent; None if that is not certain."""
+    def __init__(self) -> None:
+        self.own: set[str] = set()
+        self.modules: dict[str, str] = {}
+        self.known: dict[Key, list[Any]] = {}
+        self._sent: dict[str, Sent] = {}
         self._uses: dict[Key, frozenset[str]] = {}
-        self._settled: dict[str, list[Any]] = {}
-        self._seen: set[str] = set()
+        self._told: dict[str, tuple[Callable[[], Any], list[Any] | None]] = {}
 
     def judge(self, name: str, value: object) -> Verdict:
         """Decide whether to send a name."""
-        if name in SHELL_NAMES:
-            return Verdict.HAS_IT
-        self._seen.add(name)
-        if name in self._own or name in RANK_NAMES:
+        if name in self.own or name in RANK_NAMES:
             return Verdict.OWN
         sent = self._sent.get(name)
         return Verdict.SEND if sent is None or sent.value() is not value else Verdict.HAS_IT
 
     def changed(self, name: str, snapshot: Snapshot, *, is_new: bool) -> set[Key]:
-        """Return which of the objects in a value hold something else than when they were sent.
-
-        Args:
-            snapshot: of the value, as it is now.
-        """
+        """Return which of the objects in a value hold something else than when they were sent."""
         sent = self._sent.get(name)
         if sent is not None and snapshot.is_as(sent.tokens):
             return set()
@@ -98,44 +101,13 @@ class NamespaceSync:
             if key in self.known and self.known[key] != tokens and not (is_new and key == name)
         }
         if sent is not None and not found and not is_new:  # they were sent with another name
-            sent.tokens = snapshot.tokens
+            self._sent[name] = Sent(sent.value, snapshot.tokens, sent.keys, sent.uses)
         return found
 
     def replaced(self, name: str) -> frozenset[Key]:
         """Return the objects in the value that a name had when it was sent."""
         sent = self._sent.get(name)
         return sent.keys if sent is not None else frozenset()
-
-    def has(self, name: str) -> bool:
-        """Return whether the rank was sent this name when the notebook had it, and still has it."""
-        return name in self._sent and name in self._seen
-
-    def settle(self, name: str, snapshot: Snapshot) -> None:
-        """Note that the user knows that what a value holds now is not sent."""
-        self._settled[name] = snapshot.tokens
-
-    def is_settled(self, name: str, snapshot: Snapshot | None = None) -> bool:
-        """Return whether the user knows that what a value holds, now or at an earlier snapshot, is not sent."""
-        return name in self._settled and (snapshot is None or self._settled[name] == snapshot.tokens)
-
-    @property
-    def own(self) -> frozenset[str]:
-        """Names that cells on the rank have bound."""
-        return frozenset(self._own)
-
-    @property
-    def lost(self) -> frozenset[str]:
-        """Names that cells had bound on the rank, and that it has neither bound nor been sent since they were lost."""
-        return frozenset(self._lost)
-
-    def emptied(self) -> NamespaceSync:
-        """Return what is known of the rank when its variables are deleted, or of a new one in its place."""
-        return NamespaceSync(self._own | self._lost)
-
-    @property
-    def modules(self) -> Mapping[str, str]:
-        """Full names of the modules that cells on the rank have imported, by the names that they have there."""
-        return self._modules
 
     def uses(self, name: str) -> frozenset[str]:
         """Return the global names that functions read which were sent together with `name`."""
@@ -148,51 +120,43 @@ class NamespaceSync:
 
     def containers(self, namespace: Mapping[str, object]) -> dict[int, str]:
         """Return the names of lists and dictionaries that were sent, and that the notebook still has, by address."""
-        named = {name: sent.value() for name, sent in self._sent.items() if name in self.known}
-        return {id(value): name for name, value in named.items() if value is namespace.get(name) and value is not None}
+        values = {name: sent.value() for name, sent in self._sent.items() if name in self.known}
+        return {id(value): name for name, value in values.items() if value is namespace.get(name) and value is not None}
 
-    def is_untold(self, name: str, value: object) -> bool:
-        """Return whether the user was not told yet that this value does not replace the rank's own, and remember it."""
-        told = self._told.get(name)
-        if told is not None and told() is value:
-            return False
-        self._told[name] = _reference(value)
-        return True
+    def watches(self, name: str) -> bool:
+        """Return whether changes in place of a value that is not sent are to be told."""
+        return name in self._told and self._told[name][1] is not None
 
-    def sent(self, values: Mapping[str, object], snapshots: Mapping[str, Snapshot], uses: frozenset[str]) -> None:
-        """Note values that were sent to the rank. Its own values of these names are replaced.
+    def was_told(self, name: str, value: object, snapshot: Snapshot | None) -> bool:
+        """Return whether the user was told that a value, with what it holds now, does not replace the rank's own."""
+        reference, tokens = self._told.get(name, (lambda: None, None))
+        return reference() is value and (snapshot is None or tokens is None or snapshot.tokens == tokens)
 
-        Args:
-            values: by name.
-            snapshots: of those that are no numbers and texts.
-            uses: global names that functions among the values read.
-        """
-        for name, value in values.items():
-            self._own.discard(name)
-            self._lost.discard(name)
-            self._modules.pop(name, None)
-            self._told.pop(f"{name} deleted", None)
-            snapshot = snapshots.get(name)
-            tokens, keys = (
-                (None, frozenset()) if snapshot is None else (snapshot.tokens, frozenset(snapshot.parts(name)))
-            )
-            self._sent[name] = _Sent(_reference(value), tokens, keys, uses)
+    def tell(self, name: str, value: object, snapshot: Snapshot | None = None) -> bool:
+        """Note that the user is told so now. Returns whether that is news."""
+        is_news = name not in self._told or not self.was_told(name, value, snapshot)
+        self._told[name] = _reference(value), None if snapshot is None else snapshot.tokens
+        return is_news
 
-    def holds(self, contents: Mapping[Key, list[Any]], uses: frozenset[str]) -> None:
-        """Note what objects hold that the rank has now.
+    def sent(self, values: Mapping[str, Sent], contents: Mapping[Key, list[Any]], uses: frozenset[str]) -> None:
+        """Note what the rank was sent, and has received. Its own values of these names are replaced.
 
         Args:
-            contents: their tokens, by key.
-            uses: global names that functions among them read.
+            contents: tokens of what objects hold on the rank now, by key.
+            uses: global names that functions among the objects read.
         """
+        for name in values:
+            self.own.discard(name)
+            self.modules.pop(name, None)
+            self._told.pop(name, None)
+        self._sent.update(values)
         for key, tokens in contents.items():
-            sent = self._sent[key] if isinstance(key, str) else None
-            others = {name for name in self._sent.keys() & self.known.keys() if sent and self._has_same(name, sent)}
-            self.known.update(dict.fromkeys({key, *others}, tokens))
+            same = {key}
+            if isinstance(key, str):  # a list may have been sent under several names
+                value = self._sent[key].value()
+                same |= {name for name, sent in self._sent.items() if name in self.known and sent.value() is value}
+            self.known.update(dict.fromkeys(same, tokens))
             self._uses[key] = self._uses.get(key, frozenset()) | uses
-
-    def _has_same(self, name: str, sent: _Sent) -> bool:
-        return self._sent[name].value() is sent.value() is not None
 
     def gone(self, numbers: Iterable[Key]) -> None:
         """Note objects that the rank has no more."""
@@ -200,36 +164,24 @@ class NamespaceSync:
             self.known.pop(number, None)
             self._uses.pop(number, None)
 
-    def doubt(self, keys: Collection[Key]) -> None:
-        """Note that it is not certain whether objects hold on the rank what was sent."""
-        self.known.update(dict.fromkeys(self.known.keys() & set(keys)))
-        for sent in self._sent.values():
-            if not sent.keys.isdisjoint(keys):
-                sent.tokens = []
-
     def bound(self, names: Iterable[str], modules: Mapping[str, str] = NO_MODULES) -> None:
         """Note names that a cell on the rank has bound.
 
         Args:
             modules: full names of the modules among their values, by name.
         """
-        for name in names:
-            self._modules.pop(name, None)
-            self._own.add(name)
-            self._lost.discard(name)
-            self._forget(name)
-        self._modules.update(modules)
+        names = set(names)
+        self.unbound(names)
+        self.own |= names
+        self.modules.update(modules)
 
     def unbound(self, names: Iterable[str]) -> None:
         """Note names that a cell on the rank has deleted."""
         for name in names:
-            self._modules.pop(name, None)
-            self._own.discard(name)
-            self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        self._sent.pop(name, None)
-        self.known.pop(name, None)
+            self.modules.pop(name, None)
+            self.own.discard(name)
+            self._sent.pop(name, None)
+            self.known.pop(name, None)
 
 
 def _reference(value: object) -> Callable[[], Any]:

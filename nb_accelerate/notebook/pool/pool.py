@@ -23,7 +23,8 @@ from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.notebook.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.notebook.pool.namespace_sync import RANK_NAMES, SHELL_NAMES, NamespaceSync
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
-from nb_accelerate.notebook.pool.shipping import of_pulled
+from nb_accelerate.notebook.pool.packing import SIZE_LIMIT, of_pulled, pack_plan
+from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.pool.starting import plan_pool
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
@@ -38,7 +39,7 @@ from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
 from nb_accelerate.notebook.ranks.waiting import Interrupts, interrupts_call, wait
 from nb_accelerate.notebook.worker import namespace as remote
-from nb_accelerate.notebook.worker.received import changed_there
+from nb_accelerate.notebook.worker.received import Key, changed_there
 
 if TYPE_CHECKING:
     import weakref
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
-    from nb_accelerate.notebook.worker.received import Key
 
 _NOTHING = read_cell("")
 """A cell that is run for the sake of the names that are sent with it."""
@@ -269,12 +269,11 @@ class Pool:
             DeadlineError: it took longer than its timeout.
             BaseException: what the cell raised on a rank. The first cause, if several ranks fail.
         """
-        request, begin = self._prepare(source, options, variables=variables, sink=sink)
-        loop = self._the_group().loop
-        with interrupts_call(lambda: loop.interrupt(request)):
-            begin()
-            loop.wait_for(request)
-        return self.finish(request)
+        cell = self._prepare(source, options, variables, sink)
+        with interrupts_call(cell.interrupt):
+            self._begin(cell)
+            cell.wait()
+        return self._result_of(cell.request)
 
     def begin(
         self,
@@ -297,55 +296,57 @@ class Pool:
         Returns:
             The request of the cell.
         """
-        request, begin = self._prepare(source, options, variables=variables, sink=sink, tell=tell)
-        begin()
-        return request
+        cell = self._prepare(source, options, variables, sink, in_background=tell)
+        self._begin(cell)
+        return cell.request
 
     def _prepare(
         self,
         source: CellSource,
         options: CellOptions | None,
-        *,
         variables: Mapping[str, Any] | None,
         sink: Sink | None,
-        tell: bool = False,
-    ) -> tuple[Request, Callable[[], None]]:
-        """Make a cell ready to run. Returns its request, and a function that begins that."""
+        *,
+        in_background: bool = False,
+    ) -> Cell:
+        """Wait for the cell before, decide what the ranks are sent for this one, and pack it."""
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
         self.wait()
         group = self._the_group()
+        ranks = group.chosen(options.ranks)
+        syncs = {rank.rank: self._syncs[rank.rank] for rank in ranks}
         sink = sink or sink_here()
         output = RequestOutput(
-            [rank.rank for rank in group.chosen(options.ranks)],
-            sink,
-            group.display_ids,
-            style=options.style,
-            quiet=options.quiet,
-            hold=self.timeouts.fold,
+            [*syncs], sink, group.display_ids, style=options.style, quiet=options.quiet, hold=self.timeouts.fold
         )
         if self.state is PoolState.DISCONNECTED:
             self._reconnect(output)
-        ask, syncs, numbers = self._ask_for_changes, self._syncs, self._numbers
-        cell = Cell(source, options, group, syncs, numbers, ask, variables, output, sink, in_background=tell)
+        plan = plan_cell(source.free, variables, syncs, self._numbers, options.send)
+        shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT)
+        for remark in plan.remarks(group.plan.kind.name):
+            output.say(remark)
+        cell = Cell(source, options, group, ranks, plan, shipments, output, sink, in_background=in_background)
         cell.request.take_note = functools.partial(self._take_note, group, cell)
+        return cell
 
-        def begin() -> None:
-            try:
-                check(self.state, "run")
-            except BaseException:
-                cell.close()
-                raise
-            self._running = cell.request
-            cell.begin(self.timeouts)
-
-        return cell.request, begin
+    def _begin(self, cell: Cell) -> None:
+        try:
+            check(self.state, "run")
+        except BaseException:
+            cell.close()
+            raise
+        self._running = cell.request
+        cell.begin(self.timeouts)
 
     def finish(self, request: Request) -> list[Any]:
         """Wait for the end of a cell that was begun, and return what `run` returns."""
         if self._group is not None:
             self._group.loop.wait_for(request)
-            self._clear_away_what_failed()
+        return self._result_of(request)
+
+    def _result_of(self, request: Request) -> list[Any]:
+        self._clear_away_what_failed()
         return result_of(request)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -415,8 +416,7 @@ class Pool:
         for sync in self._syncs.values():
             sync.bound(values)
             for name, value in values.items():
-                sync.is_untold(name, value)
-                sync.settle(name, Snapshot(value, self._numbers))
+                sync.tell(name, value, Snapshot(value, self._numbers))
 
     def reset(self) -> None:
         """Delete all variables of the ranks."""
@@ -527,16 +527,18 @@ class Pool:
         """Start these ranks, and make a process group of all ranks."""
         group = self._the_group()
         for rank in ranks:
-            self._syncs[rank] = self._syncs[rank].emptied() if rank in self._syncs else NamespaceSync()
+            self._syncs[rank] = NamespaceSync()
         group.bring_up(ranks, interrupts)
 
     def _forget_variables(self) -> None:
         """Note that the ranks have no variables any more."""
-        self._syncs = {rank: sync.emptied() for rank, sync in self._syncs.items()}
+        self._syncs = {rank: NamespaceSync() for rank in self._syncs}
         self.trained.clear()
 
-    def _ask_for_changes(self, ranks: Sequence[int], keys: tuple[Key, ...]) -> list[set[Key]]:
-        return self.call(changed_there, keys, ranks=ranks)
+    def _changed_there(self, keys: Mapping[int, set[Key]]) -> set[Key]:
+        """Return which of these objects a rank has changed."""
+        every = tuple(set[Key]().union(*keys.values()))
+        return set[Key]().union(*self.call(changed_there, every, ranks=[*keys]))
 
     def _reconnect(self, output: RequestOutput) -> None:
         unseen, self._disconnected_silently = self._disconnected_silently, False

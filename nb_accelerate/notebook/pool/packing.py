@@ -1,0 +1,152 @@
+"""Pack what a plan sends to the ranks for a cell."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import ShippingError, TooLargeError
+from nb_accelerate.notebook.pool.names import names_in
+from nb_accelerate.notebook.protocol.content import Snapshot
+from nb_accelerate.notebook.protocol.main_module import Globals
+from nb_accelerate.notebook.protocol.renewal import state_of
+from nb_accelerate.notebook.protocol.shipping import References, pack
+from nb_accelerate.notebook.worker.received import Names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nb_accelerate.notebook.pool.plan import CellPlan, Delivery
+    from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.worker.received import Key
+
+_ADVICE = "Create it on the ranks, in a %%distributed cell."
+
+SIZE_LIMIT = 1 << 30
+"""Bytes that are sent unless the user asks for more."""
+
+
+@dataclass
+class Shipment:
+    """Values for ranks that lack the same.
+
+    Attributes:
+        packed: a `Names`, pickled; to be closed.
+        values: the values, by name.
+        uses: global names that functions among the values read, and those of containers that are referred to.
+        contents: what objects hold on the ranks then.
+    """
+
+    ranks: list[int]
+    packed: Packed
+    values: dict[str, Any]
+    uses: frozenset[str]
+    contents: dict[Key, list[Any]]
+
+
+def pack_plan(
+    plan: CellPlan, changed_there: Callable[[Mapping[int, set[Key]]], set[Key]], limit: int | None
+) -> list[Shipment]:
+    """Settle a plan with the ranks, and pack what it sends: at most one shipment for each rank, each to be closed.
+
+    Args:
+        changed_there: asks ranks which of these objects they have changed.
+        limit: bytes that may be sent; None for any number.
+
+    Raises:
+        ShippingError: a value cannot be pickled; the text says which part.
+        TooLargeError: the values have more than `limit` bytes; the text says how to send them nevertheless.
+    """
+    while True:
+        in_doubt = plan.in_doubt()
+        plan.settle(changed_there(in_doubt) if in_doubt else set())
+        with contextlib.ExitStack() as resources:
+            shipments = []
+            for delivery in plan.deliveries():
+                shipments.append(_pack(delivery, plan, limit))
+                resources.callback(shipments[-1].packed.close)
+            # A pickle may reach functions that a plan does not see, in a `functools.partial`, say.
+            more = plan.without_plan(set[str]().union(*(shipment.uses for shipment in shipments)))
+            if not more:
+                resources.pop_all()
+                return shipments
+        plan.add(more)
+
+
+def _pack(delivery: Delivery, plan: CellPlan, limit: int | None) -> Shipment:
+    sync, snapshots = plan.syncs[delivery.ranks[0]], plan.snapshots
+    values = {name: plan.variables[name] for name in delivery.names}
+    states: dict[Key, Any] = {}
+    roots = {id(snapshot.value): name for name, snapshot in snapshots.items()}
+    anew: set[Key] = set()
+    for key, value in delivery.objects.items():
+        state = state_of(value)
+        if state is not None:
+            states[key] = state
+            continue
+        anew.add(key)
+        if id(value) in roots:
+            values[roots[id(value)]] = value
+        elif not plan.forced:
+            name = next(name for name, snapshot in snapshots.items() if key in snapshot.objects)
+            raise ShippingError(
+                f"{name} holds a {type(value).__qualname__} that was changed in the notebook. It cannot be changed in "
+                f"place on the ranks. To send all of it: %distributed push {name}"
+            )
+    containers = {address: name for address, name in sync.containers(plan.variables).items() if name not in values}
+    parts = {key: tokens for name, snapshot in snapshots.items() for key, tokens in snapshot.parts(name).items()}
+    # What was not looked at, in a large list, may have changed: rather a copy of it than what the ranks have.
+    references = References(plan.numbers, (sync.known.keys() & parts.keys()) - anew, containers)
+    try:
+        packed = pack(
+            Names(dict(sorted(values.items())), states),
+            name="what the cell uses",
+            advice=_ADVICE,
+            globals_there=Globals.FOUND,
+            limit=limit,
+            references=references,
+        )
+    except TooLargeError as error:
+        sent = sorted(values or snapshots)
+        raise TooLargeError(
+            f"{', '.join(sent)} of the notebook: {error.size / 2**30:.1f} GiB would be copied to the ranks. "
+            f"To copy them: %distributed push {' '.join(sent)} --large. Or load the data on the ranks "
+            f"themselves, in a %%distributed cell",
+            size=error.size,
+        ) from None
+    except ShippingError as error:
+        raise _of_a_variable(error, snapshots) from error.__cause__
+    uses = packed.names.union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
+    uses |= {key for key in references.used if isinstance(key, str)}
+    contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
+    for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
+        contents[number] = parts.get(number) or Snapshot(value, plan.numbers, deep=False).tokens
+    return Shipment(delivery.ranks, packed, values, uses, contents)
+
+
+def _of_a_variable(error: ShippingError, snapshots: Mapping[str, Snapshot]) -> ShippingError:
+    """Return an error about a part of a `Names`, told as a part of a variable."""
+    found = re.match(r"what the cell uses\[\d\]\[(?:'(\w+)'|(\d+))\]", error.path)
+    if found is None:
+        return error
+    name, number = found.groups()
+    holder = name or next(name for name, snapshot in snapshots.items() if int(number) in snapshot.objects)
+    return _renamed(error, holder, found.end())
+
+
+def of_pulled(error: ShippingError, names: Sequence[str]) -> ShippingError:
+    """Return the error of a rank about a value that was pulled, told as one about the variable.
+
+    Args:
+        error: about a part of the list that the rank was to return.
+    """
+    found = re.search(r"\[(\d+)\]", error.path)
+    return error if found is None else _renamed(error, names[int(found[1])], found.end())
+
+
+def _renamed(error: ShippingError, name: str, end: int) -> ShippingError:
+    """Return an error that names a variable, in place of the first `end` letters of the path to the part."""
+    path = f"{name}{error.path[end:]}"
+    return ShippingError(str(error).replace(error.path, path, 1), path=path, is_final=error.is_final)
