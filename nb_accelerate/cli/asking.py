@@ -1,11 +1,9 @@
-"""Ask questions in a terminal: with arrow keys in an interactive one, line by line where input is piped in."""
+"""Ask questions that are answered by a line of standard input: typed in a terminal, or piped in."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-from typing_extensions import override
+from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.errors import ConfigError
 
@@ -15,102 +13,69 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Asker(Protocol):
-    """Ask the user questions."""
+class Asker:
+    """Asks the user questions."""
 
     def choose(self, question: str, options: Sequence[tuple[str, str]], default: str) -> str:
-        """Return the value of one of ``options``, which are pairs of a value and a label."""
-        ...
+        """Return the value of one of ``options``, pairs of a value and a label: its number, value or label is typed."""
+        self.say(question)
+        for number, (value, label) in enumerate(options, start=1):
+            self.say(f"  {number}. {label}{' (default)' if value == default else ''}")
+        while True:
+            answer = _read("> ").lower()
+            if not answer:
+                return default
+            for number, (value, label) in enumerate(options, start=1):
+                # "y" and "n" are what people type for a yes or no.
+                if answer in (str(number), value.lower(), label.lower(), value[0] if value in ("yes", "no") else None):
+                    return value
+            self.say(
+                f"  {answer!r} is none of them. Write a number from 1 to {len(options)}, or nothing for the default."
+            )
 
-    def line(self, question: str, default: str) -> str:
+    def line(self, question: str, default: str = "") -> str:
         """Return the line that was typed, without surrounding spaces; "" if it is empty. The default is only shown."""
-        ...
+        return _read(f"{question} [{default}]: " if default else f"{question}: ")
 
     def say(self, text: str) -> None:
         """Show a line."""
-        ...
-
-
-def asker_here() -> Asker:
-    """Return `ArrowKeys` in an interactive terminal, else `PlainLines`."""
-    return ArrowKeys() if sys.stdin.isatty() and sys.stdout.isatty() else PlainLines()
-
-
-def confirm(asker: Asker, question: str, *, default: bool) -> bool:
-    """Ask for a yes or no."""
-    options = [("yes", "yes"), ("no", "no")]
-    return asker.choose(question, options, "yes" if default else "no") == "yes"
-
-
-def read_value(asker: Asker, question: str, default: T, convert: Callable[[str], T]) -> T:
-    """Ask until the answer can be converted.
-
-    Args:
-        default: the value of an empty answer; "" if there is none, and then ``convert`` gets the empty answer.
-        convert: makes a value of text; raises ValueError where it cannot.
-    """
-    while True:
-        answer = asker.line(question, str(default))
-        if not answer and default != "":
-            return default
-        try:
-            return convert(answer)
-        except ValueError as error:
-            asker.say(f"  {error}")
-
-
-class ArrowKeys(Asker):
-    """Ask questions that are answered with arrow keys and Return."""
-
-    @override
-    def choose(self, question: str, options: Sequence[tuple[str, str]], default: str) -> str:
-        from prompt_toolkit.shortcuts import choice
-
-        return choice(question, options=options, default=default)
-
-    @override
-    def line(self, question: str, default: str) -> str:
-        from prompt_toolkit import prompt
-
-        try:
-            return prompt(_with_default(question, default)).strip()
-        except EOFError:  # Ctrl-D
-            raise KeyboardInterrupt from None
-
-    @override
-    def say(self, text: str) -> None:
         print(text)
 
+    def confirm(self, question: str, *, default: bool = False) -> bool:
+        """Ask for a yes or no."""
+        return self.choose(question, [("yes", "yes"), ("no", "no")], "yes" if default else "no") == "yes"
 
-class PlainLines(Asker):
-    """Ask questions that are answered by a line of standard input: the number of an option, or its value."""
+    def value(self, question: str, default: T, convert: Callable[[str], T]) -> T:
+        """Ask until the answer can be converted.
 
-    @override
-    def choose(self, question: str, options: Sequence[tuple[str, str]], default: str) -> str:
-        values = [value for value, _ in options]
-        print(question)
-        for number, (value, name) in enumerate(options, start=1):
-            print(f"  {number}. {name}{' (default)' if value == default else ''}")
+        Args:
+            default: the value of an empty answer; "" if there is none, and then ``convert`` gets the empty answer.
+            convert: makes a value of text; raises ValueError where it cannot.
+        """
         while True:
-            answer = _read("> ")
-            if not answer:
+            answer = self.line(question, str(default))
+            if not answer and default != "":
                 return default
-            if answer.isdecimal() and 1 <= int(answer) <= len(values):
-                return values[int(answer) - 1]
-            meant = [value for value, name in options if answer.lower() in (value.lower(), name.lower())]
-            # "y" and "n" are what people type for a yes or no.
-            meant = meant or [value for value in values if value in ("yes", "no") and answer.lower() == value[0]]
-            if meant:
-                return meant[0]
-            print(f"  {answer!r} is none of them. Write a number from 1 to {len(values)}, or nothing for the default.")
+            try:
+                return convert(answer)
+            except ValueError as error:
+                self.say(f"  {error}")
 
-    @override
-    def line(self, question: str, default: str) -> str:
-        return _read(f"{_with_default(question, default)}")
+    def number(self, question: str, default: int, *, at_least: int = 1, below: int | None = None) -> int:
+        """Ask for a whole number."""
+        return self.value(question, default, lambda text: whole_number(text, at_least=at_least, below=below))
 
-    @override
-    def say(self, text: str) -> None:
-        print(text)
+
+def whole_number(text: str, *, at_least: int = 1, below: int | None = None) -> int:
+    """Return the number that a text says.
+
+    Raises:
+        ValueError: it says none, or one that is out of bounds.
+    """
+    if not text.isdecimal() or int(text) < at_least or (below is not None and int(text) >= below):
+        bounds = f"from {at_least}" + (f" to {below - 1}" if below is not None else "")
+        raise ValueError(f"{text!r} is not a whole number {bounds}.")
+    return int(text)
 
 
 def _read(prompt: str) -> str:
@@ -125,7 +90,3 @@ def _read(prompt: str) -> str:
     if not sys.stdin.isatty():
         print(answer)  # nobody has typed it, and without it the questions would run together
     return answer
-
-
-def _with_default(question: str, default: str) -> str:
-    return f"{question} [{default}]: " if default else f"{question}: "

@@ -6,10 +6,9 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nb_accelerate.cli.asking import Asker
+from nb_accelerate.cli.asking import Asker, whole_number
 
 _WHERE = "the file (default: default_config.yaml in $HF_HOME/accelerate, or in ~/.cache/huggingface/accelerate)"
 _PRECISIONS = ("no", "fp16", "bf16")
@@ -76,11 +75,10 @@ def _path(arguments: argparse.Namespace) -> Path:
 
 def _ask(arguments: argparse.Namespace) -> int:
     from nb_accelerate.base.config.file import write_config
-    from nb_accelerate.cli.asking import asker_here
 
     path = _path(arguments)
     try:
-        answers = ask_config(asker_here(), machine_here())
+        answers = ask_config(Asker(), machine_here())
     except KeyboardInterrupt:
         print("\nnothing was written")
         return 130
@@ -157,7 +155,6 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     Raises:
         ConfigError: the input ended before the last question.
     """
-    from nb_accelerate.cli.asking import confirm, read_value
     from nb_accelerate.cli.engine_questions import SPLIT, ask_layout
 
     found = default_config(machine)
@@ -174,7 +171,7 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     found["distributed_type"] = kind
     found["use_cpu"] = kind == "MULTI_CPU" or (kind == "NO" and machine.num_gpus == 0)
     if kind == "NO" and machine.num_gpus:
-        found["use_cpu"] = confirm(asker, "Train on the CPU only, although there is a GPU?", default=False)
+        found["use_cpu"] = asker.confirm("Train on the CPU only, although there is a GPU?")
     if kind in ("MULTI_CPU", "MULTI_GPU"):
         _ask_machines(asker, found)
     machines = _most(found["num_machines"])
@@ -193,14 +190,12 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     if engine in ("FSDP", SPLIT) and (layout := ask_layout(asker, found["num_processes"], is_sharded=engine == "FSDP")):
         found["parallelism_config"] = layout
     if machine.num_gpus and not found["use_cpu"] and kind != "XLA":
-        found["gpu_ids"] = read_value(asker, "GPUs of this machine, by number, such as 0,1", "all", _gpu_ids)
+        found["gpu_ids"] = asker.value("GPUs of this machine, by number, such as 0,1", "all", _gpu_ids)
     if kind == "MULTI_GPU":
-        found["enable_cpu_affinity"] = confirm(asker, "Keep each process on the cores near its GPU?", default=False)
+        found["enable_cpu_affinity"] = asker.confirm("Keep each process on the cores near its GPU?")
     if kind != "NO":
-        found["debug"] = confirm(
-            asker, "Check what processes hand to each collective? It finds mistakes, and is slower", default=False
-        )
-    if confirm(asker, "Compile models with torch.compile?", default=False):
+        found["debug"] = asker.confirm("Check what processes hand to each collective? It finds mistakes, and is slower")
+    if asker.confirm("Compile models with torch.compile?"):
         found["dynamo_config"] = _ask_dynamo(asker)
     if "deepspeed_config_file" in found.get("deepspeed_config", {}):
         del found["mixed_precision"]  # that file says it
@@ -209,9 +204,7 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
         "Mixed precision?", [("no", "no"), ("bf16", "bf16"), *([("fp16", "fp16")] if kind != "XLA" else [])], "no"
     )
     if kind == "XLA" and found["mixed_precision"] == "bf16":
-        found["downcast_bf16"] = confirm(
-            asker, "Keep weights in 16 bits on the TPU too, and torch.double in 32?", default=False
-        )
+        found["downcast_bf16"] = asker.confirm("Keep weights in 16 bits on the TPU too, and torch.double in 32?")
     return found
 
 
@@ -230,9 +223,7 @@ def _ask_engine(asker: Asker, machine: Machine, found: dict[str, Any], machines:
 
 
 def _ask_machines(asker: Asker, found: dict[str, Any]) -> None:
-    from nb_accelerate.cli.asking import confirm, read_value
-
-    machines = read_value(asker, "Number of machines; or, if they may come and go, a range such as 1:4", "1", _machines)
+    machines = asker.value("Number of machines; or, if they may come and go, a range such as 1:4", "1", _machines)
     found["num_machines"] = int(machines) if machines.isdecimal() else machines
     number = _most(machines)
     if number == 1:
@@ -246,56 +237,39 @@ def _ask_machines(asker: Asker, found: dict[str, Any]) -> None:
     else:
         found["rdzv_backend"] = "c10d"
     if found["rdzv_backend"] == "static":
-        found["machine_rank"] = read_value(
-            asker, "Number of this machine, from 0", 0, lambda text: _whole(text, at_least=0, below=number)
-        )
-    found["main_process_ip"] = read_value(asker, "Address of machine 0, as the others see it", "", _address)
-    found["main_process_port"] = read_value(
-        asker, "Port on machine 0", 29500, lambda text: _whole(text, at_least=1, below=1 << 16)
-    )
-    found["same_network"] = confirm(asker, "Are all machines in one local network?", default=True)
+        found["machine_rank"] = asker.number("Number of this machine, from 0", 0, at_least=0, below=number)
+    found["main_process_ip"] = asker.value("Address of machine 0, as the others see it", "", _address)
+    found["main_process_port"] = asker.number("Port on machine 0", 29500, below=1 << 16)
+    found["same_network"] = asker.confirm("Are all machines in one local network?", default=True)
 
 
 def _ask_processes(asker: Asker, usual: int, machines: int) -> int:
-    from nb_accelerate.cli.asking import read_value
-
     def convert(text: str) -> int:
-        number = _whole(text, at_least=1)
+        number = whole_number(text)
         if number % machines:
             raise ValueError(f"{number} processes cannot be shared out equally to {machines} machines.")
         return number
 
     everywhere = " on all machines together" if machines > 1 else ""
-    return read_value(asker, f"Number of processes{everywhere}", max(1, usual) * machines, convert)
+    return asker.value(f"Number of processes{everywhere}", max(1, usual) * machines, convert)
 
 
 def _ask_dynamo(asker: Asker) -> dict[str, Any]:
-    from nb_accelerate.cli.asking import confirm
-
     backends = [(name, name.lower()) for name in ("INDUCTOR", "CUDAGRAPHS", "AOT_EAGER", "EAGER")]
     section: dict[str, Any] = {"dynamo_backend": asker.choose("Backend of torch.compile?", backends, "INDUCTOR")}
-    if confirm(asker, "Change how torch.compile works?", default=False):
+    if asker.confirm("Change how torch.compile works?"):
         modes = [(name, name) for name in ("default", "reduce-overhead", "max-autotune")]
         section["dynamo_mode"] = asker.choose("What to optimise for?", modes, "default")
-        section["dynamo_use_fullgraph"] = confirm(asker, "Refuse models that are not one graph?", default=False)
-        section["dynamo_use_dynamic"] = confirm(asker, "Compile for shapes that vary?", default=False)
-        section["dynamo_use_regional_compilation"] = confirm(
-            asker, "Compile repeated blocks by themselves?", default=False
-        )
+        section["dynamo_use_fullgraph"] = asker.confirm("Refuse models that are not one graph?")
+        section["dynamo_use_dynamic"] = asker.confirm("Compile for shapes that vary?")
+        section["dynamo_use_regional_compilation"] = asker.confirm("Compile repeated blocks by themselves?")
     return section
-
-
-def _whole(text: str, *, at_least: int, below: int | None = None) -> int:
-    expected = f"a whole number from {at_least}" + (f" to {below - 1}" if below is not None else "")
-    if not text.isdecimal() or int(text) < at_least or (below is not None and int(text) >= below):
-        raise ValueError(f"{text!r} is not {expected}.")
-    return int(text)
 
 
 def _machines(text: str) -> str:
     fewest, colon, most = text.partition(":")
     if not colon:
-        return str(_whole(text, at_least=1))
+        return str(whole_number(text))
     if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most)):
         raise ValueError(f"{text!r} is neither a number from 1 nor a range such as 1:4.")
     return text if int(fewest) < int(most) else most

@@ -53,17 +53,12 @@ def ask_engine(asker: Asker, *, is_alone: bool, has_deepspeed: bool) -> str:
 
 def ask_fsdp(asker: Asker) -> dict[str, Any]:
     """Ask for the options of FSDP, and return the section ``fsdp_config``."""
-    from nb_accelerate.cli.asking import confirm, read_value
-
     found: dict[str, Any] = {"fsdp_version": 2}
-    found["fsdp_reshard_after_forward"] = confirm(
-        asker,
+    found["fsdp_reshard_after_forward"] = asker.confirm(
         "Free the gathered parameters of a block after its forward? It needs less memory, and is slower",
         default=True,
     )
-    found["fsdp_offload_params"] = confirm(
-        asker, "Keep parameters and gradients in the memory of the host?", default=False
-    )
+    found["fsdp_offload_params"] = asker.confirm("Keep parameters and gradients in the memory of the host?")
     policy = asker.choose("What is gathered at a time?", _POLICIES, "TRANSFORMER_BASED_WRAP")
     found["fsdp_auto_wrap_policy"] = policy
     if policy == "TRANSFORMER_BASED_WRAP":
@@ -73,13 +68,13 @@ def ask_fsdp(asker: Asker) -> dict[str, Any]:
         if names:
             found["fsdp_transformer_layer_cls_to_wrap"] = names
     elif policy == "SIZE_BASED_WRAP":
-        found["fsdp_min_num_params"] = read_value(asker, "Parameters of such a module, at least", 100_000_000, int)
+        found["fsdp_min_num_params"] = asker.value("Parameters of such a module, at least", 100_000_000, int)
     found["fsdp_state_dict_type"] = asker.choose("What is saved?", _STATE_DICTS, "FULL_STATE_DICT")
-    found["fsdp_cpu_ram_efficient_loading"] = confirm(
-        asker, "Read pretrained weights in one process, which sends them to the others?", default=True
+    found["fsdp_cpu_ram_efficient_loading"] = asker.confirm(
+        "Read pretrained weights in one process, which sends them to the others?", default=True
     )
-    found["fsdp_activation_checkpointing"] = confirm(
-        asker, "Compute activations again in the backward? It needs less memory, and is slower", default=False
+    found["fsdp_activation_checkpointing"] = asker.confirm(
+        "Compute activations again in the backward? It needs less memory, and is slower"
     )
     return found
 
@@ -90,27 +85,17 @@ def ask_layout(asker: Asker, num_processes: int, *, is_sharded: bool) -> dict[st
     Args:
         is_sharded: FSDP keeps the model; otherwise its layers are split (tensor parallel), and copied.
     """
-    from nb_accelerate.cli.asking import read_value
-
-    def convert(text: str, what: str, of: int) -> int:
-        size = int(text) if text.isdecimal() else 0
-        if not size or of % size:
-            raise ValueError(f"{text!r} does not divide {of}, the number of {what}.")
-        return size
-
-    split = read_value(
-        asker,
+    split = asker.value(
         "Processes that compute each layer together (tensor parallel)",
         1 if is_sharded else num_processes,
-        lambda text: convert(text, "processes", num_processes),
+        lambda text: _divisor(text, num_processes, "processes"),
     )
     copies = groups = num_processes // split
     if is_sharded:
-        copies = read_value(
-            asker,
+        copies = asker.value(
             "Copies of the model, each in shards on its share of the processes",
             1,
-            lambda text: convert(text, "processes" if split == 1 else "groups of processes", groups),
+            lambda text: _divisor(text, groups, "processes" if split == 1 else "groups of processes"),
         )
     if copies == split == 1:
         return {}
@@ -124,35 +109,31 @@ def ask_layout(asker: Asker, num_processes: int, *, is_sharded: bool) -> dict[st
 
 def ask_deepspeed(asker: Asker, *, num_machines: int) -> dict[str, Any]:
     """Ask for the options of DeepSpeed, and return the section ``deepspeed_config``."""
-    from nb_accelerate.cli.asking import confirm, read_value
-
     # accelerate would ask on which machines to start processes; here the command is started on each.
     found: dict[str, Any] = {"deepspeed_multinode_launcher": "standard"} if num_machines > 1 else {}
     stage = 3
-    if confirm(asker, "Is there a JSON file with a configuration of DeepSpeed?", default=False):
-        found["deepspeed_config_file"] = read_value(asker, "Path of that file", "", _not_empty)
+    if asker.confirm("Is there a JSON file with a configuration of DeepSpeed?"):
+        found["deepspeed_config_file"] = asker.value("Path of that file", "", _not_empty)
     else:
         stage = int(asker.choose("Stage of ZeRO?", _STAGES, "2"))
         found["zero_stage"] = stage
         found |= _ask_offload(asker, stage)
-        found["gradient_accumulation_steps"] = read_value(asker, "Batches for one optimizer step", 1, _count)
-        if confirm(asker, "Clip gradients?", default=False):
-            found["gradient_clipping"] = read_value(asker, "Largest norm of all gradients", 1.0, float)
+        found["gradient_accumulation_steps"] = asker.number("Batches for one optimizer step", 1)
+        if asker.confirm("Clip gradients?"):
+            found["gradient_clipping"] = asker.value("Largest norm of all gradients", 1.0, float)
         if stage == 3:
-            found["zero3_save_16bit_model"] = confirm(asker, "Save models in 16 bits?", default=False)
-    found["zero3_init_flag"] = stage == 3 and confirm(
-        asker, "Shard models of stage 3 while they are built? For those that one process cannot hold", default=False
+            found["zero3_save_16bit_model"] = asker.confirm("Save models in 16 bits?")
+    found["zero3_init_flag"] = stage == 3 and asker.confirm(
+        "Shard models of stage 3 while they are built? For those that one process cannot hold"
     )
-    if confirm(asker, "Does the model have blocks with a mixture of experts?", default=False):
-        found["deepspeed_moe_layer_cls_names"] = read_value(
-            asker, "Classes of these blocks, such as MixtralSparseMoeBlock", "", _not_empty
+    if asker.confirm("Does the model have blocks with a mixture of experts?"):
+        found["deepspeed_moe_layer_cls_names"] = asker.value(
+            "Classes of these blocks, such as MixtralSparseMoeBlock", "", _not_empty
         )
     return found
 
 
 def _ask_offload(asker: Asker, stage: int) -> dict[str, Any]:
-    from nb_accelerate.cli.asking import read_value
-
     found: dict[str, Any] = {}
     if stage < 2:
         return found
@@ -161,7 +142,7 @@ def _ask_offload(asker: Asker, stage: int) -> dict[str, Any]:
         device = asker.choose(f"Where is {what}?", devices, "none") if stage >= least else "none"
         found[f"offload_{name}_device"] = device
         if device == "nvme":
-            found[f"offload_{name}_nvme_path"] = read_value(asker, f"Folder on that disk for {what}", "/nvme", str)
+            found[f"offload_{name}_nvme_path"] = asker.value(f"Folder on that disk for {what}", "/nvme", str)
     return found
 
 
@@ -171,7 +152,7 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text!r} is not a whole number from 1.")
+def _divisor(text: str, number: int, what: str) -> int:
+    if not text.isdecimal() or not int(text) or number % int(text):
+        raise ValueError(f"{text!r} does not divide {number}, the number of {what}.")
     return int(text)

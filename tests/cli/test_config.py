@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import yaml
 
 from nb_accelerate.base.config.file import default_path, name_unknown, read_config, write_config
 from nb_accelerate.cli import main
+from nb_accelerate.cli.asking import Asker
 from nb_accelerate.cli.config import Machine, ask_config, default_config
 from nb_accelerate.errors import ConfigError
 
@@ -38,7 +37,7 @@ use_cpu: false
 """
 
 
-class Scripted:
+class Scripted(Asker):
     """Answers questions from a list of pairs: a part of the question, and the answer."""
 
     def __init__(self, *answers: tuple[str, str]) -> None:
@@ -57,7 +56,7 @@ class Scripted:
         assert answer in [value for value, _ in options]
         return answer
 
-    def line(self, question: str, default: str) -> str:
+    def line(self, question: str, default: str = "") -> str:
         return self._answer(question, "")
 
     def say(self, text: str) -> None:
@@ -409,70 +408,6 @@ def test_input_that_ends_too_early_writes_nothing(
     assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 2
     assert "nothing was written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_end_of_input_in_a_terminal_writes_nothing(tmp_path: Path):
-    import pty
-
-    path = tmp_path / "a.yaml"
-    main_end, program_end = pty.openpty()
-    command = [sys.executable, "-m", "nb_accelerate", "config", "--config_file", str(path)]
-    with subprocess.Popen(
-        command, stdin=program_end, stdout=program_end, stderr=program_end, env={**os.environ, "TERM": "xterm"}
-    ) as program:
-        os.close(program_end)
-        seen = b""
-        for question, keys in ((b"How do you want", b"\x1b[B\r"), (b"Number of machines", b"\x04")):
-            while question not in seen:
-                seen += _read_some(main_end)
-            os.write(main_end, keys)
-        while more := _read_some(main_end):
-            seen += more
-        assert program.wait(30) == 130, seen.decode()
-    os.close(main_end)
-    assert b"Traceback" not in seen
-    assert not path.exists()
-
-
-@pytest.mark.slow
-def test_arrow_keys_choose_in_a_terminal(tmp_path: Path):
-    import pty
-
-    down, enter = b"\x1b[B", b"\r"
-    path = tmp_path / "a.yaml"
-    main_end, program_end = pty.openpty()
-    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    command = [sys.executable, "-m", "nb_accelerate", "config", "--config_file", str(path)]
-    with subprocess.Popen(
-        command, stdin=program_end, stdout=program_end, stderr=program_end, env={**environ, "TERM": "xterm"}
-    ) as program:
-        os.close(program_end)
-        seen = b""
-        for question, keys in (
-            (b"How do you want", down + enter),
-            (b"Number of machines", enter),
-            (b"Number of processes", enter),
-            (b"Check what", enter),
-            (b"Compile models", enter),
-            (b"Mixed precision", down + enter),
-        ):
-            while question not in seen:
-                seen += _read_some(main_end)
-            os.write(main_end, keys)
-        while more := _read_some(main_end):
-            seen += more
-        assert program.wait(30) == 0, seen.decode()
-    os.close(main_end)
-    written = yaml.safe_load(path.read_text())
-    assert (written["distributed_type"], written["mixed_precision"]) == ("MULTI_CPU", "bf16")
-
-
-def _read_some(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 12)
-    except OSError:  # the program has ended
-        return b""
 
 
 @pytest.fixture

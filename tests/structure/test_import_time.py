@@ -84,7 +84,7 @@ found = {"rank": nb_accelerate.notebook_launcher(rank, num_processes=1)[0], "her
 
 
 def test_what_only_a_notebook_run_by_the_command_line_needs_is_imported_there():
-    needed = {"nbclient", "nbconvert", "nbformat", "prompt_toolkit"}
+    needed = {"nbclient", "nbconvert", "nbformat"}
     assert {name: needed & {*modules} for name, modules in _fresh(LAUNCH_AND_COMMAND_LINE).items()} == {
         "rank": set(),
         "here": set(),

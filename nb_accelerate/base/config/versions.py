@@ -25,7 +25,6 @@ LOWEST = {
     "PyYAML": "6.0",
     "psutil": "5.9.5",
     "packaging": "24",
-    "prompt_toolkit": "3.0.52",
     "tqdm": "4.66",
     "typing_extensions": "4.10",
 }
