@@ -9,6 +9,8 @@ PINS   := tests/requirements-dev.txt
 # `ready` is written when a set-up has succeeded, `unfinished` lies there while one is under way.
 READY      := $(VENV)/ready
 UNFINISHED := $(VENV)/unfinished
+# Two files of tests at a time: tests wait for processes half of their time.
+WORKERS    ?= -n 2 --dist loadfile
 RIVALS     := $(VENV)/rivals
 # torch_xla belongs to an older torch than the rest is tested with. Colab's image has this version, Kaggle's 2.8.0.
 XLA_VERSION ?= 2.9.0
@@ -39,11 +41,11 @@ demo: $(READY) ## Train the quickstart notebook on two ranks and write it as a p
 	@$(RUN) notebooks/demo.py
 
 test: $(READY) ## Run the tests, except the slow ones
-	@$(RUN) -m pytest -m "not slow and not browser" $(ARGS)
+	@$(RUN) -m pytest $(WORKERS) -m "not slow and not browser" $(ARGS)
 
 # pytest ends with 5 when it selected nothing, which is no failure here.
 test-slow: $(READY) ## Run the slow tests and those that need a browser
-	@$(RUN) -m pytest -m "slow or browser" --ignore tests/places $(ARGS) || [ $$? -eq 5 ]
+	@$(RUN) -m pytest $(WORKERS) -m "slow or browser" --ignore tests/places $(ARGS) || [ $$? -eq 5 ]
 
 test-places: ## Run a session and quick tests with the versions of Colab, of Kaggle, the oldest and the newest; ARGS='colab lowest'
 	@$(PYTHON) tests/places/run.py $(ARGS)

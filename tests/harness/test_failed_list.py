@@ -15,19 +15,28 @@ TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 
 
-def run_inner(pytester: pytest.Pytester, body: str) -> list[str]:
+def run_inner(pytester: pytest.Pytester, body: str, workers: int = 0) -> list[str]:
     """Run tests with ``FAILED_TESTS`` set; return the lines that were written."""
     pytester.makepyfile(inner=body)
     file = pytester.path / "build" / "failed"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAILED_TESTS", str(file))
         pytester.runpytest_subprocess(
-            "inner.py", "-p", "fixtures.failed", "-p", "no:cacheprovider", "-o", f"pythonpath={TESTS}"
+            "inner.py",
+            "-n",
+            str(workers),
+            "-p",
+            "fixtures.failed",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            f"pythonpath={TESTS}",
         )
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_failures_in_every_phase_of_a_test_are_listed_once(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failures_in_every_phase_of_a_test_are_listed_once(pytester: pytest.Pytester, workers: int) -> None:
     listed = run_inner(
         pytester,
         """
@@ -45,11 +54,11 @@ def test_failures_in_every_phase_of_a_test_are_listed_once(pytester: pytest.Pyte
         def test_good():
             pass
         """,
+        workers,
     )
-    python, name = listed[0].split("\t")
+    python, _ = listed[0].split("\t")
     assert (pytester.path / python).samefile(sys.executable)
-    assert name == "inner.py::test_call[a b]"
-    assert listed[1:] == [f"{python}\tinner.py::test_call[c]"]
+    assert sorted(listed) == [f"{python}\tinner.py::test_call[a b]", f"{python}\tinner.py::test_call[c]"]
 
 
 def test_a_run_that_is_cut_off_lists_nothing(pytester: pytest.Pytester) -> None:

@@ -26,13 +26,16 @@ LEAKS = {
 }
 
 
-def run_inner(pytester: pytest.Pytester, *lines: str, marker: str = "", settle: float = 0.2) -> pytest.RunResult:
+def run_inner(
+    pytester: pytest.Pytester, *lines: str, marker: str = "", settle: float = 0.2, workers: int = 0
+) -> pytest.RunResult:
     """Run tests of one line each; what they leave is given `settle` seconds."""
     tests = (f"{marker}\ndef test_{number}():\n    {line}\n" for number, line in enumerate(lines))
     imports = "import os, socket, subprocess, tempfile, threading, time, pytest\nKEPT = []\n"
     pytester.makepyfile("\n".join((imports, *tests)))
     plugins = ["-p", "fixtures.devices", "-p", "fixtures.leaks", "-p", "no:cacheprovider", "-o", f"pythonpath={TESTS}"]
-    return pytester.runpytest_subprocess(*plugins, "-o", "markers=may_leave", "-o", f"leak_settle={settle}")
+    options = ["-n", str(workers), "-o", "markers=may_leave", "-o", f"leak_settle={settle}"]
+    return pytester.runpytest_subprocess(*plugins, *options)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,14 @@ def test_a_test_that_leaves_something_behind_fails_and_names_it(pytester: pytest
     _, *reports = result.stdout.str().split("ERROR at teardown of test_")
     for kind, report in zip(LEAKS, reports, strict=True):
         assert LEAKS[kind][1] in report, kind
+
+
+def test_shared_memory_that_several_workers_leave_fails_their_run(pytester: pytest.Pytester) -> None:
+    leak, _ = LEAKS["shared memory"]
+    result = run_inner(pytester, leak, "pass", workers=2)
+    result.assert_outcomes(passed=2)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["left behind in shared memory*nb_accelerate_stray*"])
 
 
 def test_a_test_that_leaves_nothing_passes(pytester: pytest.Pytester) -> None:
