@@ -23,7 +23,7 @@ from nb_accelerate import notebook_launcher
 from nb_accelerate.base.progress_page import PageReader, Phase, ProgressPage, layout
 from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
 from nb_accelerate.notebook.display.panel import Action, Panel
-from nb_accelerate.notebook.display.seen import Seen
+from nb_accelerate.notebook.display.rank_history import RankStatus
 from nb_accelerate.notebook.display.view import Facts
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 
@@ -205,8 +205,8 @@ class _Ranks:
     def __init__(self, readers: list[PageReader], pid: int) -> None:
         self._pages, self._pid = readers, pid
 
-    def look(self) -> list[Seen]:
-        return [Seen(rank=rank, sample=reader.read(), pid=self._pid) for rank, reader in enumerate(self._pages)]
+    def statuses(self) -> list[RankStatus]:
+        return [RankStatus(rank=rank, sample=reader.read(), pid=self._pid) for rank, reader in enumerate(self._pages)]
 
     def ask(self) -> None:
         raise AssertionError("nobody is stalled")
@@ -288,9 +288,9 @@ def _watching() -> list[str]:
         assert writer.stdout is not None
         writer.stdout.readline()
         stack.enter_context(_widgets_on(wire))
-        watched = _Ranks(readers, writer.pid)
-        drawing = NotebookPanel(wire, _kernel(), range(RANKS), watched, str)
-        panel = Panel(Facts(name="train", setup=(f"{RANKS} ranks", "CPU")), range(RANKS), drawing, watched)
+        source = _Ranks(readers, writer.pid)
+        drawing = NotebookPanel(wire, _kernel(), range(RANKS), source, str)
+        panel = Panel(Facts(name="train", setup=(f"{RANKS} ranks", "CPU")), range(RANKS), drawing, source)
         _refresh_for(panel, 3.0)  # until it is drawn, and the widgets are made
         before = wire.messages, wire.bytes
         began, used = time.monotonic(), time.process_time()

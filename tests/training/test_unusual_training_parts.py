@@ -47,7 +47,7 @@ def test_an_optimizer_whose_zero_grad_takes_nothing_is_asked_for_nothing():
     accelerator.backward(model(torch.ones(1, 1)).sum())
     optimizer.zero_grad()
     assert model.weight.grad.tolist() == [[0.0]]
-    with pytest.raises(ConfigError, match=r"set_to_none=True, which the zero_grad of Own does not take"):
+    with pytest.raises(TypeError, match="set_to_none"):
         optimizer.zero_grad(set_to_none=True)
     usual.zero_grad(False)
     assert model.weight.grad.tolist() == [[0.0]]

@@ -105,19 +105,16 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             return self._save_numbered(
                 safe_serialization=safe_serialization, async_save=async_save, engine_kwargs=save_model_func_kwargs
             )
-        self.wait_for_checkpoint()
         folder = _given(output_dir, "output_dir")
-        with self.core.shown_as_saving():
-            collectives = self.core.collectives if async_save else self._who_saves(folder)
-            handle = self._save(
-                folder,
-                collectives,
-                safe_serialization=safe_serialization,
-                async_save=async_save,
-                engine_kwargs=save_model_func_kwargs,
-            )
+        saved = self._save(
+            folder,
+            self.core.collectives if async_save else self._who_saves(folder),
+            safe_serialization=safe_serialization,
+            async_save=async_save,
+            engine_kwargs=save_model_func_kwargs,
+        )
         self.core.recording.project.iteration += 1
-        return folder if handle is None else handle
+        return saved
 
     def _save_numbered(
         self,
@@ -127,20 +124,17 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> Path | CheckpointHandle:
         """Save to the next numbered folder of the project, and remove those over its ``total_limit``. Collective."""
-        self.wait_for_checkpoint()
-        folder = self._next_folder()
         project = self.core.recording.project
-        with self.core.shown_as_saving():
-            handle = self._save(
-                folder,
-                self.core.collectives,
-                safe_serialization=safe_serialization,
-                async_save=async_save,
-                limit=project.total_limit,
-                engine_kwargs=engine_kwargs,
-            )
+        saved = self._save(
+            self._next_folder(),
+            self.core.collectives,
+            safe_serialization=safe_serialization,
+            async_save=async_save,
+            limit=project.total_limit,
+            engine_kwargs=engine_kwargs,
+        )
         project.iteration += 1
-        return folder if handle is None else handle
+        return saved
 
     def wait_for_checkpoint(self) -> Path | None:
         """Wait until the checkpoint of ``save_state(..., async_save=True)`` has been written.
@@ -163,37 +157,42 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         async_save: bool = False,
         limit: int | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> CheckpointHandle | None:
+    ) -> Path | CheckpointHandle:
+        """Save to a folder, when the save before is over. All ranks of the collectives call it together."""
+        self.wait_for_checkpoint()
         core, project, this_rank = self.core, self.core.recording.project, self._this_rank()
         parts, first = self._parts(), core.registry.first_of_run
-        saved = folder.absolute()  # the process may work elsewhere when a save in the background is over
-        weights, folders = run_on_all_ranks(collectives, lambda: self._collect(parts))
+        absolute = folder.absolute()  # the process may work elsewhere when a save in the background is over
 
         def remove() -> None:
             if limit is not None:
-                remove_old(saved, limit, first=first, worth=project.worth)
+                remove_old(absolute, limit, first=first, worth=project.worth)
 
-        shared = share(folder, collectives=collectives, this_rank=this_rank, on_each_machine=project.save_on_each_node)
-
-        def collect() -> state.Content:
-            return state.collect(
-                shared,
-                this_rank,
-                weights=self._weights(weights, shared.own, engine_kwargs or {}),
-                folders=folders,
-                parts=parts,
-                loaders=core.prepared.loaders,
-                step=core.accumulation.step,
-                progress=core.registry.progress,
-                safe_serialization=safe_serialization,
+        with core.shown_as_saving():
+            weights, folders = run_on_all_ranks(collectives, lambda: self._collect(parts))
+            shared = share(
+                folder, collectives=collectives, this_rank=this_rank, on_each_machine=project.save_on_each_node
             )
 
-        if async_save:
-            return state.save_state_in_background(
-                shared, collect, collectives, after=remove, folder=folder, copies=core.registry.copies
-            )
-        state.save_state(shared, collect, collectives, after=remove)
-        return None
+            def collect() -> state.Content:
+                return state.collect(
+                    shared,
+                    this_rank,
+                    weights=self._weights(weights, shared.own, engine_kwargs or {}),
+                    folders=folders,
+                    parts=parts,
+                    loaders=core.prepared.loaders,
+                    step=core.accumulation.step,
+                    progress=core.registry.progress,
+                    safe_serialization=safe_serialization,
+                )
+
+            if async_save:
+                return state.save_state_in_background(
+                    shared, collect, collectives, after=remove, folder=folder, copies=core.registry.copies
+                )
+            state.save_state(shared, collect, collectives, after=remove)
+            return folder
 
     def load_state(
         self,

@@ -71,12 +71,7 @@ class ResumingMixin(CheckpointMixin):
 
     def _save_on_command(self, folder: str) -> Path:
         """Save a checkpoint in a folder; "" for the next numbered one of the project. All processes call it."""
-        if folder:
-            self.wait_for_checkpoint()
-            with self.core.shown_as_saving():
-                self._save(Path(folder), self.core.collectives)
-            return Path(folder)
-        saved = self._save_numbered()
+        saved = self._save(Path(folder), self.core.collectives) if folder else self._save_numbered()
         assert isinstance(saved, Path)  # a handle comes from saves in the background
         return saved
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nb_accelerate.base.progress_page import Phase, here
-from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.optim.accumulation import has_accelerator, newest_accumulation
 from nb_accelerate.training.precision import GivenScalerStep, OptimizerStep
 
@@ -75,7 +73,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.device_placement = device_placement
         self.num_steps = 0
-        self._takes_set_to_none = _takes_set_to_none(optimizer)
         if training is None:
             step = OptimizerStep(optimizer) if scaler is None else GivenScalerStep(optimizer, scaler)
             training = OptimizerTraining(
@@ -149,22 +146,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
         Args:
             set_to_none: False fills gradients with zeros instead; the default is torch's, True.
-
-        Raises:
-            ConfigError: the optimizer inside has no such argument.
         """
         if self._accumulation.window.closes:
             if self._training.owns_gradients:
                 pass  # an engine keeps them in buffers that its optimizer must not take away
-            elif self._takes_set_to_none:
-                self.optimizer.zero_grad(set_to_none=set_to_none is not False)
-            elif set_to_none is None:
+            elif set_to_none is None:  # which optimizers of other libraries do not take
                 self.optimizer.zero_grad()
             else:
-                raise ConfigError(
-                    f"zero_grad was given set_to_none={set_to_none}, which the zero_grad of "
-                    f"{type(self.optimizer).__name__} does not take. Write optimizer.zero_grad()."
-                )
+                self.optimizer.zero_grad(set_to_none=set_to_none)
             self._discard()
 
     def drop_gradients(self) -> None:
@@ -253,14 +242,6 @@ def _rebuild(
 ) -> torch.optim.Optimizer:
     """Wrap an optimizer that was unpickled, unless this process, such as the notebook's, has no `Accelerator`."""
     return kind(optimizer, device_placement, scaler) if has_accelerator() else optimizer
-
-
-def _takes_set_to_none(optimizer: torch.optim.Optimizer) -> bool:
-    try:
-        inspect.signature(optimizer.zero_grad).bind(set_to_none=True)
-    except TypeError:
-        return False
-    return True
 
 
 def _completed(closure: Callable[[], float], complete_gradients: Callable[[bool], None]) -> Callable[[], float]:
