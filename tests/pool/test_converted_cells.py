@@ -368,7 +368,8 @@ class TestInANotebook:
         shared = notebook.run(f"%%distributed --convert\n{seeded}").ok()
         plain = notebook.run(seeded).ok()
         assert len(numbers(plain.stdout)) > 10
-        assert numbers(shared.stdout) == pytest.approx(numbers(plain.stdout), rel=1e-4)
+        printed = re.sub(r"^cell .*\n", "", shared.stdout, flags=re.MULTILINE)  # how far it is, on a slow machine
+        assert numbers(printed) == pytest.approx(numbers(plain.stdout), rel=1e-4)
 
     def test_a_bar_is_no_reason_to_refuse_and_what_is_not_shared_is_said(self, notebook: Kernel):
         notebook.run(f"{HEAD}{SHAPES['GCN'][1]}").ok()

@@ -23,19 +23,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-TensorSpec = tuple[tuple[int, ...], str]
-"""Shape and name of the dtype of a tensor."""
+TensorSpec = tuple[tuple[int, ...], str]  # shape and name of the dtype
 
-_ANY_SIZE = -1
-"""Stands in a shape for the size of a dimension that may differ between ranks."""
+_ANY_SIZE = -1  # in a shape: the size may differ between ranks
 
 
 class CheckedCollectives(TorchCollectives):
     """Run collectives of torch.distributed; raise an error naming the rank and tensor that differ, instead of hanging.
 
-    Args:
-        device_ids: passed to ``torch.distributed.barrier``.
-        thorough: check broadcasts too. Their source does not wait for the other ranks; a check makes it wait.
+    If ``thorough``, broadcasts are checked too. Their source does not wait for the other ranks; a check makes it wait.
     """
 
     def __init__(self, device: torch.device, *, device_ids: list[int] | None = None, thorough: bool = False) -> None:
@@ -69,11 +65,7 @@ def _spec(shape: torch.Size, dtype: torch.dtype, *, shapes: bool) -> TensorSpec:
 
 
 def _difference(calls: list[tuple[str, list[str], list[TensorSpec]]]) -> str:
-    """Describe how the first rank that differs from rank 0 differs, and suggest a change.
-
-    Args:
-        calls: of each rank the name of the operation, and paths and specs of the tensors it was given.
-    """
+    """Describe how the first rank that differs from rank 0 differs, and suggest a change."""
     operation, paths, specs = calls[0]
     for rank, (other_operation, other_paths, other_specs) in enumerate(calls):
         if other_operation != operation:

@@ -18,22 +18,14 @@ class Collectives(ABC):
     """Run the collectives of one backend. All ranks call the same methods in the same order.
 
     `training.comm.operations` calls them, with contiguous tensors of the same shape and dtype on all ranks.
-
-    Attributes:
-        rank: the index of this process, from 0.
-        world_size: the number of processes.
-        device: the device that the backend communicates from. Tensors on another kind of device are copied to it
-            first, and results are copied back.
-        packs_bytes: many small tensors are cheaper as the bytes of one. False where memory cannot be read as bytes.
-        num_sharing: processes that count as one here, because they read the same rows; see `DataParallelCollectives`.
     """
 
-    packs_bytes: bool = True
-    num_sharing: int = 1
+    packs_bytes: bool = True  # many small tensors are cheaper as the bytes of one; False if memory cannot be read so
+    num_sharing: int = 1  # processes that count as one, because they read the same rows; see `DataParallelCollectives`
 
     rank: int
     world_size: int
-    device: torch.device
+    device: torch.device  # tensors on another kind of device are copied to it first, and results are copied back
 
     @property
     def is_first(self) -> bool:
@@ -46,15 +38,11 @@ class Collectives(ABC):
         """Compare operation, shapes and dtypes across ranks. Does nothing unless a subclass checks.
 
         Args:
-            operation: the name of the operation, for the error.
-            data: its argument, for the path of a tensor that differs.
+            data: what the operation was given, for the path of a tensor that differs.
             tensors: the tensors in ``data``.
             shapes: compare the size of each dimension; if False, only the number of dimensions.
             waits: whether the operation synchronizes ranks anyway. One that does not is checked on request only,
                 since the check synchronizes them.
-
-        Raises:
-            CollectiveMismatchError: ranks called different operations, or gave tensors of different shapes or dtypes.
         """
 
     @abstractmethod
@@ -84,11 +72,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
-        """Return the objects of rank ``source``. Objects are pickled.
-
-        Args:
-            items: the objects on rank ``source``; elsewhere a list of the same length.
-        """
+        """Return the objects of rank ``source``, pickled; other ranks give a list of the same length."""
 
     @abstractmethod
     def barrier(self) -> None:

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 class DataParallelCollectives(Collectives):
-    """Collectives in which ranks that read the same rows count once. What they give is the same on all of them.
-
-    Args:
-        num_sharing: ranks of a group; it divides the number of all.
-    """
+    """Collectives in which ranks that read the same rows count once. What they give is the same on all of them."""
 
     def __init__(self, ranks: Collectives, num_sharing: int) -> None:
         self._ranks = ranks
@@ -106,9 +102,6 @@ def share_random_numbers(collectives: Collectives) -> None:
 
     They compute parts of one model, so what is random in it (dropout, augmentation) has to be alike. Collective, where
     ranks share rows; else nothing is done.
-
-    Args:
-        collectives: as `between_groups` returned them.
     """
     if isinstance(collectives, DataParallelCollectives):
         kind = device_kind(collectives.device.type)

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class Trigger:
-    """Hold a flag that any rank can set and all ranks see, for early stopping for example.
-
-    Attributes:
-        is_set: whether this rank has set it since the last check.
-    """
+    """Hold a flag that any rank can set and all ranks see, for early stopping for example."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -42,12 +38,6 @@ def gather(collectives: Collectives, data: Any) -> Any:
 
     A tensor of shape (n, ...) becomes one of shape (world_size * n, ...), a scalar one of shape (world_size,). One
     process gets its argument back. Several get tensors without gradients, with a warning if embeddings, say, had some.
-
-    Args:
-        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
-
-    Raises:
-        TypeError: something in ``data`` is not a tensor.
     """
     tensors = tensors_in(data, strict=True)
     if collectives.world_size == 1:
@@ -71,18 +61,10 @@ def gather(collectives: Collectives, data: Any) -> Any:
 
 
 def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return ``data`` with every tensor replaced by its sum, mean or elementwise maximum over ranks.
+    """Return ``data``, which is not changed, with every tensor replaced by its sum, mean or maximum over ranks.
 
-    ``data`` is not changed.
-
-    Args:
-        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
-        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``. The mean of integers is a float32 tensor, unless
-            there is one process: that one gets ``data`` back, multiplied by ``scale``.
-
-    Raises:
-        ConfigError: ``reduction`` is none of these.
-        TypeError: something in ``data`` is not a tensor.
+    ``reduction`` is ``"sum"``, ``"mean"``, ``"max"`` (of each element) or ``"none"``. The mean of integers is a float32
+    tensor, unless there is one process: that one gets ``data`` back, multiplied by ``scale``.
     """
     check_choice("reduction", reduction, ("sum", "mean", "max", "none"))
     tensors = tensors_in(data, strict=True)
@@ -114,36 +96,23 @@ def _reduced(collectives: Collectives, tensors: Sequence[Tensor], op: ReduceOp) 
 
 
 def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any:
-    """Return ``data`` with every tensor replaced by that of rank ``from_process``.
-
-    Args:
-        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
-
-    Raises:
-        TypeError: something in ``data`` is not a tensor.
-    """
+    """Return ``data`` with every tensor replaced by that of rank ``from_process``."""
     tensors = tensors_in(data, strict=True)
     if collectives.world_size == 1:
         return data
-
     collectives.verify("broadcast", data, tensors, waits=False)
+    return _put_back(data, _sent_from(collectives, tensors, from_process))
 
+
+def _sent_from(collectives: Collectives, tensors: Sequence[Tensor], source: int) -> list[Tensor]:
     def send(flat: Tensor) -> Tensor:
-        return collectives.broadcast(flat, from_process)
+        return collectives.broadcast(flat, source)
 
-    return _put_back(data, communicate_packed(tensors, send, as_bytes=collectives.packs_bytes))
+    return communicate_packed(tensors, send, as_bytes=collectives.packs_bytes)
 
 
 def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
-    """Return, on every rank, the tensor of the one rank that has it. The others need not know shape and dtype.
-
-    Args:
-        tensor: the tensor on one rank, None on all others.
-
-    Raises:
-        TypeError: ``tensor`` is neither a tensor nor None.
-        ValueError: no rank has a tensor, or several have.
-    """
+    """Return, on every rank, the tensor of the one rank that has it. The others give None: they know no shape."""
     if tensor is not None and not isinstance(tensor, torch.Tensor):
         raise TypeError(f"copy_tensor_to_devices was given a {type(tensor).__name__}. Give it a tensor, or None.")
     specs = collectives.all_gather_object(None if tensor is None else (tuple(tensor.shape), tensor.dtype))
@@ -155,27 +124,16 @@ def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
         )
     shape, dtype = specs[owners[0]]
     sent = torch.empty(shape, dtype=dtype, device=collectives.device) if tensor is None else tensor.detach()
-    return communicate_packed(
-        [sent.to(collectives.device)],
-        lambda flat: collectives.broadcast(flat, owners[0]),
-        as_bytes=collectives.packs_bytes,
-    )[0]
+    return _sent_from(collectives, [sent.to(collectives.device)], owners[0])[0]
 
 
 def gather_object(collectives: Collectives, items: Sequence[Any]) -> list[Any]:
-    """Return the items of all ranks in one list, in rank order. Arguments and errors are those of `gather_lists`."""
+    """Return the items of all ranks, which can be pickled, in one list, in rank order."""
     return [item for part in gather_lists(collectives, items) for item in part]
 
 
 def gather_lists(collectives: Collectives, items: Sequence[Any]) -> list[list[Any]]:
-    """Return the items of each rank as a list, in rank order.
-
-    Args:
-        items: the items of this rank; anything that can be pickled.
-
-    Raises:
-        TypeError: ``items`` is not a list or another sequence of items.
-    """
+    """Return the items of each rank, which can be pickled, as a list, in rank order."""
     if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
         raise TypeError(
             f"gather_object was given a {type(items).__name__}, but joins lists. "
@@ -185,11 +143,7 @@ def gather_lists(collectives: Collectives, items: Sequence[Any]) -> list[list[An
 
 
 def broadcast_object_list(collectives: Collectives, items: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of a list by those of rank ``from_process``, in place, and return the list.
-
-    Args:
-        items: a list of the same length on all ranks; anything that can be pickled.
-    """
+    """Replace the items of a list by those of rank ``from_process``, in place, and return the list."""
     items[:] = collectives.broadcast_objects(items, from_process)
     return items
 
@@ -204,42 +158,27 @@ def pad_across_processes(
             without that dimension are returned unchanged, and so are nested tensors, with a warning.
         dim: the dimension to pad; negative counts from the last.
         pad_first: pad at the beginning instead of the end.
-
-    Raises:
-        TypeError: something in ``data`` is not a tensor.
     """
-    tensors = tensors_in(data, strict=True)
-    nested = [tensor.is_nested for tensor in tensors]
-    if any(nested):
+    every = tensors_in(data, strict=True)
+    tensors = [tensor for tensor in every if not tensor.is_nested]
+    if len(tensors) < len(every):
         warnings.warn(
             "pad_across_processes does not pad nested tensors, and returned this one unchanged. Pad it to a plain "
             "tensor first: tensor.to_padded_tensor(0).",
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
-        if collectives.world_size > 1:
-            kept = pad_across_processes(
-                collectives,
-                [t for t, is_nested in zip(tensors, nested, strict=True) if not is_nested],
-                dim,
-                pad_index,
-                pad_first,
-            )
-            rest = iter(kept)
-            return _put_back(
-                data, [t if is_nested else next(rest) for t, is_nested in zip(tensors, nested, strict=True)]
-            )
     if collectives.world_size == 1 or not tensors:
         return data
-    collectives.verify("pad_across_processes", data, tensors, shapes=False)
+    collectives.verify("pad_across_processes", data if len(tensors) == len(every) else tensors, tensors, shapes=False)
     sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0 for tensor in tensors]
     greatest = collectives.all_gather(torch.tensor(sizes)).amax(0).tolist()
     missing = [most - size for most, size in zip(greatest, sizes, strict=True)]
-    padded = [
+    padded = (
         _pad(tensor, dim, rows, pad_index, first=pad_first) if rows else tensor
         for tensor, rows in zip(tensors, missing, strict=True)
-    ]
-    return _put_back(data, padded)
+    )
+    return _put_back(data, [tensor if tensor.is_nested else next(padded) for tensor in every])
 
 
 def _pad(tensor: Tensor, dim: int, rows: int, value: int, *, first: bool) -> Tensor:

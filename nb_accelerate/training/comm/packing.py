@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 MAX_PACKED_BYTES = 1 << 20
 """Larger tensors get a collective of their own, which costs less than the copy into one buffer."""
 
-_ALIGNMENT = 16
-"""Bytes of the widest dtype, complex128."""
+_ALIGNMENT = 16  # bytes of the widest dtype, complex128
 
 
 def communicate_packed(

@@ -49,10 +49,8 @@ def shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
 class TorchCollectives(Collectives):
     """Run the collectives of torch.distributed.
 
-    Args:
-        device: the device of this rank. Tensors on another kind of device are copied to it, because a backend such
-            as nccl communicates tensors of one kind of device only.
-        device_ids: passed to ``torch.distributed.barrier``; nccl takes them, gloo takes None.
+    Tensors on another kind of device are copied to this rank's, because a backend such as nccl communicates tensors of
+    one kind of device only. For barriers, nccl takes ``device_ids``, gloo takes None.
     """
 
     def __init__(self, device: torch.device, *, device_ids: list[int] | None = None) -> None:

@@ -90,20 +90,12 @@ class XLACollectives(Collectives):
             xm.rendezvous("nb_accelerate")
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its mean over ranks, as a part of the program that is recorded.
-
-        Args:
-            tensors: on the device; as many, of the same shapes, on all ranks.
-        """
+        """Replace each tensor by its mean over ranks, as a part of the program that is recorded."""
         if self.world_size > 1 and tensors:
             _add_up_(tensors, scale=1.0 / self.world_size)
 
     def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Replace tensors by those of rank ``source``, all in one program.
-
-        Args:
-            tensors: on the device; as many, of the same shapes, on all ranks.
-        """
+        """Replace tensors by those of rank ``source``, all in one program."""
         truths = [tensor for tensor in tensors if tensor.dtype is torch.bool]
         numbers = [tensor for tensor in tensors if tensor.dtype is not torch.bool]
         with torch.no_grad():

@@ -28,15 +28,13 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.comm import SingleCollectives
 from nb_accelerate.training.convert.loaders import draw_seed, in_parts, whole_batch
-from nb_accelerate.training.convert.models import SharedModels
-from nb_accelerate.training.convert.users_code import line_here
+from nb_accelerate.training.convert.models import SharedModels, line_here
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.process.setup import setup_process
 from nb_accelerate.training.strategies.select import select_collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import TracebackType
+    from collections.abc import Iterator
 
     from nb_accelerate.training.data import DataLoaderShard
 
@@ -57,14 +55,14 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         self._thread, self._pid = threading.get_ident(), os.getpid()
         self._loaders = weakref.WeakKeyDictionary[DataLoader[Any], "DataLoaderShard | None"]()
         self._plain: dict[tuple[Any, str], Any] = {}
-        self._ours: list[Any] = []
+        self._ours: dict[tuple[Any, str], Any] = {}
         self.models = SharedModels(process, self._collectives)
         for name, value in list(names.items()):
             # What is on the notebook's GPU moves to that of the rank; what is on the CPU stays there.
             if isinstance(value, torch.device) and self.models.is_of_another_rank(value):
                 names[name] = process.device
             elif isinstance(value, nn.Module) and any(
-                self.models.is_of_another_rank(one.device) for one in value.parameters()
+                self.models.is_of_another_rank(parameter.device) for parameter in value.parameters()
             ):
                 value.to(process.device)
 
@@ -74,24 +72,21 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         states = rng.capture(self._kind, all_devices=False)
         rng.restore(self._collectives.broadcast_objects([states], 0)[0], self._kind)
 
-        own = (
+        self._ours = {
             # Functions, because a class binds no other callables to its instances.
-            (nn.Module, "__call__", lambda model, *args, **kwargs: self._call(model, args, kwargs)),
-            (DataLoader, "__iter__", lambda loader: self._iterate(loader)),  # noqa: PLW0108 - as above
-            (Accelerator, "__init__", _refuse),
-            (torch.autograd, "backward", self._backward),
-            (torch.autograd, "grad", self._grad),
-            (torch, "save", self._save),
-        )
-        self._plain = {(owner, name): getattr(owner, name) for owner, name, _ in own}
-        self._ours = [function for _, _, function in own]
+            (nn.Module, "__call__"): lambda model, *args, **kwargs: self._call(model, args, kwargs),
+            (DataLoader, "__iter__"): lambda loader: self._iterate(loader),  # noqa: PLW0108 - as above
+            (Accelerator, "__init__"): _refuse,
+            (torch.autograd, "backward"): self._backward,
+            (torch.autograd, "grad"): self._grad,
+            (torch, "save"): self._save,
+        }
+        self._plain = {(owner, name): getattr(owner, name) for owner, name in self._ours}
         self._patch(self._ours)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ours = list(self._plain.values())  # a batch may be read after the cell
+    def __exit__(self, *_: object) -> None:
+        self._ours = self._plain  # a batch may be read after the cell
         self._patch(self._ours)
 
     def report(self) -> None:
@@ -100,14 +95,14 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
             print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - of the cell
 
-    def _patch(self, functions: Iterable[Any]) -> None:
-        for (owner, name), function in zip(self._plain, functions, strict=True):
+    def _patch(self, functions: dict[tuple[Any, str], Any]) -> None:
+        for (owner, name), function in functions.items():
             setattr(owner, name, function)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         """Let a model and backward run as they are: their layers, and what checkpoints compute again, are not cut."""
-        self._patch(self._plain.values())
+        self._patch(self._plain)
         try:
             yield
         finally:

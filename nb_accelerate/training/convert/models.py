@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.training.comm import operations
 from nb_accelerate.training.convert.trial import find_cut, has_hooks
-from nb_accelerate.training.convert.users_code import line_here
 from nb_accelerate.training.pytree import tensors_in
 
 if TYPE_CHECKING:
@@ -33,19 +35,14 @@ class SharedModels:
     def __init__(self, process: ProcessContext, collectives: Collectives) -> None:
         self._kind, self._device, self._collectives = process.kind, process.device, collectives
         # In the order of their first calls, which is the same on all ranks.
-        self._known = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple["Cut | None", str]]]()
+        self.called = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple["Cut | None", str]]]()
         self._num_calls, self._num_hooks = 0, RemovableHandle.next_id
         self.unshared: dict[int, tuple[str, int, str]] = {}  # class, line and reason, by the model's id
 
     @property
-    def called(self) -> list[nn.Module]:
-        """The models that were called, in the same order on all ranks."""
-        return list(self._known)
-
-    @property
     def cut(self) -> list[nn.Module]:
-        """Those of which calls were cut."""
-        return [model for model in self.called if any(cut for cut, _ in self._known[model].values())]
+        """The models of which calls were cut, in the same order on all ranks."""
+        return [model for model, calls in self.called.items() if any(cut for cut, _ in calls.values())]
 
     def is_of_another_rank(self, device: torch.device) -> bool:
         """Whether a device is a GPU that this rank does not use."""
@@ -77,34 +74,31 @@ class SharedModels:
     def _find(self, model: nn.Module, arguments: Any) -> tuple[Cut | None, str]:
         """Return how a call is cut, which is tried once for calls that are alike but for the number of rows."""
         tensors, ranks = tensors_in(arguments), self._collectives.world_size
-        has_rows = [size >= ranks for one in tensors[:1] for size in one.shape[:2]]
         args, kwargs = arguments
-        choices = (one for one in (*args, *kwargs.values()) if isinstance(one, (bool, str, type(None))))
-        has_new_hooks = RemovableHandle.next_id != self._num_hooks and has_hooks(model)
         key = (
-            has_new_hooks,
-            *has_rows,
-            *((one.dim(), one.dtype) for one in tensors),
+            RemovableHandle.next_id != self._num_hooks and has_hooks(model),
+            *(size >= ranks for tensor in tensors[:1] for size in tensor.shape[:2]),
+            *((tensor.dim(), tensor.dtype) for tensor in tensors),
             *map(type, args),
             *kwargs,
-            *choices,
+            *(value for value in (*args, *kwargs.values()) if isinstance(value, (bool, str, type(None)))),
         )
-        known = self._known.setdefault(model, {})
+        known = self.called.setdefault(model, {})
         if key not in known:
             self._check(model)
             found = find_cut(model, arguments, ranks, self._kind)
-            sums = [repr(one.detach().double().sum().item()) for one in tensors]
+            sums = [repr(tensor.detach().double().sum().item()) for tensor in tensors]
             of_ranks = self._collectives.all_gather_object((found, sums))
-            if any(one[1] != sums for one in of_ranks):
+            if any(other != sums for _, other in of_ranks):
                 raise ConfigError(
                     f"line {line_here()}: ranks call this {type(model).__name__} with different rows. With --convert "
                     "all ranks read the same, and each computes its part: leave out prepared loaders, samplers for "
                     "several processes, and seeds by time or process"
                 )
-            known[key] = next((one for one, _ in of_ranks if one[0] is None), found)
+            known[key] = next((other for other, _ in of_ranks if other[0] is None), found)
             if known[key][0] is not None:  # models may differ between ranks after an earlier cell
-                for one in (*model.parameters(), *model.buffers()):
-                    one.data.copy_(self._collectives.broadcast(one.detach().clone(), 0))
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.data.copy_(self._collectives.broadcast(tensor.detach().clone(), 0))
         return known[key]
 
     def _check(self, model: nn.Module) -> None:
@@ -161,6 +155,12 @@ class SharedModels:
                 f"line {line_here()}: with --convert, autograd.grad does not give the gradients of parameters. Write "
                 "loss.backward(), or run this cell in the notebook"
             )
+
+
+def line_here() -> int:
+    """Return the line of users' code that runs; 0 if there is none."""
+    stack = traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 - as `warnings` does
+    return next((frame.f_lineno for frame, _ in stack if is_users(frame.f_code.co_filename)), 0)
 
 
 def _version(gradient: Tensor | None) -> tuple[int, int]:

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from nb_accelerate.base.devices import DeviceKind
     from nb_accelerate.training.convert.rows import Join
 
+# Relative to the largest value; 4e-3 for others, TensorFloat-32 among them.
 _TOLERANCE = {torch.float64: 1e-6, torch.float16: 3e-2, torch.bfloat16: 6e-2}
-"""Relative to the largest value; 4e-3 for others, TensorFloat-32 among them."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
-_ROWS = 8
-"""How many rows are tried for each rank, at most: a whole batch may need more memory than one rank has."""
+_ROWS = 8  # that are tried for each rank, at most: a whole batch may need more memory than one rank has
 
 
 def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind) -> tuple[Cut | None, str]:

@@ -94,11 +94,7 @@ def map_tensors(function: Callable[[Any], Any], data: Any, *, strict: bool = Fal
 
 
 def tensors_in(data: Any, *, strict: bool = False) -> list[Tensor]:
-    """Return the tensors of ``data`` in the order in which `map_tensors` visits them.
-
-    Raises:
-        NotATensorError: with ``strict``, a leaf is not a tensor.
-    """
+    """Return the tensors of ``data`` in the order in which `map_tensors` visits them."""
     if type(data) is Tensor:
         return [data]
     found: list[Tensor] = []
@@ -114,9 +110,7 @@ def tensors_in(data: Any, *, strict: bool = False) -> list[Tensor]:
 def paths_of_tensors(data: Any, path: str = "") -> list[str]:
     """Return the path of each tensor in Python's notation, in the order of `tensors_in`: ``['outputs'][0].logits``.
 
-    Args:
-        data: any structure. The path of a single tensor is empty.
-        path: of ``data`` in what it is part of.
+    ``path`` is that of ``data`` in what it is part of.
     """
     if isinstance(data, Tensor):
         return [path]
@@ -124,11 +118,7 @@ def paths_of_tensors(data: Any, path: str = "") -> list[str]:
 
 
 def paths_of_children(data: Any, path: str) -> list[tuple[str, Any]]:
-    """Return what is inside a container, as `children_of` does, each with its path; nothing for other objects.
-
-    Args:
-        path: of ``data``, as for `paths_of_tensors`.
-    """
+    """Return what is inside a container, as `children_of` does, each with its path; nothing for other objects."""
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return [(f"{path}.{name}", value) for name, value in zip(data._fields, data, strict=True)]
     if isinstance(data, (list, tuple)):
