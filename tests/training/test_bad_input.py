@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nb_accelerate import Accelerator, CollectiveMismatchError, ConfigError, DataLoaderConfiguration, NotPreparedError
+from nb_accelerate import Accelerator, CollectiveMismatchError, DataLoaderConfiguration, NotPreparedError
 from nb_accelerate.errors import ShippingError
 
 
@@ -61,17 +61,6 @@ def test_loaders_may_differ_where_ranks_do_not_wait_for_each_other(run_ranks):
         return rows
 
     assert run_ranks(train) == [[4, 4, 2], [6, 4]]
-
-
-def test_a_batch_with_a_tensor_that_cannot_be_moved_names_the_devices():
-    def collate(rows: list[int]) -> dict[str, torch.Tensor]:
-        return {"a": torch.ones(len(rows)), "b": torch.ones(len(rows), device="meta")}
-
-    loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_size=2, collate_fn=collate))
-    with pytest.raises(
-        ConfigError, match=r"tensors on cpu, meta could not be moved to cpu.*make all tensors on the CPU"
-    ):
-        next(iter(loader))
 
 
 def test_an_accelerator_made_outside_of_the_launched_function_is_not_sent(run_ranks):

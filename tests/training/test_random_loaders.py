@@ -125,7 +125,7 @@ class Case:
             dispatch=draw.choice([None, None, True, False]),
             workers=int(draw.random() < 0.02),
             skip=draw.choice([0, 0, 0, 1, 2, 5]),
-            skip_before=draw.choice([0, 0, 0, 0, 1, 2, 3]),
+            skip_before=draw.choice([0, 0, 0, 0, WORLD, 2 * WORLD]),
             again=again,
             files=tuple(draw.randint(1, 12) for _ in range(draw.randint(2, 5))),
             stateful=draw.random() < 0.1,

@@ -148,7 +148,10 @@ def test_what_was_skipped_before_prepare_is_shared_out_like_all_else(run_ranks):
     def read():
         found = {}
         configs = [{}, {"dispatch_batches": True}, {"dispatch_batches": False}]
-        for (name, make), config, skip in itertools.product(kinds.items(), configs, (1, 2, 8)):
+        for make, config in itertools.product(kinds.values(), configs):
+            with pytest.raises(ConfigError, match=r"first 3 batches.*skip_first_batches\(accelerator\.prepare.*, 1\)"):
+                prepared(skip_first_batches(make(), 3), **config)
+        for (name, make), config, skip in itertools.product(kinds.items(), configs, (2, 8)):
             found[name, str(config), skip] = gathered(skip_first_batches(make(), skip), **config)
             plain = make()
             options = {"sampler": plain.sampler, "generator": plain.generator} if name == "shuffled" else {}
@@ -186,7 +189,7 @@ def test_each_rank_reads_its_own_shards_and_no_row_is_lost(run_ranks):
                 for batch in loader:
                     mine.append(len(batch))
                     all_rows += accelerator.gather_for_metrics(batch).tolist()
-            found.append((type(loader).__name__, mine, sorted(all_rows), loader.dataset.reads))
+            found.append((type(loader._reader).__name__, mine, sorted(all_rows), loader.dataset.reads))
         return found
 
     for case, *ranks in zip(cases, *run_ranks(read, deadline=55), strict=True):
@@ -199,7 +202,7 @@ def test_each_rank_reads_its_own_shards_and_no_row_is_lost(run_ranks):
         elif not case["drop"]:
             assert ranks[0][2] == list(range(total)), case
         for rank, (kind, _, _, reads) in enumerate(ranks):
-            assert kind == "DataLoaderStreamShard", case
+            assert kind == "StreamReader", case
             assert reads <= 2 * sum(case["sizes"][rank::2]), case
 
 
@@ -295,7 +298,7 @@ def test_datasets_of_hugging_face_are_read_shard_by_shard_where_ranks_agree_on_t
                 for _ in range(epochs)
             ]
             assert all(epoch == list(range(22)) for epoch in rows), rows
-            return type(loader).__name__.removeprefix("DataLoader")
+            return type(loader._reader).__name__
 
         stream = rows.to_iterable_dataset(num_shards=4)
         found["plain"] = gathered(stream)
@@ -331,7 +334,7 @@ def test_datasets_of_hugging_face_are_read_shard_by_shard_where_ranks_agree_on_t
             return found | {"between": list(part["a"])}
 
     for rank, found in enumerate(run_ranks(read, deadline=55)):
-        own, dealt = "StreamShard", "Dispatcher"
+        own, dealt = "StreamReader", "DispatchingReader"
         assert {name: found[name] for name in ("plain", "seeded", "mapped", "split")} == dict.fromkeys(
             ("plain", "seeded", "mapped", "split"), own
         )

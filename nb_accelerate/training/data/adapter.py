@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
-from nb_accelerate.training.data.epochs import EpochCounter, EpochProgress, preserve_rng_state
+from nb_accelerate.training.data.epochs import EpochCounter, EpochProgress
 from nb_accelerate.training.data.orders import Order, numbers_of, order_of, shuffles
 from nb_accelerate.training.data.reader import Reader
 from nb_accelerate.training.data.samplers import innermost_sampler, replace_sampler
 from nb_accelerate.training.data.stateful import loader_class, source_of, stateful_class
+from nb_accelerate.training.process import rng
+from nb_accelerate.training.process.devices import device_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,13 +116,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self._progress.position
 
     def skipping(self, batches: int) -> Self:
-        """Return a loader that leaves out the first batches of every epoch.
+        """Return a loader that leaves out the first batches of this rank in every epoch.
 
         Both loaders use the same samplers and count epochs together. Rows of an iterable dataset are read to be left
         out, others are not.
-
-        Args:
-            batches: how many of this rank's batches to leave out.
         """
         later = copy.copy(self)
         later._reader = self._reader.starting_at(batches)  # noqa: SLF001 - this class
@@ -140,10 +139,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def epoch_and_batch(self) -> tuple[int, int]:
-        """The epoch it is in, from 0, and the batches of that so far; between epochs the next one, and 0.
-
-        A loader that `skipping` returned moves the one that it was made of along.
-        """
+        """The epoch it is in, from 0, and the batches of that so far; between epochs the next one, and 0."""
         if self._loaded is not None and self._loaded.position:  # and not begun yet
             return self.iteration, self._loaded.position
         current = self.epochs.current
@@ -169,7 +165,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Read rows in another order, from the next epoch on. All ranks call it with the same sampler.
 
         Args:
-            sampler: takes the place of what `get_sampler` returns.
+            sampler: replaces what `get_sampler` returns.
 
         Raises:
             ConfigError: the loader has no sampler that could be replaced.
@@ -196,13 +192,13 @@ class DataLoaderAdapter(DataLoader[Any]):
         Raises:
             CheckpointError: ``state_dict`` is not the position of such a loader.
         """
-        found = self._reader.source.decode(state_dict, self._reader.per_batch)
-        order = Order.decoded(found.order) if found.order else None
-        self.set_epoch(found.epoch)
+        saved = self._reader.source.decode(state_dict, self._reader.per_batch)
+        order = Order.decoded(saved.order) if saved.order else None
+        self.set_epoch(saved.epoch)
         if order is not None:
             self.draw_again(order)
-        self._loaded = found
-        self._reader.restore(found)
+        self._loaded = saved
+        self._reader.restore(saved)
 
     def order(self) -> Order | None:
         """Return what draws the order of the epoch that it is in, or of the next one; None if nothing does."""
@@ -216,9 +212,6 @@ class DataLoaderAdapter(DataLoader[Any]):
 
         Args:
             order: what `order` returned in that epoch; or between epochs, for the next one.
-
-        Raises:
-            CheckpointError: it is that of another loader.
         """
         order.put_back(self.base_dataloader)
         self.epochs.saved = self.iteration, order
@@ -228,8 +221,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _state(self) -> dict[str, Any]:
         epoch, position = self.epoch_and_batch
-        found = self.order()
-        order = {} if found is None else found.encoded()
+        drawn = self.order()
+        order = {} if drawn is None else drawn.encoded()
         if self._loaded is not None:
             return self._reader.source.encode(
                 replace(self._loaded, epoch=epoch, position=position, order=order), self._reader.per_batch
@@ -277,7 +270,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             if self._progress.is_running:
                 stack.enter_context(_own_workers(reader.source.loader))
             if not as_whole:
-                stack.enter_context(preserve_rng_state())
+                cpu = device_kind("cpu")
+                stack.callback(rng.restore, rng.capture(cpu), cpu)
             if order is not None:
                 stack.enter_context(order.again(loader))
             progress.began = numbers_of(loader) if as_whole or order is not None else None

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from nb_accelerate.training.data.iterable import LastBatch
-from nb_accelerate.training.data.plan import GroupRows, part_bounds, round_of_batches
+from nb_accelerate.training.data.plan import part_bounds, round_of_batches, rows_of_ranks
 from nb_accelerate.training.data.rows import CannotCutError, count_rows, row_taker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from nb_accelerate.training.data.plan import GroupRows
     from nb_accelerate.training.data.rows import Take
 
 T = TypeVar("T")
@@ -22,17 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CountedBatch:
-    """A batch and its rows.
-
-    Attributes:
-        batch: as the user's loader makes it.
-        rows: how many it has; None if that is not known.
-        of_columns: whether lists in it are known to hold columns, see `row_taker`.
-    """
+    """A batch, as the user's loader makes it, and its rows."""
 
     batch: Any
-    rows: int | None
-    of_columns: bool = False
+    rows: int | None  # None if that is not known
+    of_columns: bool = False  # whether lists in it are known to hold columns, see `row_taker`
 
     def pin_memory(self) -> CountedBatch:
         """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
@@ -70,10 +64,7 @@ def count_batch(batch: Any) -> CountedBatch:
 
 
 def pieces_of(batch: Any, ranks: int) -> list[CountedBatch]:
-    """Return a batch as one piece for each rank, or fewer if it has few rows.
-
-    Args:
-        batch: the pieces that `CountingCollate` made, or a batch.
+    """Return a batch, or the pieces that `CountingCollate` made of it, as one piece for each rank, or fewer.
 
     Raises:
         CannotCutError: it is a batch that cannot be cut.
@@ -92,39 +83,21 @@ def pieces_of(batch: Any, ranks: int) -> list[CountedBatch]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class LastGroup:
-    """The numbers of rows of an incomplete last group.
-
-    Attributes:
-        real: rows of all ranks that are not copies.
-        rows: rows of each rank, copies included.
-    """
-
-    real: int
-    rows: tuple[int, ...]
-
-    def mark(self, part: Any, rank: int) -> LastBatch:
-        """Return a rank's part together with these numbers."""
-        differ = len(set(self.rows)) > 1
-        return LastBatch(part, GroupRows(self.real, self.rows[rank], self.rows if differ else None))
-
-
 def take_from(batches: Sequence[CountedBatch], *, careful: bool = True) -> Take | None:
     """Return what `row_taker` returns; None if batches cannot be cut."""
-    rows = [one.rows for one in batches if one.rows is not None]
+    rows = [counted.rows for counted in batches if counted.rows is not None]
     if len(rows) < len(batches):
         return None
     try:
-        of_columns = all(one.of_columns for one in batches)
-        return row_taker([one.batch for one in batches], rows, careful=careful, of_columns=of_columns)
+        of_columns = all(counted.of_columns for counted in batches)
+        return row_taker([counted.batch for counted in batches], rows, careful=careful, of_columns=of_columns)
     except CannotCutError:
         return None
 
 
 def parts_of_last_group(
     group: list[CountedBatch], start: list[CountedBatch], ranks: int, *, even: bool, by_row: bool
-) -> tuple[list[Any], LastGroup | None]:
+) -> tuple[list[Any], list[GroupRows] | None]:
     """Give each rank a part of an incomplete last group.
 
     Args:
@@ -133,27 +106,32 @@ def parts_of_last_group(
         by_row: take out rows, where that is possible; otherwise batches stay whole.
 
     Returns:
-        For each rank its part, or None if it gets no row; and the `LastGroup`, or None if every rank gets equally many
-        real rows, or all batches are real and whole.
+        For each rank its part, or None if it gets no row; and the rows of each, or None if every rank gets equally
+        many real rows, or all batches are real and whole.
     """
     if by_row:
-        real = sum(one.rows or 0 for one in group)
+        real = num_rows(group)
         bounds = part_bounds(real, ranks, even=even)
         filled, rows = list(group), real
-        copied = start if any(one.rows for one in start) else group
+        copied = start if any(counted.rows for counted in start) else group
         while rows < bounds[-1][1]:
             filled += copied
-            rows += sum(one.rows or 0 for one in copied)
+            rows += num_rows(copied)
         # The start shows how batches look also where no row of it is needed.
         take = take_from(filled if rows > real or start is group else [*group, *start])
         if take is not None:
             parts = [take(slice(first, end)) if first < end else None for first, end in bounds]
-            return parts, None if real % ranks == 0 else LastGroup(real, tuple(end - first for first, end in bounds))
+            return parts, None if real % ranks == 0 else rows_of_ranks(real, [end - first for first, end in bounds])
     given = round_of_batches(group, start, ranks, even_batches=even)
     nothing = ranks - len(given)
-    counts = [1 if one.rows is None else one.rows for one in given] + [0] * nothing
-    end = None if len(group) == ranks else LastGroup(sum(counts[: len(group)]), tuple(counts))
-    return [one.batch for one in given] + [None] * nothing, end
+    counts = [1 if counted.rows is None else counted.rows for counted in given] + [0] * nothing
+    end = None if len(group) == ranks else rows_of_ranks(sum(counts[: len(group)]), counts)
+    return [counted.batch for counted in given] + [None] * nothing, end
+
+
+def num_rows(batches: Iterable[CountedBatch]) -> int:
+    """Return how many rows batches have together, as far as it is known."""
+    return sum(counted.rows or 0 for counted in batches)
 
 
 def grouped(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -26,18 +26,19 @@ from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, DispatchError
 from nb_accelerate.training.data.batch_parts import (
-    LastGroup,
     count_batch,
     grouped,
     next_or_error,
+    num_rows,
     parts_of_last_group,
     pieces_of,
     raise_on_next,
     take_from,
 )
+from nb_accelerate.training.data.iterable import LastBatch
 from nb_accelerate.training.data.loader import DataLoaderShard
 from nb_accelerate.training.data.packing import ALIGNMENT_BYTES, BatchLayout, pack, unpack, write
-from nb_accelerate.training.data.plan import part_bounds
+from nb_accelerate.training.data.plan import part_bounds, rows_of_ranks
 from nb_accelerate.training.data.reader import CollectiveReader, ReadState
 from nb_accelerate.training.data.rows import CannotCutError, count_rows
 from nb_accelerate.training.data.samplers import innermost_sampler
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.devices import DeviceKind
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data.batch_parts import CountedBatch
+    from nb_accelerate.training.data.plan import GroupRows
     from nb_accelerate.training.data.positions import SavedPosition
     from nb_accelerate.training.data.reader import Reader
     from nb_accelerate.training.data.source import TorchSource
@@ -64,21 +66,13 @@ _CODE_BYTES = ALIGNMENT_BYTES  # bytes in front of those of the tensors; the fir
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One batch for each rank, ready to be sent.
+    """One batch for each rank, ready to be sent. All lists have an item for each rank."""
 
-    Attributes:
-        parts: a batch for each rank; None for a rank that gets nothing.
-        end: the numbers of rows if some rows of the group are copies or missing; else None.
-        layouts: for each rank, how its part is rebuilt from bytes.
-        tensors: for each rank, the tensors of its part in the order of its layout.
-        read_state: the state of reading after this group was read.
-    """
-
-    parts: list[Any]
-    end: LastGroup | None
-    layouts: list[BatchLayout]
-    tensors: list[list[Tensor]]
-    read_state: ReadState
+    parts: list[Any]  # None for a rank that gets nothing
+    end: list[GroupRows] | None  # if some rows of the group are copies or missing
+    layouts: list[BatchLayout]  # how parts are rebuilt from bytes
+    tensors: list[list[Tensor]]  # those of a part in the order of its layout
+    read_state: ReadState  # after this group was read
 
     @property
     def row_bytes(self) -> int:
@@ -91,9 +85,6 @@ class OwnRandomState:
 
     The separate state begins as the state at the first block, and each block goes on where the last one ended. Rank 0
     reads data inside such blocks, so that outside of them its random state stays equal to that of the other ranks.
-
-    Args:
-        kind: the device type of this process, whose random state is included.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
@@ -120,7 +111,6 @@ class DispatchingReader(CollectiveReader):
         slice_fn: cuts a batch: called with the batch, a slice, ``process_index`` and ``num_processes``. A batch is that
             of the loader, or with ``split_batches=False`` as many of them as ranks, joined.
         bring_back: leave parts on the CPU if they came from there, whatever device carries them.
-        **kwargs: those of `CollectiveReader`.
     """
 
     def __init__(
@@ -139,9 +129,8 @@ class DispatchingReader(CollectiveReader):
         self._ranks = self.collectives.world_size
         self.per_batch = 1 if split_batches else self._ranks
         self._buffer: Tensor | None = None
-        self._beginning: list[
-            CountedBatch
-        ] = []  # first batches of the epoch that were left out: the end is filled with them
+        # First batches of the epoch that were left out: the end is filled with them.
+        self._beginning: list[CountedBatch] = []
         self._yielded_state = ReadState()  # after the group whose part was yielded last
 
     @override
@@ -204,7 +193,7 @@ class DispatchingReader(CollectiveReader):
     def _opened(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
         """Begin to read, and drop the batches that are left out at the beginning of the epoch."""
         self._beginning = []
-        dropped = self.reread + self.dropped * self.per_batch + self.drop_reads
+        dropped = self.reread + self.dropped * self.per_batch
         dropped = 0 if resumed and self.source.is_restored else dropped
         batches = self.source.open(epoch, resumed=resumed)
         keep = self._to_reread()
@@ -243,8 +232,7 @@ class DispatchingReader(CollectiveReader):
     def _send(self, source: Iterator[Any], numbers: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
         """Read groups, send the other ranks their parts, and yield that of rank 0. Runs on rank 0.
 
-        Args:
-            numbers: the block in which random numbers are drawn that the others do not draw.
+        Inside of the block ``numbers``, random numbers are drawn that the others do not draw.
         """
         collectives = self.collectives
         groups = self._groups(source)
@@ -259,8 +247,9 @@ class DispatchingReader(CollectiveReader):
             if code in (_OTHER, _FAILED):
                 collectives.broadcast_objects([_header(following, failure)], 0)
             self._yielded_state = message.read_state
-            if message.parts[0] is not None:
-                yield message.parts[0] if message.end is None else message.end.mark(message.parts[0], 0)
+            part, end = message.parts[0], message.end
+            if part is not None:
+                yield part if end is None else LastBatch(part, end[0])
             message = following
         if failure is not None:
             raise failure
@@ -285,7 +274,7 @@ class DispatchingReader(CollectiveReader):
                 header = None
             if layouts[rank].skeleton is not None:
                 part = unpack(layouts[rank], row[_CODE_BYTES:], bring_back=self._bring_back)
-                yield part if end is None else end.mark(part, rank)
+                yield part if end is None else LastBatch(part, end[rank])
 
     def _filled(self, message: _Message, code: int) -> tuple[Tensor, Tensor]:
         """Return the arguments of rank 0 for scatter: bytes of shape (ranks, row_bytes) and (row_bytes,)."""
@@ -311,30 +300,29 @@ class DispatchingReader(CollectiveReader):
             if self._slice is not None:
                 yield self._message(*self._cut_by_user(self._slice, group, start))
             elif full:
-                yield self._message([one.batch for one in group], None)
+                yield self._message([counted.batch for counted in group], None)
             else:
                 by_row = self.split_batches or self._batch_rows is not None
-                yield self._message(
-                    *parts_of_last_group(group, start, self._ranks, even=self.even_batches, by_row=by_row)
-                )
+                last = parts_of_last_group(group, start, self._ranks, even=self.even_batches, by_row=by_row)
+                yield self._message(*last)
 
     def _is_full(self, group: list[CountedBatch]) -> bool:
         """Return whether there is a batch for each rank, with all its rows."""
         if self.split_batches:
-            return sum(one.rows or 0 for one in group) % self._ranks == 0
+            return num_rows(group) % self._ranks == 0
         size = self._batch_rows
-        return len(group) == self._ranks and (size is None or all(one.rows in (size, None) for one in group))
+        return len(group) == self._ranks and (size is None or all(counted.rows in (size, None) for counted in group))
 
     def _cut_by_user(
         self, cut: SliceFunction, group: list[CountedBatch], start: list[CountedBatch]
-    ) -> tuple[list[Any], LastGroup | None]:
+    ) -> tuple[list[Any], list[GroupRows] | None]:
         """Cut a group by the user's function, filled up if its rows can be joined with those of ``start``."""
-        if any(one.rows is None for one in group):
+        if any(counted.rows is None for counted in group):
             raise ConfigError(
                 "A batch has no tensor, array or list whose rows can be counted, so it cannot be cut by "
                 "slice_fn_for_dispatch. Leave that out: then each rank gets whole batches."
             )
-        real = sum(one.rows or 0 for one in group)
+        real = num_rows(group)
         missing = -real % self._ranks if self.even_batches else 0
         whole = group[0].batch
         if len(group) > 1 or missing:
@@ -350,10 +338,10 @@ class DispatchingReader(CollectiveReader):
             cut(whole, slice(first, end), process_index=rank, num_processes=self._ranks) if first < end else None
             for rank, (first, end) in enumerate(part_bounds(real, self._ranks, even=self.even_batches))
         ]
-        rows = tuple(0 if part is None else count_rows(part) or 0 for part in parts)
-        return parts, LastGroup(real, rows) if real % self._ranks else None
+        rows = [0 if part is None else count_rows(part) or 0 for part in parts]
+        return parts, rows_of_ranks(real, rows) if real % self._ranks else None
 
-    def _message(self, parts: list[Any], end: LastGroup | None) -> _Message:
+    def _message(self, parts: list[Any], end: list[GroupRows] | None) -> _Message:
         layouts, tensors = [], []
         stays = 0 if self.collectives.num_sharing == 1 else None  # the rank whose part does not travel
         for rank, part in enumerate(parts):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
-_MISSING = object()
-"""Fills an incomplete last group up to its size."""
+_MISSING = object()  # fills an incomplete last group up to its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +47,11 @@ class LastBatch:
 
 
 class MarkingCollate:
-    """Wrap a loader's ``collate_fn`` to make a `LastBatch` of rows that are `LastRow`.
-
-    Args:
-        collate: the loader's own.
-        batched: whether it is called with a list of rows; otherwise with one item.
-    """
+    """Wrap a loader's ``collate_fn`` to make a `LastBatch` of rows that are `LastRow`."""
 
     def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
         self.collate = collate
-        self.batched = batched
+        self.batched = batched  # whether it is called with a list of rows; otherwise with one item
 
     def __call__(self, rows: Any) -> Any:
         """Return rows as a batch. Called by the loader, perhaps in a worker process."""
@@ -150,15 +144,10 @@ class IterableDatasetShard(IterableDataset[Any]):
             start = start or full
         if not group or self.drop_last:
             return
-        pieces = piece_of_last_group(
-            group,
-            start or group,
-            self.process_index,
-            local_size=self.rows_per_batch,
-            group_size=size,
-            even_batches=self.even_batches,
-        )
-        for piece in pieces:
+        sizes = {"local_size": self.rows_per_batch, "group_size": size}
+        for piece in piece_of_last_group(
+            group, start or group, self.process_index, even_batches=self.even_batches, **sizes
+        ):
             yield self._last_rows(piece, len(group))
 
     def _rows_left_out(self) -> int:
@@ -176,11 +165,8 @@ class IterableDatasetShard(IterableDataset[Any]):
 class MarkingShard(IterableDatasetShard):
     """Like `IterableDatasetShard`, but rows of an incomplete last group are yielded as `LastRow`."""
 
-    is_uneven = False
-    """Not known before the end."""
-
-    end = IterationEnd()
-    """Nothing is known of it here: the `LastRow` objects carry the numbers."""
+    is_uneven = False  # not known before the end
+    end = IterationEnd()  # nothing is known of it here: the `LastRow` objects carry the numbers
 
     @override
     def _last_rows(self, rows: list[Any], real: int) -> list[Any]:

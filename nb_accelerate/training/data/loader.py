@@ -18,19 +18,18 @@ from typing_extensions import override
 
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.base.progress_page import Phase, here
-from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.data.adapter import DataLoaderAdapter
 from nb_accelerate.training.data.iterable import LastBatch
 from nb_accelerate.training.data.outer_loops import epoch_around
 from nb_accelerate.training.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.training.process.rng import RNGType
-from nb_accelerate.training.pytree import map_tensors, send_to_device, tensors_in
+from nb_accelerate.training.pytree import map_tensors, send_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from nb_accelerate.training.data.epochs import EpochProgress
-    from nb_accelerate.training.data.tracker import HasTracker, LoaderTracker
+    from nb_accelerate.training.data.tracker import LoaderTracker
 
 
 class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
@@ -60,7 +59,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         dataset: Any,
         *,
         device: torch.device | None = None,
-        gradient_state: HasTracker | None = None,
+        gradient_state: LoaderView | None = None,
         rng_types: Sequence[RNGType] = (),
         on_start: Callable[[], None] | None = None,
         rows: int | None = None,
@@ -164,8 +163,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         around = None if evaluates or page.epochs_are_told or not page.is_read else epoch_around()
         if around is not None:
             page.infer_epoch(*around)
+        batches = self._known_length()
         loop = page.begin_loop(
-            total=self._total_steps(),
+            total=None if batches is None else batches + self.skip_batches,
             rows=self._total_batch_size,
             epoch=self.iteration + 1,
             evaluates=evaluates,
@@ -175,12 +175,12 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         enter(reads)
         progress, tracker = None, self._tracker
         try:
-            progress, batches = self._begin()
+            progress, reading = self._begin()
             tracker.begin(progress)
             if progress.reader.source.is_stateful:
-                batches = _with_read_states(batches, progress)
+                reading = _with_read_states(reading, progress)
             try:
-                current = next(batches)
+                current = next(reading)
             except StopIteration:
                 return
             end_step = _step_end(self.device)
@@ -188,9 +188,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             if place is not None and self._non_blocking:
                 # Asynchronous copies start as early as possible; others as late as possible, so that only one batch at
                 # a time takes memory of the device.
-                current, late, batches = place(current), None, map(place, batches)
+                current, late, reading = place(current), None, map(place, reading)
             position = progress.position
-            for upcoming in batches:
+            for upcoming in reading:
                 position += 1
                 progress.position = position
                 if tracker.active is not progress:
@@ -225,15 +225,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
 
     def extent(self) -> tuple[int, int] | None:
         """Return the rows of the dataset and the batches of this rank, or None if ranks may differ in them."""
-        if not self._reader.compares_lengths or self._rows is None:
-            return None
-        batches = self._known_length()
-        return None if batches is None else (self._rows, batches)
-
-    def _total_steps(self) -> int | None:
-        """Return how many batches an epoch has, those left out at its beginning included; None if not known."""
-        batches = self._known_length()
-        return None if batches is None else batches + self.skip_batches
+        batches = self._known_length() if self._reader.compares_lengths else None
+        return None if batches is None or self._rows is None else (self._rows, batches)
 
     def _known_length(self) -> int | None:
         """Return the length of this loader if it has one.
@@ -266,11 +259,7 @@ def _with_read_states(batches: Iterator[Any], progress: EpochProgress) -> Iterat
 def _step_end(device: torch.device | None) -> Callable[[int, Any], None]:
     """Return what is called after each step, with its number and its batch."""
     kind = None if device is None else find_kind(device.type)
-    return _nothing if kind is None or kind.end_step is None else kind.end_step()
-
-
-def _nothing(_step: int, _batch: Any) -> None:
-    """End a step on a device that computes at once."""
+    return kind.end_step() if kind is not None and kind.end_step is not None else lambda _step, _batch: None
 
 
 def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -> Callable[[Any], Any] | None:
@@ -286,14 +275,7 @@ def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -
     def place(batch: Any) -> Any:
         if type(batch) is LastBatch:
             return replace(batch, batch=send_to_device(batch.batch, device, non_blocking=non_blocking))
-        try:
-            return send_to_device(batch, device, non_blocking=non_blocking)
-        except NotImplementedError as error:  # a device that cannot be copied from
-            places = {str(tensor.device) for tensor in tensors_in(batch)}
-            raise ConfigError(
-                f"A batch with tensors on {', '.join(sorted(places))} could not be moved to {device}: {error} Let "
-                "the dataset and collate_fn make all tensors on the CPU; batches are moved to the device here."
-            ) from error
+        return send_to_device(batch, device, non_blocking=non_blocking)
 
     return place
 

@@ -42,48 +42,37 @@ _DRAW_NOTHING = {
     *(list, tuple, range, SequentialSampler, SeedableRandomSampler),
     *(BatchSampler, BatchSamplerShard, SamplerShard, SkipBatchSampler),
 }
+_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)  # of a damaged state
 _SHUFFLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The states of random numbers by which the order of an epoch is drawn again.
+    """The states of random numbers by which the order of an epoch is drawn again."""
 
-    Attributes:
-        began: all that it may be drawn from, when the epoch began; None between epochs, or if they are not known.
-        now: those of the generators that the loader and its samplers hold.
-    """
-
-    began: Mapping[str, Any] | None
-    now: Mapping[str, Any]
+    began: Mapping[str, Any] | None  # all that it may be drawn from; None between epochs, or if they are not known
+    now: Mapping[str, Any]  # those of the generators that the loader and its samplers hold
 
     def encoded(self) -> dict[str, Any]:
         """Return this as what JSON can hold; empty if there is nothing to draw."""
-        found = {"began": _encoded(self.began), "now": _encoded(self.now)}
-        return {name: states for name, states in found.items() if states}
+        both = {"began": _encoded(self.began), "now": _encoded(self.now)}
+        return {name: states for name, states in both.items() if states}
 
     @classmethod
     def decoded(cls, state: Any) -> Order:
-        """Return what was `encoded`.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """Return what was `encoded`; a `CheckpointError` if it is something else."""
         try:
             began, now = (dict(_decoded(state.get(name, {}))) for name in ("began", "now"))
-            for name, new in _new().items():
-                if name in began:
-                    _put(new, began[name])
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            # States are tried on other generators first: a damaged one is refused before anything is changed.
+            tried = {"torch": torch.Generator(), "python": random.Random(), "numpy": np.random.RandomState()}  # noqa: S311
+            for name in began.keys() & tried.keys():
+                _put(tried[name], began[name])
+        except _ERRORS as error:
             raise _damaged(error) from error
         return cls(began or None, now)
 
     def put_back(self, loader: DataLoader[Any]) -> None:
-        """Give the generators that a loader and its samplers hold the states that they had when this was saved.
-
-        Raises:
-            CheckpointError: these are states of other generators.
-        """
+        """Give the generators that a loader and its samplers hold the states that they had when this was saved."""
         _put_all(self.now, _held_by(loader))
 
     @contextlib.contextmanager
@@ -99,7 +88,7 @@ def numbers_of(loader: DataLoader[Any]) -> dict[str, Any]:
     generators = _held_by(loader)
     if _may_draw(loader):
         generators |= _OF_PROCESS
-    return {name: _get(one) for name, one in generators.items()}
+    return {name: _get(generator) for name, generator in generators.items()}
 
 
 def order_of(loader: DataLoader[Any], began: Mapping[str, Any] | None) -> Order | None:
@@ -108,25 +97,23 @@ def order_of(loader: DataLoader[Any], began: Mapping[str, Any] | None) -> Order 
     Args:
         began: what `numbers_of` returned when the epoch began; None between epochs.
     """
-    order = Order(began, {name: _get(one) for name, one in _held_by(loader).items()})
+    order = Order(began, {name: _get(generator) for name, generator in _held_by(loader).items()})
     return order if order.began or order.now else None
 
 
 def shuffles(loader: DataLoader[Any]) -> bool:
     """Return whether one of torch's samplers draws the order of an epoch from numbers that go on."""
-    return any(isinstance(one, _SHUFFLE) and not isinstance(one, SeedableRandomSampler) for one in _samplers(loader))
+    samplers = _samplers(loader)
+    return any(isinstance(one, _SHUFFLE) and not isinstance(one, SeedableRandomSampler) for one in samplers)
 
 
 def _may_draw(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return not hasattr(loader.dataset, "state_dict")  # which says where it goes on
-    keeps = is_stateful(loader)
-    return any(type(one) not in _DRAW_NOTHING and not (keeps and _is_of_torchdata(one)) for one in _samplers(loader))
-
-
-def _is_of_torchdata(sampler: Any) -> bool:
-    """Return whether a loader of torchdata saves the state of a sampler with its position."""
-    return type(sampler).__module__.partition(".")[0] == "torchdata"
+    kinds = {type(sampler) for sampler in _samplers(loader)} - _DRAW_NOTHING
+    if is_stateful(loader):  # it saves the states of torchdata's samplers with its position
+        kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] != "torchdata"}
+    return bool(kinds)
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
@@ -134,10 +121,10 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
     found: list[Any] = []
     queue: list[Any] = [loader.sampler if loader.batch_sampler is None else loader.batch_sampler]
     while queue:
-        one = queue.pop(0)
-        if not any(one is other for other in found):
-            found.append(one)
-            inside = vars(one) if hasattr(one, "__dict__") else {}
+        sampler = queue.pop(0)
+        if not any(sampler is other for other in found):
+            found.append(sampler)
+            inside = vars(sampler) if hasattr(sampler, "__dict__") else {}
             queue += [
                 value
                 for name, value in inside.items()
@@ -163,11 +150,6 @@ def _held_by(loader: DataLoader[Any]) -> dict[str, Any]:
             if isinstance(value, _GENERATORS) and not known:
                 found[f"{type(owner).__name__}.{name}"] = value
     return found
-
-
-def _new() -> dict[str, Any]:
-    """Return generators like those of the process, on which states can be tried."""
-    return {"torch": torch.Generator(), "python": random.Random(), "numpy": np.random.RandomState()}  # noqa: S311
 
 
 def _get(generator: Any) -> Any:
@@ -197,7 +179,7 @@ def _put_all(states: Mapping[str, Any], generators: Mapping[str, Any]) -> None:
     for name in states.keys() & generators.keys():
         try:
             _put(generators[name], states[name])
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        except _ERRORS as error:
             raise _damaged(error, name) from error
 
 
@@ -205,16 +187,16 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "data": base64.b64encode(value.tobytes()).decode()}
     if isinstance(value, dict):
-        return {name: _encoded(one) for name, one in value.items()}
-    return [_encoded(one) for one in value] if isinstance(value, (tuple, list)) else value
+        return {name: _encoded(item) for name, item in value.items()}
+    return [_encoded(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"dtype", "data"}:
             return np.frombuffer(base64.b64decode(value["data"], validate=True), value["dtype"]).copy()
-        return {name: _decoded(one) for name, one in value.items()}
-    return [_decoded(one) for one in value] if isinstance(value, list) else value
+        return {name: _decoded(item) for name, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def _damaged(error: Exception, name: str = "a position") -> CheckpointError:

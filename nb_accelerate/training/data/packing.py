@@ -23,36 +23,22 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """The position of a tensor in a buffer.
-
-    Attributes:
-        offset: bytes before it.
-        size: bytes of it.
-        shape: of the tensor.
-        dtype: of the tensor.
-        was_on_cpu: whether the tensor was on the CPU before it was sent.
-    """
+    """The position of a tensor in a buffer, in bytes."""
 
     offset: int
     size: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    was_on_cpu: bool = True
+    was_on_cpu: bool = True  # before it was sent
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """A description of the bytes for a rank.
+    """A description of the bytes for a rank."""
 
-    Attributes:
-        skeleton: the batch without its tensors, pickled; None if there is no batch for this rank.
-        slots: where its tensors lie, in the order in which they were pickled.
-        size: bytes of all tensors.
-    """
-
-    skeleton: bytes | None
-    slots: tuple[TensorSlot, ...] = ()
-    size: int = 0
+    skeleton: bytes | None  # the batch without its tensors, pickled; None if there is no batch for this rank
+    slots: tuple[TensorSlot, ...] = ()  # in the order in which tensors were pickled
+    size: int = 0  # bytes of all tensors
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
@@ -116,11 +102,7 @@ def pack(batch: Any) -> tuple[BatchLayout, list[Tensor]]:
 
 
 def write(layout: BatchLayout, tensors: list[Tensor], buffer: Tensor) -> None:
-    """Copy the tensors of a batch into a buffer.
-
-    Args:
-        buffer: uint8, of at least ``layout.size`` bytes, which begin at a multiple of `ALIGNMENT_BYTES` in memory.
-    """
+    """Copy the tensors of a batch into a buffer of bytes, which begin at a multiple of `ALIGNMENT_BYTES` in memory."""
     for slot, tensor in zip(layout.slots, tensors, strict=True):
         _view(slot, buffer).copy_(tensor)
 
@@ -128,10 +110,7 @@ def write(layout: BatchLayout, tensors: list[Tensor], buffer: Tensor) -> None:
 def unpack(layout: BatchLayout, buffer: Tensor, *, bring_back: bool = False) -> Any:
     """Return the batch that `write` wrote. Its tensors are views of the buffer.
 
-    Args:
-        layout: that of the batch; its ``skeleton`` is not None.
-        buffer: the bytes, as `write` takes them, on the device that received them.
-        bring_back: copy tensors that were on the CPU back to it, instead of leaving them on that device.
+    With ``bring_back``, tensors that were on the CPU are copied back to it from the device that received the bytes.
     """
     assert layout.skeleton is not None
     tensors = [_view(slot, buffer) for slot in layout.slots]

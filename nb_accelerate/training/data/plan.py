@@ -36,22 +36,16 @@ class GroupRows:
     """How many rows of a group are real (not copies), and how many rows each rank has of it.
 
     Gathered in rank order, the real rows come first.
-
-    Attributes:
-        real: real rows of all ranks together; None if all are.
-        on_rank: rows of this rank, copies included; None if not known.
-        of_ranks: rows of all ranks, if they differ; else None.
     """
 
-    real: int | None
-    on_rank: int | None
-    of_ranks: tuple[int, ...] | None = None
+    real: int | None  # of all ranks together; None if all rows are real
+    on_rank: int | None  # of this rank, copies included; None if not known
+    of_ranks: tuple[int, ...] | None = None  # if they differ
 
     def real_entries(self, entries: Sequence[int]) -> int | None:
         """Return how many entries belong to real rows: the first, in rank order. None if that cannot be known.
 
-        Args:
-            entries: how many each rank has; as many for one row as for another, or padded to those of the longest.
+        Ranks have ``entries``; as many for one row as for another, or padded to those of the longest.
         """
         if self.real is None:
             return sum(entries)
@@ -67,12 +61,14 @@ class GroupRows:
         return kept
 
 
-def rows_per_rank(batch_size: int, world_size: int, *, split_batches: bool) -> int:
-    """Return how many rows of a full group each rank takes.
+def rows_of_ranks(real: int, rows: Sequence[int]) -> list[GroupRows]:
+    """Return the `GroupRows` of each rank, where ranks have so many rows of a group, of which the first are real."""
+    differ = len(set(rows)) > 1
+    return [GroupRows(real, on_rank, tuple(rows) if differ else None) for on_rank in rows]
 
-    Raises:
-        ConfigError: batches are to be split, but not evenly.
-    """
+
+def rows_per_rank(batch_size: int, world_size: int, *, split_batches: bool) -> int:
+    """Return how many rows of a full group each rank takes; a `ConfigError` if batches cannot be split evenly."""
     if not split_batches:
         return batch_size
     if batch_size % world_size:
@@ -87,26 +83,14 @@ def rows_per_rank(batch_size: int, world_size: int, *, split_batches: bool) -> i
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """How the rows of one epoch are shared out.
+    """How the rows of one epoch are shared out."""
 
-    Attributes:
-        rows: how many the sampler yields.
-        batch_size: that of the user's loader.
-        world_size: how many ranks there are.
-        split_batches: cut each batch into pieces instead of handing out whole batches.
-        even_batches: fill the last group with rows from the start, so that all ranks have equal batches.
-        drop_last: leave out an incomplete last group.
-
-    Raises:
-        ConfigError: ``batch_size`` cannot be split.
-    """
-
-    rows: int
-    batch_size: int
+    rows: int  # that the sampler yields
+    batch_size: int  # of the user's loader
     world_size: int
-    split_batches: bool = False
-    even_batches: bool = True
-    drop_last: bool = False
+    split_batches: bool = False  # cut each batch into pieces instead of handing out whole batches
+    even_batches: bool = True  # fill the last group with rows from the start, so that all ranks have equal batches
+    drop_last: bool = False  # leave out an incomplete last group
     local_size: int = field(init=False)
     group_size: int = field(init=False)
 
@@ -117,7 +101,7 @@ class ShardPlan:
 
     @property
     def full_groups(self) -> int:
-        """Groups that are complete."""
+        """How many groups are complete."""
         return self.rows // self.group_size
 
     @property
@@ -132,11 +116,9 @@ class ShardPlan:
         )
 
     def batches(self, order: Sequence[Any] | Tensor, rank: int, *, start: int = 0) -> Iterator[list[Any]]:
-        """Yield the batches of a rank.
+        """Yield the batches of a rank, without the first ``start``, which cost nothing.
 
-        Args:
-            order: all rows, in the order of the sampler; ``rows`` of them.
-            start: how many groups to leave out at the beginning. They cost nothing.
+        ``order`` has all rows, in the order of the sampler.
         """
         local, group = self.local_size, self.group_size
         end = self.full_groups * group
@@ -160,12 +142,10 @@ class ShardPlan:
 def piece_of_last_group(
     last: list[T], start: Sequence[T], rank: int, *, local_size: int, group_size: int, even_batches: bool
 ) -> Iterator[list[T]]:
-    """Yield the rows that a rank gets of an incomplete group: one list, or nothing.
+    """Yield the rows that a rank gets of an incomplete group, whose real rows are ``last``: one list, or nothing.
 
-    Args:
-        last: the real rows of the group, at least one.
-        start: rows from the beginning of the data to fill up with, again and again if they are few.
-        even_batches: fill up; otherwise the last ranks get fewer rows, or none.
+    With ``even_batches`` it is filled up with rows from the ``start`` of the data, again and again if they are few;
+    otherwise the last ranks get fewer rows, or none.
     """
     first = rank * local_size
     if even_batches:
@@ -180,12 +160,8 @@ def round_of_batches(last: list[T], start: Sequence[T], world_size: int, *, even
     """Return the batches of an incomplete last round, in rank order, where batches have no fixed size.
 
     No row is moved from one batch to another, so that what belongs together (texts of similar length, say) stays so.
-    The real rows are those of ``last``: gathered in rank order, they come first.
-
-    Args:
-        last: the real batches of the round, at least one and fewer than ranks.
-        start: the batches of the first round to fill up with, again and again if they are few.
-        even_batches: fill up; otherwise the last ranks get none.
+    The real rows are those of ``last``: gathered in rank order, they come first. With ``even_batches`` the round is
+    filled up with batches of the first one, ``start``, again and again if they are few.
     """
     missing = world_size - len(last) if even_batches else 0
     return last + [start[index % len(start)] for index in range(missing)]

@@ -21,9 +21,7 @@ from typing import Any
 
 from nb_accelerate.errors import CheckpointError
 
-OVER = "_iterator_finished"
-"""torchdata's key for whether the epoch is over."""
-
+_OVER = "_iterator_finished"
 _OURS = "nb_accelerate"
 _OF_SAMPLERS = ("_index_sampler_state", "_sampler_iter_state")
 _OF_DATASETS = ("dataset_state", "dataset_iter_state")
@@ -37,9 +35,8 @@ class SavedPosition:
         epoch: the current epoch, from 0.
         position: batches of it that were handed out.
         reading: the state of torchdata's loader; empty for other loaders.
-        repeat: batches to leave out after ``to_restore`` was restored.
-        to_restore: the same as ``reading`` if samplers or datasets have a state in it; else empty, since the position
-            is enough.
+        repeat: batches to leave out after ``reading`` was restored.
+        restores: whether samplers or datasets have a state in ``reading``; else the position is enough.
         order: what draws the order of the epoch, as `Order.encoded` returns it; empty if nothing does.
     """
 
@@ -47,16 +44,12 @@ class SavedPosition:
     position: int
     reading: dict[str, Any] = field(default_factory=dict)
     repeat: int = 0
-    to_restore: dict[str, Any] = field(default_factory=dict)
+    restores: bool = False
     order: dict[str, Any] = field(default_factory=dict)
 
 
 def encode(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
-    """Return a position in the form in which it is saved: torchdata's state, and our key where it is needed.
-
-    Args:
-        per_batch: how many batches are read for one that is handed out.
-    """
+    """Return a position in the form in which it is saved: torchdata's state, and our key where it is needed."""
     reading, repeat = position.reading, position.repeat
     if (position.epoch, position.position) == _assumed(reading, per_batch) and not (repeat or position.order):
         return dict(reading)
@@ -65,12 +58,10 @@ def encode(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
 
 
 def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
-    """Return the position that was saved in a state.
+    """Return the position in a state that `encode`, torchdata's loader or another loader built on it returned.
 
     Args:
-        state: what `encode`, torchdata's loader or another loader built on it returned.
         per_batch: how many batches are read for one that is handed out.
-        workers: how many worker processes the loader has.
 
     Raises:
         CheckpointError: ``state`` is something else, or has states of samplers or datasets for another number of
@@ -96,30 +87,26 @@ def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
             f"The position was saved by a loader with num_workers={were}, together with the state of its sampler or "
             f"dataset in each of them, and this loader has num_workers={workers}. Write num_workers={were}."
         )
-    if not states or were != workers:
-        return SavedPosition(epoch=epoch, position=position, reading=reading, order=order)
+    restores = bool(states) and were == workers
     return SavedPosition(
-        epoch=epoch, position=position, reading=reading, repeat=repeat, to_restore=reading, order=order
+        epoch=epoch,
+        position=position,
+        reading=reading,
+        repeat=repeat if restores else 0,
+        restores=restores,
+        order=order,
     )
 
 
 def is_over(reading: Mapping[str, Any]) -> bool:
     """Return whether the epoch of a state of torchdata is over."""
-    return bool(reading.get(OVER, False))
+    return bool(reading.get(_OVER, False))
 
 
 def shifted(reading: Mapping[str, Any], batches: int, *, over: bool = False) -> dict[str, Any]:
-    """Return a state of torchdata with its counts of batches changed.
-
-    Args:
-        reading: the state; empty if nothing was read.
-        batches: added to each count; may be negative.
-        over: set that the epoch is over, even if its loop was left in the middle.
-    """
-    if not reading:
-        return {}
-    reading = {**reading, OVER: True} if over else dict(reading)
-    if not batches:
+    """Return a state of torchdata with ``batches`` added to its counts; with ``over``, as at the end of the epoch."""
+    reading = {**reading, _OVER: True} if over and reading else dict(reading)
+    if not (batches and reading):
         return reading
     if "_snapshot" not in reading:
         return _added(reading, batches, "_num_yielded", "_sampler_iter_yielded")
@@ -148,12 +135,12 @@ def _assumed(reading: Mapping[str, Any], per_batch: int) -> tuple[int, int]:
 
 def _states(reading: Mapping[str, Any]) -> list[Any]:
     """Return the states of samplers and datasets in a state of torchdata."""
-    main, places = reading, [reading]
+    main, workers = reading, [reading]
     if "_snapshot" in reading:
         main = reading["_snapshot"]["_main_snapshot"]
-        places = list(reading["_snapshot"]["_worker_snapshots"].values())
-    streams = [place["fetcher_state"] for place in places if place.get("fetcher_state") is not None]
-    found = [place.get(name) for place in (*places, *streams) for name in _OF_DATASETS]
+        workers = list(reading["_snapshot"]["_worker_snapshots"].values())
+    streams = [worker["fetcher_state"] for worker in workers if worker.get("fetcher_state") is not None]
+    found = [holder.get(name) for holder in (*workers, *streams) for name in _OF_DATASETS]
     if not streams:  # what is read from its beginning has a sampler too, which only counts
         found += [main.get(name) for name in _OF_SAMPLERS]
     return [state for state in found if state is not None]

@@ -8,10 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
 from nb_accelerate.base.config.checks import check_whole
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
@@ -25,13 +22,7 @@ from nb_accelerate.training.data.reader import Reader
 from nb_accelerate.training.data.reader_arguments import ReaderArguments
 from nb_accelerate.training.data.source import settings_of
 from nb_accelerate.training.data.stateful import is_stateful
-from nb_accelerate.training.data.streams import (
-    DataLoaderStreamShard,
-    StreamReader,
-    is_split,
-    shards_itself,
-    shuffled_without_seed,
-)
+from nb_accelerate.training.data.streams import StreamReader, is_split, shards_itself, shuffled_without_seed
 from nb_accelerate.training.process.rng import RNGType
 
 if TYPE_CHECKING:
@@ -41,8 +32,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data.dispatcher import SliceFunction
-    from nb_accelerate.training.data.source import TorchSource
-    from nb_accelerate.training.data.tracker import HasTracker
+    from nb_accelerate.training.data.tracker import LoaderView
 
 _KNOWN_ITERATION = {DataLoader.__iter__, DataLoaderAdapter.__iter__, DataLoaderShard.__iter__}
 
@@ -53,7 +43,7 @@ def prepare_data_loader(
     collectives: Collectives,
     config: DataLoaderConfiguration | None = None,
     device: torch.device | None = None,
-    gradient_state: HasTracker | None = None,
+    gradient_state: LoaderView | None = None,
     rng_types: Sequence[RNGType] = (RNGType.GENERATOR,),
     slice_fn: SliceFunction | None = None,
 ) -> DataLoaderShard:
@@ -117,15 +107,16 @@ def _rebuilt(
         reader |= {"split_batches": config.split_batches, "slice_fn": slice_fn, "bring_back": device is None}
     if kind is not Reader:
         reader |= {"collectives": collectives, "even_batches": config.even_batches}
-        if (parts.get("batch_size", loader.batch_sampler)) is not None:
+        if parts.get("batch_size", loader.batch_sampler) is not None:
             cut = kind is DispatchingReader and config.split_batches and slice_fn is None
             parts["collate_fn"] = CountingCollate(loader.collate_fn, collectives.world_size if cut else None)
-    made = _LOADERS[kind](
+    loader_class = DataLoaderDispatcher if kind is DispatchingReader else DataLoaderShard
+    made = loader_class(
         rng_types=rng_types,
         non_blocking=config.non_blocking,
         rows=_length(loader.dataset),
         use_stateful_dataloader=config.use_stateful_dataloader or is_stateful(loader),
-        reader=partial(_reader, kind, not_read=chosen.reads_later, **reader),
+        reader=partial(kind, **reader),
         device=device,
         **{**settings_of(loader), **parts, **settings},
     )
@@ -135,25 +126,8 @@ def _rebuilt(
     return made.skipping(chosen.later) if chosen.later else made
 
 
-_LOADERS: dict[type[Reader], type[DataLoaderShard]] = {
-    Reader: DataLoaderShard,
-    DispatchingReader: DataLoaderDispatcher,
-    StreamReader: DataLoaderStreamShard,
-}
-
-
-def _reader(kind: type[Reader], source: TorchSource, *, not_read: int, **options: Any) -> Reader:
-    """Return a reader that leaves out the first ``not_read`` batches of torch's loader, without counting them."""
-    reader = kind(source, **options)
-    return reader.without_reads(not_read) if not_read else reader
-
-
 def _reader_class(dataset: Any, collectives: Collectives, config: DataLoaderConfiguration) -> type[Reader]:
-    """Choose who reads a dataset: every rank, rank 0 for all, or every rank its own part of a stream.
-
-    Raises:
-        ConfigError: all ranks are to read a stream, and it would be shuffled in another order on each.
-    """
+    """Choose who reads a dataset: every rank, rank 0 for all, or every rank its own part of a stream."""
     world_size = collectives.world_size
     if world_size == collectives.num_sharing == 1:
         return Reader

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -34,35 +34,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nb_accelerate.training.comm import Collectives
+    from nb_accelerate.training.data.iterable import MarkingShard
+    from nb_accelerate.training.data.samplers import BatchSamplerShard, SamplerShard
     from nb_accelerate.training.data.source import TorchSource
 
-
-class Shard(Protocol):
-    """One rank's part of the data: a `BatchSamplerShard`, `SamplerShard` or `MarkingShard`."""
-
-    even_batches: bool
-    """Whether all ranks get equal batches."""
-
-    end: IterationEnd
-    """Has the rows of the last batch, of the iteration that was begun last."""
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether it is known that ranks will have different numbers of rows of the last group."""
-        ...
+    Shard = BatchSamplerShard | SamplerShard | MarkingShard
 
 
 @dataclass(frozen=True, slots=True)
 class ReadState:
-    """The state of reading after a batch, from which reading can go on.
+    """The state of reading after a batch, from which reading can go on."""
 
-    Attributes:
-        reading: the state of torchdata's loader; None for loaders of torch.
-        repeat: batches handed out after that state was taken.
-    """
-
-    reading: dict[str, Any] | None = None
-    repeat: int = 0
+    reading: dict[str, Any] | None = None  # of torchdata's loader; None for loaders of torch
+    repeat: int = 0  # batches handed out after that state was taken
 
 
 class Reader:
@@ -73,13 +57,11 @@ class Reader:
         dropped: batches to read and leave out at the beginning of every epoch, counted in positions.
 
     Attributes:
-        dropped: as given, and those that `starting_at` left out of a dataset that is read in order.
         not_drawn: batches that the sampler leaves out at the beginning of every epoch, counted in positions.
         reread: batches that come first although they are left out: the last group is filled up with their rows.
-        per_batch: how many batches are read for one that is handed out.
     """
 
-    per_batch = 1
+    per_batch = 1  # batches that are read for one that is handed out
 
     def __init__(self, source: TorchSource, *, shard: Shard | None = None, dropped: int = 0) -> None:
         self.source = source
@@ -123,27 +105,13 @@ class Reader:
         return max(len(self.source.loader) - self.dropped * self.per_batch, 0)
 
     def starting_at(self, batches: int) -> Self:
-        """Return a reader that leaves out the first batches of every epoch, and shares samplers with this one.
-
-        Args:
-            batches: how many of those that this one hands out.
-        """
-        later = self.without_reads(batches * self.per_batch)
+        """Return a reader that leaves out the first batches of every epoch, and shares samplers with this one."""
+        later = copy.copy(self)
+        later.source = self.source.without(batches * self.per_batch, self._to_reread())
         if self.source.reads_in_order:
             later.dropped += batches
         else:
             later.not_drawn += batches
-        return later
-
-    def without_reads(self, reads: int) -> Self:
-        """Return a reader whose sampler leaves out more batches at the beginning, which positions do not count.
-
-        Args:
-            reads: batches of the loader of torch. If its dataset is read in order, none is left out.
-        """
-        later = copy.copy(self)
-        later.source = self.source.without(reads, self._to_reread())
-        if not self.source.reads_in_order:
             later.reread = getattr(later.source.sampler, "reread", 0)
         if self.shard is self.source.sampler:
             later.shard = later.source.sampler
@@ -154,13 +122,11 @@ class Reader:
         return 0
 
     def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:  # noqa: ARG002 - for a subclass
-        """Begin an epoch; return its batches from position `skipped` on, or from where `restore` said.
-
-        All ranks call it together.
+        """Begin an epoch; return its batches from position `skipped` on, or from where `restore` said. Collective.
 
         Args:
-            epoch: as for `TorchSource.open`.
-            resumed: likewise.
+            epoch: number of epochs that were begun before.
+            resumed: whether a position in the middle of the epoch was loaded.
             repeat: batches to leave out after the state that was restored, see `ReadState`.
         """
         dropped = 0 if resumed and self.source.is_restored else self.dropped
@@ -175,9 +141,6 @@ class Reader:
         """Return the last batch of an epoch with the numbers of rows of its group.
 
         Rows are what the sampler drew. Those of a stream that one process reads are counted in the batch.
-
-        Args:
-            batch: one that `read` yielded; the loop may call this for a `LastBatch` in the middle of an epoch as well.
         """
         if type(batch) is LastBatch:
             return batch
@@ -195,23 +158,14 @@ class Reader:
         return ReadState(self.source.state())
 
     def saved(self, read_state: ReadState, *, epoch: int, position: int, order: dict[str, Any]) -> dict[str, Any]:
-        """Return a position to be saved.
-
-        Args:
-            read_state: what `Reader.read_state` returned after the batch that was handed out last.
-            epoch: the current one; between epochs the next.
-            position: batches of it that were handed out or left out.
-            order: what draws its order, see `SavedPosition`.
-        """
+        """Return a position to be saved, for the state of reading after the batch that was handed out last."""
         reading = positions.shifted(read_state.reading or {}, self._uncounted, over=not position)
-        return self.source.encode(
-            SavedPosition(epoch=epoch, position=position, reading=reading, repeat=read_state.repeat, order=order),
-            self.per_batch,
-        )
+        saved = SavedPosition(epoch=epoch, position=position, reading=reading, repeat=read_state.repeat, order=order)
+        return self.source.encode(saved, self.per_batch)
 
     def restore(self, saved: SavedPosition) -> None:
         """Restore the states of samplers and datasets in a saved position, for the next epoch."""
-        self.source.restore(positions.shifted(saved.to_restore, -self._uncounted))
+        self.source.restore(positions.shifted(saved.reading, -self._uncounted) if saved.restores else {})
 
     @property
     def _uncounted(self) -> int:
@@ -220,13 +174,7 @@ class Reader:
 
 
 class CollectiveReader(Reader):
-    """Reads in lockstep with the other ranks, by collectives. Base of `DispatchingReader` and `StreamReader`.
-
-    Args:
-        collectives: connect the ranks; by default there are no others.
-        dropped: batches of each rank to read and leave out at the beginning of every epoch.
-        drop_reads: batches of ``source`` to read and leave out at the beginning of every epoch.
-    """
+    """Reads in lockstep with the other ranks, by collectives. Base of `DispatchingReader` and `StreamReader`."""
 
     compares_lengths = False  # other ranks read nothing, or parts of other lengths
 
@@ -237,12 +185,10 @@ class CollectiveReader(Reader):
         collectives: Collectives | None = None,
         even_batches: bool = True,
         dropped: int = 0,
-        drop_reads: int = 0,
     ) -> None:
         super().__init__(source, dropped=dropped)
         self.collectives = collectives or SingleCollectives()
         self.even_batches = even_batches
-        self.drop_reads = drop_reads
 
     @property
     @override

@@ -23,20 +23,15 @@ from nb_accelerate.training.data.plan import rows_per_rank
 from nb_accelerate.training.data.reader import Reader
 from nb_accelerate.training.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from nb_accelerate.training.data.shuffling import RNGSync, SharedStart, sampler_sync
-from nb_accelerate.training.data.skipping import skipping, split_skip
-from nb_accelerate.training.data.streams import (
-    StreamReader,
-    shard_of,
-)
+from nb_accelerate.training.data.skipping import split_skip
+from nb_accelerate.training.data.streams import StreamReader, shard_of
 from nb_accelerate.training.process.rng import RNGType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
-    from torch.utils.data import (
-        DataLoader,
-    )
+    from torch.utils.data import DataLoader
 
     from nb_accelerate.base.config.loader import DataLoaderConfiguration
     from nb_accelerate.training.comm import Collectives
@@ -51,7 +46,6 @@ class ReaderArguments:
     Attributes:
         reader: arguments of the new loader's reader.
         later: steps of the new loader to leave out, because the user's loader leaves out its first batches.
-        reads_later: batches that rank 0 does not read for the same reason, where they are not whole steps.
     """
 
     def __init__(
@@ -72,15 +66,18 @@ class ReaderArguments:
         self.config = config
         self.rng_types = rng_types
         self.reader: dict[str, Any] = {}
-        self.later = self.reads_later = 0
+        self.later = 0
 
-    def _skipped(self, batches: int) -> int:
-        """Leave out batches of the old loader: whole steps of the new one if they are some; return what remains."""
+    def _leave_out(self, batches: int) -> None:
+        """Leave out batches that the user's loader leaves out, which has to be whole steps of the new one."""
         per_step = 1 if self.config.split_batches else self.collectives.world_size
         if batches % per_step:
-            return batches
+            raise ConfigError(
+                f"The loader leaves out its first {batches} batches, which are no whole steps of {per_step} processes. "
+                "Prepare it first, then leave out batches of each process: "
+                f"accelerator.skip_first_batches(accelerator.prepare(loader), {batches // per_step})."
+            )
         self.later = batches // per_step
-        return 0
 
     def mapped(self) -> dict[str, Any]:
         """Return the arguments for a map-style dataset."""
@@ -89,36 +86,30 @@ class ReaderArguments:
         # at once are read that way), or may yield items that are batches by themselves.
         batched = loader.batch_sampler is not None
         outer: Any = loader.batch_sampler if batched else loader.sampler
-        skipped = 0
         if isinstance(loader, DataLoaderShard):  # not prepared: made to leave out the beginning
             outer, skipped = split_skip(outer)
-            skipped = self._skipped(skipped + loader.left_out_by_reading)
+            self._leave_out(skipped + loader.left_out_by_reading)
         batches = batched or isinstance(outer, BatchSampler)
         inner = getattr(outer, "sampler", None) if batches else outer
-        self._refuse_sharded(inner if inner is not None else outer)
+        if (self.collectives.world_size > 1 or self.shares) and isinstance(
+            outer if inner is None else inner, DistributedSampler
+        ):
+            raise ConfigError(
+                "The loader has a DistributedSampler, so each rank would get a part of a part of the data. Leave "
+                "the sampler out (write shuffle=True instead): prepare shares out the data."
+            )
         outer = self._own(outer, inner, batches=batches)
-        if self.kind is DispatchingReader:
-            self.reads_later = skipped
-        elif skipped:
-            outer = skipping(outer, skipped)
         # Where no sampler is cut into parts, ranks that share all rows still have to draw them in one order.
         order = self._make_sync() if self.kind is Reader and self.ranks == 1 else None
         in_step = order(outer, inner) if order is not None and self.shares else None
         parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._on_start(self._global_sync(), in_step)}
         if self.ranks > 1:
+            even, sync = self.config.even_batches, self._make_sync()
             if batches:
-                outer = BatchSamplerShard(
-                    outer,
-                    self.ranks,
-                    self.rank,
-                    self.config.split_batches,
-                    self.config.even_batches,
-                    make_sync=self._make_sync(),
-                )
+                split = self.config.split_batches
+                outer = BatchSamplerShard(outer, self.ranks, self.rank, split, even, make_sync=sync)
             else:
-                outer = SamplerShard(
-                    outer, self.ranks, self.rank, even_batches=self.config.even_batches, make_sync=self._make_sync()
-                )
+                outer = SamplerShard(outer, self.ranks, self.rank, even_batches=even, make_sync=sync)
             self.reader["shard"] = outer
         if batched:
             parts["batch_sampler"] = outer
@@ -138,9 +129,9 @@ class ReaderArguments:
         }
         if batched:
             parts["drop_last"] = loader.drop_last
-        skipped = self._skipped(loader.left_out_by_reading) if isinstance(loader, DataLoaderShard) else 0
+        if isinstance(loader, DataLoaderShard):
+            self._leave_out(loader.left_out_by_reading)
         if self.ranks == 1:
-            self.reader |= {"drop_reads": skipped} if skipped else {}
             return parts
         split = self.config.split_batches and batched
         size = loader.batch_size or 1
@@ -149,7 +140,6 @@ class ReaderArguments:
         if self.kind is StreamReader:
             parts["dataset"] = shard_of(loader.dataset, self.rank, self.ranks)
             self.reader["drop_last_group"] = parts.pop("drop_last", False)
-            self.reader["drop_reads"] = max(-(-(skipped - self.rank) // self.ranks), 0)
             return parts
         parts["dataset"] = shard = MarkingShard(
             cast("Iterable[Any]", loader.dataset),
@@ -159,18 +149,10 @@ class ReaderArguments:
             self.rank,
             split,
             even_batches=self.config.even_batches,
-            skip_batches=skipped,
         )
         self.reader["shard"] = shard
         parts["collate_fn"] = MarkingCollate(loader.collate_fn, batched=batched)
         return parts
-
-    def _refuse_sharded(self, sampler: object) -> None:
-        if (self.collectives.world_size > 1 or self.shares) and isinstance(sampler, DistributedSampler):
-            raise ConfigError(
-                "The loader has a DistributedSampler, so each rank would get a part of a part of the data. Leave "
-                "the sampler out (write shuffle=True instead): prepare shares out the data."
-            )
 
     def _own(self, outer: Any, inner: Any, *, batches: bool) -> Any:
         """Return samplers that may be changed without changing those of the user's loader.
@@ -221,7 +203,7 @@ class ReaderArguments:
         """Return what is called before each epoch."""
         if self.shares:
             return SharedStart(self.collectives, *before)
-        return next((one for one in before if one is not None), None)
+        return next((sync for sync in before if sync is not None), None)
 
     def _total(self, batch_size: int | None) -> int | None:
         if batch_size is None or self.config.split_batches:

@@ -35,11 +35,7 @@ _SINGLE = (*_WORDS, int, float, complex, np.generic)
 
 
 class CannotCutError(Exception):
-    """A part of a batch is neither a column nor a single value.
-
-    Args:
-        reason: continues a sentence that begins with the path.
-    """
+    """A part of a batch is neither a column nor a single value. The reason continues a sentence begun by its path."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path} {reason}")
@@ -91,53 +87,69 @@ def row_taker(batches: Sequence[Any], rows: Sequence[int], *, careful: bool = Tr
     Raises:
         CannotCutError: a part cannot be cut, or those of the batches do not fit together.
     """
-    has_rows, take = _taker(list(batches), rows, "batch", careful=careful, of_columns=of_columns)
+    has_rows, take = _Cutter(rows, careful=careful, of_columns=of_columns).cut(list(batches), "batch")
     if not has_rows:
         raise CannotCutError("batch", "has nothing with one entry for each row")
     return take
 
 
-def _taker(parts: list[Any], rows: Sequence[int], path: str, *, careful: bool, of_columns: bool) -> tuple[bool, Take]:
-    """Return whether a part has rows, and what takes them. Arguments are those of `row_taker`, for one part of each."""
-    first = parts[0]
-    kind = type(first)
-    if any(type(part) is not kind for part in parts):
-        raise CannotCutError(
-            path, f"is of different types: {', '.join(sorted({type(part).__name__ for part in parts}))}"
-        )
-    is_array = kind is np.ndarray or (kind is Tensor and first.layout is torch.strided and not first.is_nested)
-    if is_array and any(map(_dim, parts)):
-        return True, _joined(parts, rows, path).__getitem__
-    if is_array or isinstance(first, _SINGLE):
-        if careful and not (isinstance(first, _WORDS) and all(part == first for part in parts)):
-            raise AmbiguousError(path, "is a single value, which may be about all rows")
-        return False, lambda _: first
-    if kind in (list, tuple) and all(len(part) == number for part, number in zip(parts, rows, strict=True)):
-        return _taker_of_list(parts, rows, path, careful=careful, of_columns=of_columns)
-    if kind in (list, tuple) and not careful and len(first) > 1 and _may_be_rows(first):
-        raise AmbiguousError(path, f"of {len(first)} entries of one form may have one for each row, or may not")
-    return _taker_of_container(parts, rows, path, careful=careful, of_columns=of_columns)
+class _Cutter:
+    """Finds out how parts of batches are cut. Arguments are those of `row_taker`."""
 
+    def __init__(self, rows: Sequence[int], *, careful: bool, of_columns: bool) -> None:
+        self._rows = rows
+        self._careful = careful
+        self._of_columns = of_columns
 
-def _taker_of_list(
-    parts: list[Any], rows: Sequence[int], path: str, *, careful: bool, of_columns: bool
-) -> tuple[bool, Take]:
-    """Return the same of lists that are as long as their batches have rows: columns, or containers of so many parts."""
-    whole = type(parts[0])(chain.from_iterable(parts))
-    if all(isinstance(item, _SINGLE) for item in whole):
-        has_rows = careful and all(part == parts[0] for part in parts)
-    else:
-        try:
-            has_rows, take = _taker_of_container(parts, rows, path, careful=careful, of_columns=of_columns)
-        except AmbiguousError:
-            raise
-        except CannotCutError:
-            has_rows = False
-        if has_rows and (of_columns or len(set(map(_form, whole))) > 1):
-            return True, take  # columns: rows are of one form
-    if has_rows:
-        raise AmbiguousError(path, f"of {len(parts[0])} entries may have one for each row, or may not")
-    return True, whole.__getitem__
+    def cut(self, parts: list[Any], path: str) -> tuple[bool, Take]:
+        """Return whether a part, which is given as each batch has it, has rows; and what takes them."""
+        first = parts[0]
+        kind = type(first)
+        if any(type(part) is not kind for part in parts):
+            kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
+            raise CannotCutError(path, f"is of different types: {kinds}")
+        is_array = kind is np.ndarray or (kind is Tensor and first.layout is torch.strided and not first.is_nested)
+        if is_array and any(map(_dim, parts)):
+            return True, _joined(parts, self._rows, path).__getitem__
+        if is_array or isinstance(first, _SINGLE):
+            if self._careful and not (isinstance(first, _WORDS) and all(part == first for part in parts)):
+                raise AmbiguousError(path, "is a single value, which may be about all rows")
+            return False, lambda _: first
+        if kind in (list, tuple) and all(len(part) == number for part, number in zip(parts, self._rows, strict=True)):
+            return self._cut_list(parts, path)
+        if kind in (list, tuple) and not self._careful and len(first) > 1 and _may_be_rows(first):
+            raise AmbiguousError(path, f"of {len(first)} entries of one form may have one for each row, or may not")
+        return self._cut_container(parts, path)
+
+    def _cut_list(self, parts: list[Any], path: str) -> tuple[bool, Take]:
+        """Cut lists that are as long as their batches have rows: columns, or containers of so many parts."""
+        whole = type(parts[0])(chain.from_iterable(parts))
+        if all(isinstance(item, _SINGLE) for item in whole):
+            has_rows = self._careful and all(part == parts[0] for part in parts)
+        else:
+            try:
+                has_rows, take = self._cut_container(parts, path)
+            except AmbiguousError:
+                raise
+            except CannotCutError:
+                has_rows = False
+            if has_rows and (self._of_columns or len(set(map(_form, whole))) > 1):
+                return True, take  # columns: rows are of one form
+        if has_rows:
+            raise AmbiguousError(path, f"of {len(parts[0])} entries may have one for each row, or may not")
+        return True, whole.__getitem__
+
+    def _cut_container(self, parts: list[Any], path: str) -> tuple[bool, Take]:
+        insides = [inside for inside in map(_inside, parts) if inside is not None]
+        if not insides:
+            raise CannotCutError(path, f"is a {type(parts[0]).__name__}, whose rows are not known")
+        paths = [[name for name, _ in paths_of_children(part, path)] for part in parts]
+        if any(names != paths[0] for names in paths):
+            raise CannotCutError(path, "does not have the same parts in all batches")
+        columns = zip(*[items for items, _ in insides], strict=True)
+        takers = [self.cut(list(column), name) for name, column in zip(paths[0], columns, strict=True)]
+        rebuild = insides[0][1]
+        return any(has_rows for has_rows, _ in takers), lambda wanted: rebuild([take(wanted) for _, take in takers])
 
 
 def _may_be_rows(items: Sequence[Any]) -> bool:
@@ -150,27 +162,8 @@ def _form(data: Any) -> Any:
     return (type(data), data.dtype, data.ndim) if isinstance(data, (Tensor, np.ndarray)) else type(data)
 
 
-def _taker_of_container(
-    parts: list[Any], rows: Sequence[int], path: str, *, careful: bool, of_columns: bool
-) -> tuple[bool, Take]:
-    insides = [_inside(part) for part in parts]
-    first = insides[0]
-    if first is None:
-        raise CannotCutError(path, f"is a {type(parts[0]).__name__}, whose rows are not known")
-    paths = [[name for name, _ in paths_of_children(part, path)] for part in parts]
-    if any(names != paths[0] for names in paths):
-        raise CannotCutError(path, "does not have the same parts in all batches")
-    columns = zip(*[inside[0] for inside in insides if inside is not None], strict=True)
-    takers = [
-        _taker(list(column), rows, name, careful=careful, of_columns=of_columns)
-        for name, column in zip(paths[0], columns, strict=True)
-    ]
-    rebuild = first[1]
-    return any(has_rows for has_rows, _ in takers), lambda wanted: rebuild([take(wanted) for _, take in takers])
-
-
 def _joined(parts: list[Any], rows: Sequence[int], path: str) -> Any:
-    """Return tensors or arrays as one, after a look whether they have the rows that they should have."""
+    """Return tensors or arrays as one, if they have the rows that they should have."""
     for part, number in zip(parts, rows, strict=True):
         if not _dim(part) or len(part) != number:
             raise CannotCutError(

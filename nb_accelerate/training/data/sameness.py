@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nb_accelerate")
 
 _ROWS = 256
-"""Rows that are looked at, evenly spaced: two splits of the same data differ in most of them."""
+"""Rows that are compared, evenly spaced: two splits of the same data differ in most of them."""
 
 _VALUES = 8
-"""Values along each dimension of a row that are looked at."""
+"""Values along each dimension of a row that are compared."""
 
 _SCALARS = (int, float, bool, str)
 
@@ -39,9 +39,6 @@ def check_loaders(collectives: Collectives, given: Sequence[DataLoader[Any]], ma
     All ranks call it together, with equally many loaders. The lengths of those that may end apart
     (``even_batches=False``) are not compared, nor of those that do not know their length. Other rows on a rank are a
     warning: somebody may want them.
-
-    Args:
-        collectives: those of the ranks that share out rows.
 
     Raises:
         CollectiveMismatchError: some are longer on one rank than on another.
@@ -72,7 +69,7 @@ def _check_lengths(number: int, extents: Sequence[tuple[int, int] | None]) -> No
     first = extents[0]
     if first is None or None in extents or len(set(extents)) == 1:
         return
-    rank, other = next((rank, one) for rank, one in enumerate(extents) if one is not None and one != first)
+    rank, other = next((rank, extent) for rank, extent in enumerate(extents) if extent is not None and extent != first)
     raise CollectiveMismatchError(
         f"prepare was given loaders of different lengths: number {number} has {first[0]} rows on rank 0, so {first[1]} "
         f"batches for each rank, and {other[0]} rows on rank {rank}, so {other[1]} batches. Ranks would "
@@ -83,7 +80,7 @@ def _check_lengths(number: int, extents: Sequence[tuple[int, int] | None]) -> No
 
 
 def rows_of(loader: DataLoader[Any]) -> dict[str, str]:
-    """Return digests of what tells which rows a loader reads, by the name of where that lies: ``Subset.indices``.
+    """Return digests of what tells which rows a loader reads, by the name of its attribute: ``Subset.indices``.
 
     Nothing of the user's is called. Empty for a stream, and for a loader that was prepared before.
     """

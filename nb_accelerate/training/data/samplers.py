@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
+from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.data.plan import GroupRows, ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
+from nb_accelerate.training.data.plan import (
+    GroupRows,
+    ShardPlan,
+    piece_of_last_group,
+    round_of_batches,
+    rows_of_ranks,
+    rows_per_rank,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
+    from typing_extensions import Self
 
 
 MakeSync = Callable[[Any, Any], Callable[[], None] | None]
@@ -86,21 +96,17 @@ def _order_of(sampler: Any) -> tuple[Sequence[Any] | Tensor, torch.Generator | N
 # The order of these is fixed when iteration begins and has the length that they state, so it may be asked for at once.
 FINITE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler)
 
-
+# The order of these is one permutation, which is drawn as a tensor, without a list of the whole.
 SHUFFLING = (RandomSampler, SeedableRandomSampler)
-"""Samplers whose order is one permutation, of which slices are taken without a list of the whole."""
 
 
 class IterationEnd:
     """What is known of the end of one iteration of a sampler, as soon as its last batch has been drawn.
 
     It belongs to the iteration, since a sampler may be iterated inside its own loop.
-
-    Attributes:
-        rows: of the last batch.
     """
 
-    rows = GroupRows(None, None)
+    rows = GroupRows(None, None)  # of the last batch
 
 
 class PassesEpochOn:
@@ -108,19 +114,43 @@ class PassesEpochOn:
 
     @property
     def set_epoch(self) -> Callable[[int], None]:
-        """Set the epoch of the sampler inside.
-
-        Raises:
-            AttributeError: it takes none.
-        """
-        inside: list[Any] = [vars(self).get(name) for name in ("batch_sampler", "sampler")]
-        found: list[Callable[[int], None]] = [one.set_epoch for one in inside if hasattr(one, "set_epoch")]
-        if not found:
-            raise AttributeError(f"{type(self).__name__} has no set_epoch: the sampler inside has none")
-        return found[0]
+        """Set the epoch of the sampler inside."""
+        for name in ("batch_sampler", "sampler"):
+            inside: Any = vars(self).get(name)
+            if hasattr(inside, "set_epoch"):
+                return inside.set_epoch  # type: ignore[no-any-return]
+        raise AttributeError(f"{type(self).__name__} has no set_epoch: the sampler inside has none")
 
 
-class BatchSamplerShard(PassesEpochOn, BatchSampler):
+class RankSampler(PassesEpochOn):
+    """One rank's part of a sampler, from a batch on that it can be told to start at."""
+
+    on_start: Callable[[], None] | None  # before the first row of an epoch is drawn, so that all ranks draw the same
+    start = 0  # batches of this rank that are left out at the beginning of every epoch
+    end = IterationEnd()  # of the iteration that was begun last
+
+    def starting_at(self, batch: int) -> Self:
+        """Return this sampler without the first batches of each epoch; planned rows are skipped in constant time."""
+        later = copy.copy(self)  # the samplers inside stay the same objects: an epoch of one is an epoch of the other
+        later.start += batch
+        return later
+
+    def __iter__(self) -> Iterator[Any]:
+        self.end = end = IterationEnd()
+        return self._begun(end)
+
+    def _begun(self, end: IterationEnd) -> Iterator[Any]:
+        # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
+        if self.on_start is not None:
+            self.on_start()
+        yield from self._batches(end)
+
+    @abstractmethod
+    def _batches(self, end: IterationEnd) -> Iterator[Any]:
+        """Return the batches of an iteration from `start` on, and note in ``end`` what its last one is."""
+
+
+class BatchSamplerShard(RankSampler, BatchSampler):
     """One rank's part of a batch sampler.
 
     Args:
@@ -132,12 +162,6 @@ class BatchSamplerShard(PassesEpochOn, BatchSampler):
             no fixed size, the last round is completed with whole batches from the beginning.
         make_sync: called with the batch sampler and the sampler in it; returns a function that is called when an epoch
             starts, before the first row is drawn, so that all ranks draw the same; None if none is needed.
-
-    Attributes:
-        on_start: what ``make_sync`` returned.
-        start: how many batches of this rank are left out at the beginning of every epoch.
-        reread: how many of those are yielded all the same, before the others: the last group is filled up from them.
-        end: of the iteration that was begun last.
 
     Raises:
         ConfigError: batches are to be split, but have no fixed size, or one that cannot be split evenly.
@@ -158,7 +182,8 @@ class BatchSamplerShard(PassesEpochOn, BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.start = self.reread = 0
+        # Batches that are left out and yielded all the same, before the others: the last group is filled up from them.
+        self.reread = 0
         size = getattr(batch_sampler, "batch_size", None)
         if size is None and split_batches:
             raise ConfigError(
@@ -168,7 +193,6 @@ class BatchSamplerShard(PassesEpochOn, BatchSampler):
         self.batch_size = size  # type: ignore[assignment]  # None where batches differ in size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
-        self.end = IterationEnd()
         self._make_sync = make_sync
         self._local = rows_per_rank(size, num_processes, split_batches=split_batches) if size is not None else None
         self._examine()
@@ -189,17 +213,12 @@ class BatchSamplerShard(PassesEpochOn, BatchSampler):
         """Batches of all ranks together."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
-    def starting_at(self, batch: int) -> BatchSamplerShard:
-        """Return this sampler without the first batches of each epoch; planned rows are skipped in constant time."""
-        return _starting_at(self, batch)
-
     @property
     def is_uneven(self) -> bool:
         """Whether it is known that ranks will have different numbers of rows of the last group."""
         if self.even_batches or not self._plannable:
             return False
-        plan = self._plan(len(self.sampler))  # type: ignore[arg-type]
-        return plan.remainder > 0
+        return self._plan(len(self.sampler)).remainder > 0  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return max(self._num_batches() - self.start, 0)
@@ -215,17 +234,9 @@ class BatchSamplerShard(PassesEpochOn, BatchSampler):
             return whole
         return whole + (rest > 0 if self.even_batches else rest > self.process_index)
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        self.end = end = IterationEnd()
-        return self._begun(end)
-
-    def _begun(self, end: IterationEnd) -> Iterator[list[Any]]:
-        # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
-        if self.on_start is not None:
-            self.on_start()
-        yield from (
-            self._planned(end) if self._plannable else without_first(self._streamed(end), self.start, self.reread)
-        )
+    @override
+    def _batches(self, end: IterationEnd) -> Iterator[list[Any]]:
+        return self._planned(end) if self._plannable else without_first(self._streamed(end), self.start, self.reread)
 
     def _plan(self, rows: int) -> ShardPlan:
         return ShardPlan(
@@ -279,11 +290,8 @@ class BatchSamplerShard(PassesEpochOn, BatchSampler):
         if self._local is None:
             assigned = round_of_batches(group, start, self.num_processes, even_batches=self.even_batches)
             if len(assigned) > self.process_index:
-                mine = assigned[self.process_index]
-                of_ranks = tuple(len(batch) for batch in assigned)
-                differ = len(set(of_ranks)) > 1
-                end.rows = GroupRows(sum(of_ranks[: len(group)]), len(mine), of_ranks if differ else None)
-                yield mine
+                end.rows = rows_of_ranks(sum(map(len, group)), [*map(len, assigned)])[self.process_index]
+                yield assigned[self.process_index]
             return
         rows = [row for batch in group for row in batch]
         self._note_last(end, len(rows))
@@ -297,28 +305,16 @@ class BatchSamplerShard(PassesEpochOn, BatchSampler):
         )
 
     def _note_last(self, end: IterationEnd, rows: int) -> None:
-        """Note the rows of the last batch of this rank.
-
-        Args:
-            end: what is noted.
-            rows: of an incomplete last group; 0 if it is complete.
-        """
+        """Note the rows of this rank's last batch; ``rows`` are in an incomplete last group, 0 if it is complete."""
         assert self._local is not None
         mine = self._local if self.even_batches else min(rows - self.process_index * self._local, self._local)
         end.rows = GroupRows(rows, mine) if rows and mine > 0 else GroupRows(None, self._local)
 
 
-class SamplerShard(PassesEpochOn, Sampler[Any]):
+class SamplerShard(RankSampler, Sampler[Any]):
     """One rank's part of a sampler whose items are batches by themselves (loaders with ``batch_size=None``).
 
-    Args:
-        even_batches: start again from the beginning at the end, so that all ranks have equally many.
-        make_sync: as for `BatchSamplerShard`.
-
-    Attributes:
-        on_start: what ``make_sync`` returned.
-        start: how many items of this rank are left out at the beginning of every epoch.
-        end: of the iteration that was begun last. An item counts as one row, whatever is in it.
+    An item counts as one row, whatever is in it. Arguments are those of `BatchSamplerShard`.
     """
 
     def __init__(
@@ -333,8 +329,6 @@ class SamplerShard(PassesEpochOn, Sampler[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.even_batches = even_batches
-        self.start = 0
-        self.end = IterationEnd()
         self._make_sync = make_sync
         self.use_sampler(sampler)
 
@@ -346,10 +340,6 @@ class SamplerShard(PassesEpochOn, Sampler[Any]):
     def _plan(self, items: int) -> ShardPlan:
         return ShardPlan(rows=items, batch_size=1, world_size=self.num_processes, even_batches=self.even_batches)
 
-    def starting_at(self, batch: int) -> SamplerShard:
-        """Return this sampler without the first items of each epoch."""
-        return _starting_at(self, batch)
-
     @property
     def is_uneven(self) -> bool:
         """Whether some ranks have fewer items than others."""
@@ -359,13 +349,8 @@ class SamplerShard(PassesEpochOn, Sampler[Any]):
         batches = self._plan(len(self.sampler)).num_batches(self.process_index)
         return max(batches - self.start, 0)
 
-    def __iter__(self) -> Iterator[Any]:
-        self.end = end = IterationEnd()
-        return self._begun(end)
-
-    def _begun(self, end: IterationEnd) -> Iterator[Any]:
-        if self.on_start is not None:
-            self.on_start()
+    @override
+    def _batches(self, end: IterationEnd) -> Iterator[Any]:
         order = list(self.sampler)
         plan = self._plan(len(order))
         has_part = self.even_batches or plan.remainder > self.process_index
@@ -383,11 +368,7 @@ def innermost_sampler(outer: Any) -> Any:
 
 
 def replace_sampler(outer: Any, sampler: Any) -> None:
-    """Replace the sampler inside of a batch sampler, or of a rank's part of one.
-
-    Raises:
-        ConfigError: ``outer`` has no sampler inside.
-    """
+    """Replace the sampler inside of a batch sampler, or of a rank's part of one; a `ConfigError` if there is none."""
     if hasattr(outer, "use_sampler"):
         outer.use_sampler(sampler)
         return
@@ -402,12 +383,3 @@ def replace_sampler(outer: Any, sampler: Any) -> None:
 def without_first(items: Iterator[Any], start: int, reread: int) -> Iterator[Any]:
     """Return the first ``reread`` items, and those from ``start`` on. Nothing is drawn until the first is asked for."""
     return chain(islice(items, reread), islice(items, start - reread, None))
-
-
-S = TypeVar("S", BatchSamplerShard, SamplerShard)
-
-
-def _starting_at(shard: S, batch: int) -> S:
-    later = copy.copy(shard)  # the samplers inside stay the same objects: an epoch of one is an epoch of the other
-    later.start += batch
-    return later

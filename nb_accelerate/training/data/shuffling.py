@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm import Collectives
 
 Broadcast = Callable[[Tensor], Tensor]
+"""Returns rank 0's tensor on every rank."""
 
 
 class SeededGenerator(torch.Generator):
@@ -31,10 +32,6 @@ class SamplerSync:
     numbers, which may differ between ranks; it gets a generator of its own, seeded with the number that a
     `RandomSampler` would have drawn, or with the state from which others draw all rows. So the order on all ranks is
     the one that rank 0 would see if it were alone, and the global numbers go on as there.
-
-    Args:
-        sampler: has a ``generator`` attribute.
-        broadcast: returns rank 0's tensor on every rank.
     """
 
     def __init__(self, sampler: Any, broadcast: Broadcast) -> None:
@@ -65,13 +62,7 @@ class SamplerSync:
 
 
 class RNGSync:
-    """Give global random states, and perhaps a generator, the state of rank 0's at the start of each epoch.
-
-    Args:
-        rng_types: which states; `RNGType.GENERATOR` means ``generator``.
-        broadcast: returns rank 0's tensor on every rank.
-        generator: that of a dataset, or None.
-    """
+    """Give global random states, and the generator of a dataset if it has one, the states of rank 0's."""
 
     def __init__(self, rng_types: Sequence[RNGType], broadcast: Broadcast, generator: torch.Generator | None) -> None:
         self.rng_types = rng_types
@@ -84,11 +75,7 @@ class RNGSync:
 
 
 class SharedStart:
-    """Give ranks that read the same rows the same random states at the start of each epoch.
-
-    Args:
-        others: what else is called before each epoch; None for nothing. Called first.
-    """
+    """Give ranks that read the same rows the same random states at the start of each epoch, after ``others``."""
 
     def __init__(self, collectives: Collectives, *others: Callable[[], None] | None) -> None:
         self._collectives = collectives
@@ -107,11 +94,7 @@ class SharedStart:
 
 
 def sampler_sync(sampler: Any, broadcast: Broadcast) -> SamplerSync | None:
-    """Return a function that makes a sampler shuffle alike on all ranks, or None if it has no generator of torch.
-
-    Args:
-        broadcast: returns rank 0's tensor on every rank.
-    """
+    """Return a function that makes a sampler shuffle alike on all ranks, or None if it has no generator of torch."""
     # Others may have a generator that is not torch's, or none and no use for one.
     known = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
     if known or isinstance(getattr(sampler, "generator", None), torch.Generator):

@@ -11,7 +11,7 @@ from nb_accelerate.training.data.samplers import (
     FINITE,
     BatchSamplerShard,
     PassesEpochOn,
-    SamplerShard,
+    RankSampler,
     replace_sampler,
     without_first,
 )
@@ -26,15 +26,12 @@ class SkipBatchSampler(PassesEpochOn, BatchSampler):
     Args:
         batch_sampler: yields batches of row numbers, or row numbers.
         skip_batches: number of batches to leave out at the beginning of every epoch.
-
-    Attributes:
-        reread: how many of these are yielded all the same, before the others.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
-        self.reread = 0
+        self.reread = 0  # how many of these are yielded all the same, before the others
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # not all have one
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
@@ -64,13 +61,11 @@ class SkipBatchSampler(PassesEpochOn, BatchSampler):
 def skipping(sampler: Any, batches: int, *, reread: int = 0) -> Any:
     """Return a sampler or batch sampler without the first batches of each epoch, which are not drawn where possible.
 
-    Args:
-        sampler: a rank's, or the user's own.
-        reread: how many of these to yield all the same, before the others.
+    The first ``reread`` of these are yielded all the same, before the others.
     """
     later: Any
     inner, before = split_skip(sampler)
-    if isinstance(sampler, (BatchSamplerShard, SamplerShard)):
+    if isinstance(sampler, RankSampler):
         later = sampler.starting_at(batches)
     elif type(sampler) is BatchSampler and type(sampler.sampler) in FINITE:
         later = BatchSamplerShard(sampler, even_batches=False).starting_at(batches)

@@ -43,14 +43,9 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class TorchSource:
-    """Reads a loader of torch, and saves positions as numbers of batches.
+    """Reads a loader of torch, and saves positions as numbers of batches."""
 
-    Args:
-        loader: a plain one. Its sampler or dataset may leave out rows of other ranks.
-    """
-
-    is_stateful = False
-    """Whether a state is saved that is more than a number of batches."""
+    is_stateful = False  # whether a state is saved that is more than a number of batches
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
@@ -69,9 +64,7 @@ class TorchSource:
         """Return a source with a new loader, whose sampler leaves out the first batches of each epoch.
 
         Both sources share the samplers inside. If the dataset is read in order, the new loader leaves out nothing.
-
-        Args:
-            reread: how many of these are yielded all the same, before the others.
+        The first ``reread`` are yielded all the same.
         """
         loader = self.loader
         changed: dict[str, Any] = {"batch_size": loader.batch_size}
@@ -86,12 +79,7 @@ class TorchSource:
         return later
 
     def open(self, epoch: int, *, resumed: bool) -> Iterator[Any]:  # noqa: ARG002 - for the subclass
-        """Begin an epoch, and return its batches.
-
-        Args:
-            epoch: number of epochs that were begun before.
-            resumed: whether a position in the middle of the epoch was loaded.
-        """
+        """Begin an epoch, and return its batches. Arguments are those of `Reader.read`."""
         loader = self.loader
         if not (epoch and loader.persistent_workers and loader._iterator is None):  # noqa: SLF001 - torch's
             return accelerated(iter(loader), loader)
@@ -128,12 +116,7 @@ class TorchSource:
         """Begin the next epoch at a state that `state` returned; an empty one is the beginning."""
 
     def encode(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
-        """Return a position in the form in which it is saved.
-
-        Args:
-            position: its ``reading`` counts from the beginning of the epoch.
-            per_batch: batches that are read for one that is handed out.
-        """
+        """Return a position in the form in which it is saved; ``per_batch`` is that of the reader."""
         del per_batch
         found = {"epoch": position.epoch, "position": position.position}
         return found | ({"order": position.order} if position.order else {})

@@ -55,16 +55,11 @@ def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 
 
 class StatefulSource(TorchSource):
-    """Reads a loader of torchdata, and saves the states of samplers and datasets with the number of batches.
-
-    Args:
-        loader: one of torchdata's own class.
-    """
+    """Reads a loader of torchdata, and saves the states of samplers and datasets with the number of batches."""
 
     is_stateful = True
     loader: Any
-    _iterator: Any = None
-    """Of torchdata, for the epoch that this source has opened; the loader has that of the latest."""
+    _iterator: Any = None  # of torchdata, for the epoch that this source has opened; the loader has that of the latest
 
     @override
     def open(self, epoch: int, *, resumed: bool) -> Iterator[Any]:

@@ -23,11 +23,12 @@ from nb_accelerate.training.data.batch_parts import (
     CountedBatch,
     count_batch,
     next_or_error,
+    num_rows,
     parts_of_last_group,
     raise_on_next,
     take_from,
 )
-from nb_accelerate.training.data.loader import DataLoaderShard
+from nb_accelerate.training.data.iterable import LastBatch
 from nb_accelerate.training.data.reader import CollectiveReader, ReadState, skip
 
 if TYPE_CHECKING:
@@ -49,11 +50,7 @@ def is_split(dataset: Any) -> bool:
 
 
 def shard_of(dataset: Any, rank: int, world_size: int) -> Any:
-    """Return a rank's shards of a stream that `shards_itself`.
-
-    Raises:
-        ConfigError: it was split between other ranks already.
-    """
+    """Return a rank's shards of a stream that `shards_itself`; a `ConfigError` if it was split between other ranks."""
     split = getattr(dataset, "_distributed", None)
     if split is None:
         return dataset.shard(num_shards=world_size, index=rank)
@@ -104,33 +101,28 @@ def _of_datasets(thing: Any) -> bool:
 class StreamReader(CollectiveReader):
     """Reads this rank's shards of a stream, in lockstep with the other ranks; without ``even_batches``, independently.
 
-    Args:
-        drop_last_group: leave out the incomplete last group of all ranks. ``drop_last`` would leave out the last rows
-            of each.
-        **kwargs: those of `CollectiveReader`.
+    ``drop_last_group`` leaves out the incomplete last group of all ranks; ``drop_last`` would leave out rows of each.
     """
 
     def __init__(self, source: TorchSource, *, drop_last_group: bool = False, **kwargs: Any) -> None:
         super().__init__(source, **kwargs)
         self._drop_last_group = drop_last_group
-        self._pool: list[
-            CountedBatch
-        ] = []  # batches of all ranks that were gathered and not handed out; the same on all ranks
+        # Batches of all ranks that were gathered and not handed out; the same on all ranks.
+        self._pool: list[CountedBatch] = []
         self._state_before_pool = ReadState()  # the state of reading when the pool was last empty
         self._yielded_since = 0  # batches handed out since then
 
     @override
     def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:
         self._pool = []
-        is_restored = resumed and self.source.is_restored
+        dropped = 0 if resumed and self.source.is_restored else self.dropped
         try:
             own = self.source.open(epoch, resumed=resumed)
-            skip(own, 0 if is_restored else self.drop_reads)
         except Exception as error:
             own = raise_on_next(error)  # the others have to be told
         yield_batches = self._in_lockstep if self.even_batches else self._independently
         batches = yield_batches(map(count_batch, own))
-        skip(batches, (0 if is_restored else self.dropped) + repeat)
+        skip(batches, dropped + repeat)
         return batches
 
     @override
@@ -139,9 +131,8 @@ class StreamReader(CollectiveReader):
 
     def _independently(self, own: Iterator[CountedBatch]) -> Iterator[Any]:
         """Return this rank's own batches, without communication."""
-        return (
-            batch.batch for batch in own if not self._drop_last_group or batch.rows == self.source.loader.batch_size
-        )
+        size = self.source.loader.batch_size
+        return (batch.batch for batch in own if not self._drop_last_group or batch.rows == size)
 
     def _in_lockstep(self, own: Iterator[CountedBatch]) -> Iterator[Any]:
         """Yield this rank's batch of each step. All ranks iterate it together."""
@@ -175,11 +166,7 @@ class StreamReader(CollectiveReader):
         return int(self.collectives.all_reduce(number, "max").item())
 
     def _take_groups(self, *, last: bool) -> Iterator[Any]:
-        """Remove full groups from the pool, and an incomplete one at the end of the data; yield this rank's parts.
-
-        Args:
-            last: all ranks are at the end of their data.
-        """
+        """Remove full groups from the pool, and an incomplete one at the end of the data; yield this rank's parts."""
         rank, ranks = self.collectives.rank, self.collectives.world_size
         size = self.source.loader.batch_size
         take = None if size is None or not self._pool else take_from(self._pool)
@@ -188,7 +175,7 @@ class StreamReader(CollectiveReader):
                 mine, self._pool = self._pool[rank], self._pool[ranks:]
                 yield mine.batch
         else:
-            rows, first = sum(one.rows or 0 for one in self._pool), 0
+            rows, first = num_rows(self._pool), 0
             while rows - first >= size * ranks:
                 begin = first + rank * size
                 first += size * ranks
@@ -198,11 +185,7 @@ class StreamReader(CollectiveReader):
         if last and self._pool and not self._drop_last_group:
             parts, end = parts_of_last_group(self._pool, self._pool, ranks, even=True, by_row=size is not None)
             self._pool = []
-            yield parts[rank] if end is None else end.mark(parts[rank], rank)
-
-
-class DataLoaderStreamShard(DataLoaderShard):
-    """A user's loader, prepared so that each rank reads its own shards of a stream."""
+            yield parts[rank] if end is None else LastBatch(parts[rank], end[rank])
 
 
 def _described(failure: Exception | None) -> str | None:

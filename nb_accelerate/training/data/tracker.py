@@ -6,7 +6,9 @@ loop is on top until it ends. Loaders can also advance together, as in ``zip(fir
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from nb_accelerate.training.data.plan import GroupRows
 
@@ -14,38 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class TrackedLoop(Protocol):
+class TrackedLoop:
     """One loop over a loader, while a `LoaderTracker` tracks it."""
 
-    @property
-    def loader(self) -> Any:
-        """The loader that is iterated."""
-        ...
-
-    @property
-    def position(self) -> int:
-        """Changes whenever a batch is handed out."""
-        ...
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch that was handed out is the last."""
-        ...
-
-    @property
-    def rows(self) -> GroupRows | None:
-        """Of the group of the current batch; None if that is complete, or not known to be incomplete."""
-        ...
+    loader: Any = None
+    position = 0  # changes whenever a batch is handed out
+    end_of_dataloader = False  # whether the batch that was handed out is the last
+    rows: GroupRows | None = None  # of the current batch's group; None if it is not known to be incomplete
 
     @property
     def is_uneven(self) -> bool:
         """Whether it is known that ranks will have, or have, different numbers of rows."""
-        ...
+        return False
 
     @property
     def remainder(self) -> int:
         """Real rows in the last batch of all ranks together; 0 if all are real, -1 if not known."""
-        ...
+        return -1 if self.rows is None else self.rows.real or 0
 
 
 class LoaderTracker:
@@ -71,8 +58,8 @@ class LoaderTracker:
     def __setstate__(self, _: object) -> None:
         """Begin anew."""
         self.between_batches: Callable[[Any], None] = _nothing
-        self.when_a_loop_begins: Callable[[], None] = _nothing_to_note
-        self.look: Callable[[bool], None] = _nothing_to_compare
+        self.when_a_loop_begins: Callable[[], None] = _nothing
+        self.look: Callable[[bool], None] = _nothing
         self._loops: list[TrackedLoop] = []
         self._positions: dict[int, int] = {}  # of loops, by id, when one outside of them advanced last
         self.active: TrackedLoop | None = None
@@ -91,35 +78,35 @@ class LoaderTracker:
         Loops inside of it that have handed out batches since it did so last advance together with it. Others were left
         without being closed, as by ``next(iter(loader))``: they are not inside any more.
         """
-        index = next((index for index, one in enumerate(self._loops) if one is loop), None)
-        if index is None:
+        if loop not in self._loops:
             return
+        index = self._loops.index(loop)
         inside = self._loops[index + 1 :]
-        moving = [one for one in inside if one.position != self._positions.get(id(one))]
-        self._positions = {id(one): one.position for one in inside}
-        left = [one for one in inside if one not in moving]
+        moving = [other for other in inside if other.position != self._positions.get(id(other))]
+        self._positions = {id(other): other.position for other in inside}
+        left = [other for other in inside if other not in moving]
         self._loops[index:] = [*left, loop, *moving]
         self.active, self.beside = self._loops[-1], (loop, *moving)[:-1]
 
     def end(self, loop: TrackedLoop) -> None:
         """Remove a loop that ended, or was left."""
         # An abandoned iterator can end late, under a newer one, so it is not always the innermost.
-        self._keep([one for one in self._loops if one is not loop])
+        self._keep([other for other in self._loops if other is not loop])
         self.look(False)
 
     def innermost_of(self, loader: object) -> TrackedLoop | None:
         """Return the innermost loop over a loader."""
-        return next((one for one in reversed(self._loops) if one.loader is loader), None)
+        return next((loop for loop in reversed(self._loops) if loop.loader is loader), None)
 
     def forget(self, loaders: Iterable[Any]) -> None:
         """Remove loops over loaders, and over those that `DataLoaderAdapter.skipping` made of them."""
         gone = {id(getattr(loader, "epochs", loader)) for loader in loaders}
-        self._keep([one for one in self._loops if id(getattr(one.loader, "epochs", one.loader)) not in gone])
+        self._keep([loop for loop in self._loops if id(getattr(loop.loader, "epochs", loop.loader)) not in gone])
 
     def _keep(self, loops: list[TrackedLoop]) -> None:
         self._loops = loops
         self.active = loops[-1] if loops else None
-        self.beside = tuple(one for one in self.beside if one in loops and one is not self.active)
+        self.beside = tuple(loop for loop in self.beside if loop in loops and loop is not self.active)
 
     @property
     def together(self) -> tuple[TrackedLoop, ...]:
@@ -129,13 +116,13 @@ class LoaderTracker:
     @property
     def loaders(self) -> tuple[Any, ...]:
         """All loaders that are being iterated, innermost last."""
-        return tuple(one.loader for one in self._loops)
+        return tuple(loop.loader for loop in self._loops)
 
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the last of its loader, or of one that advances with it; False outside loops."""
         active = self.active
-        return active is not None and (active.end_of_dataloader or any(one.end_of_dataloader for one in self.beside))
+        return active is not None and (active.end_of_dataloader or any(loop.end_of_dataloader for loop in self.beside))
 
     @property
     def remainder(self) -> int:
@@ -143,36 +130,15 @@ class LoaderTracker:
         return -1 if self.active is None else self.active.remainder
 
 
-def _nothing(_: object) -> None:
-    """Do nothing between batches, where nobody trains."""
-
-
-def _nothing_to_note() -> None:
-    """Do nothing when a loop begins, where nobody trains."""
-
-
-def _nothing_to_compare(_begins: bool) -> None:
-    """Do nothing when a loop begins or ends, where nobody trains."""
-
-
-class HasTracker(Protocol):
-    """An object with a `LoaderTracker`, such as a ``GradientState``."""
-
-    @property
-    def tracker(self) -> LoaderTracker:
-        """Which loaders are being iterated."""
-        ...
+def _nothing(*_: object) -> None:
+    """Do nothing, where nobody trains."""
 
 
 class LoaderView:
-    """The members of ``GradientState`` about loaders.
+    """The members of ``GradientState`` about loaders."""
 
-    Args:
-        tracker: of these loaders; a new one by default.
-    """
-
-    def __init__(self, tracker: LoaderTracker | None = None) -> None:
-        self._own_tracker = tracker or LoaderTracker()
+    def __init__(self) -> None:
+        self._own_tracker = LoaderTracker()
 
     @property
     def tracker(self) -> LoaderTracker:
@@ -218,7 +184,7 @@ class DataLoaderStateMixin:
     reports_progress = True
     """Read by whoever would report the loop to the progress page otherwise."""
 
-    gradient_state: HasTracker
+    gradient_state: LoaderView
     end_of_dataloader: bool = False
     remainder: int = -1
 
@@ -246,31 +212,23 @@ class DataLoaderStateMixin:
             tracker.end(loop)
 
 
-class _OwnLoop:
-    """A loop over a loader of the user's, which reports by itself.
-
-    Attributes:
-        loader: that one.
-    """
-
-    position = 0
-    is_uneven = False
+class _OwnLoop(TrackedLoop):
+    """A loop over a loader of the user's, which reports by itself: what is known of its end is what the loader says."""
 
     def __init__(self, loader: DataLoaderStateMixin) -> None:
         self.loader = loader
 
     @property
-    def end_of_dataloader(self) -> bool:
-        """As the loader says."""
-        return self.loader.end_of_dataloader
+    @override
+    def end_of_dataloader(self) -> bool:  # type: ignore[override]  # read from the loader
+        return bool(self.loader.end_of_dataloader)
 
     @property
+    @override
     def remainder(self) -> int:
-        """As the loader says."""
-        return self.loader.remainder
+        return int(self.loader.remainder)
 
     @property
-    def rows(self) -> GroupRows | None:
-        """At the end of the data, as many real rows as the loader says."""
-        loader = self.loader
-        return GroupRows(loader.remainder, None) if loader.end_of_dataloader and loader.remainder > 0 else None
+    @override
+    def rows(self) -> GroupRows | None:  # type: ignore[override]  # likewise
+        return GroupRows(self.remainder, None) if self.end_of_dataloader and self.remainder > 0 else None
