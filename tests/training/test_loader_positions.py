@@ -47,8 +47,6 @@ class Stream(IterableDataset):
 KINDS = {
     "in order": lambda: DataLoader(Rows(), batch_size=3),
     "shuffled": lambda: DataLoader(Rows(), batch_size=3, shuffle=True),
-    "workers": lambda: DataLoader(Rows(), batch_size=3, shuffle=True, num_workers=1),
-    "items": lambda: DataLoader(Rows(), batch_size=None),
     "stream": lambda: DataLoader(Stream(), batch_size=3),
 }
 
@@ -59,30 +57,7 @@ def prepared(kind: str, **options: Any) -> Any:
 
 
 def lists(loader: Any) -> list[Any]:
-    return [batch if isinstance(batch, int) else batch.tolist() for batch in loader]
-
-
-def resume(kind: str, stop: int, **options: Any) -> None:
-    """The rows after a saved position of the second epoch are those that an uninterrupted run sees there."""
-    loader = prepared(kind, **options)
-    whole = [lists(loader) for _ in range(3)]
-    loader = prepared(kind, **options)
-    list(loader)
-    for number, _ in enumerate(loader):
-        if number == stop:
-            state = loader.state_dict()
-            break
-    again = prepared(kind, **options)
-    again.load_state_dict(state)
-    assert again.state_dict() == state
-    assert lists(again) == whole[1][stop + 1 :]
-    assert lists(again) == whole[2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_process_goes_on_from_its_position(kind: str):
-    for stop in (0, 3, 6):
-        resume(kind, stop)
+    return [batch.tolist() for batch in loader]
 
 
 def test_a_position_at_the_end_is_that_of_the_next_epoch():
@@ -93,16 +68,6 @@ def test_a_position_at_the_end_is_that_of_the_next_epoch():
     again = prepared("shuffled")
     again.load_state_dict(state)
     assert lists(again) == lists(loader)
-
-
-def test_ranks_go_on_from_their_positions(run_ranks):
-    def all_kinds():
-        torch.set_num_threads(1)
-        for kind in ("in order", "shuffled", "items", "stream"):
-            for stop in (0, 2):
-                resume(kind, stop)
-
-    run_ranks(all_kinds)
 
 
 def test_ranks_that_are_dealt_their_rows_go_on_from_their_positions(run_ranks):
@@ -116,7 +81,7 @@ def test_ranks_that_are_dealt_their_rows_go_on_from_their_positions(run_ranks):
             found.append([accelerator.gather(batch).tolist()[: loader.batch_remainder] for batch in loader])
         return found
 
-    for kind in ("in order", "shuffled", "stream"):
+    for kind in KINDS:
         for whole, rest in run_ranks(both, kind):
             assert rest == whole[2:]
 

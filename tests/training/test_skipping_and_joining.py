@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     SequentialSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
@@ -49,81 +47,6 @@ class Stream(IterableDataset):
 class StreamThatKnowsItsLength(Stream):
     def __len__(self):
         return self.rows
-
-
-KINDS = {
-    "in order": lambda: DataLoader(range(23), batch_size=3),
-    "shuffled": lambda: DataLoader(range(23), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(4)),
-    "weighted": lambda: DataLoader(
-        range(23),
-        batch_size=3,
-        sampler=WeightedRandomSampler([1.0] * 23, 23, generator=torch.Generator().manual_seed(4)),
-    ),
-    "drop_last": lambda: DataLoader(range(23), batch_size=3, drop_last=True),
-    "workers": lambda: DataLoader(range(23), batch_size=3, num_workers=2),
-    "stream": lambda: DataLoader(Stream(23), batch_size=3),
-    "items that are batches": lambda: DataLoader(torch.arange(23)[:, None], batch_size=None, sampler=range(23)),
-    "batch sampler as sampler": lambda: DataLoader(
-        torch.arange(23), batch_size=None, sampler=BatchSampler(SequentialSampler(range(23)), 3, False)
-    ),
-}
-
-
-def epochs(make, skip, **config):
-    """Two epochs as they are; and again, the first without its beginning."""
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
-
-    def rows(loader):
-        return [(batch.tolist(), loader.remainder, loader.batch_remainder) for batch in loader]
-
-    loader = accelerator.prepare(make())
-    whole = [rows(loader), rows(loader)]
-    again = accelerator.prepare(make())
-    rest = accelerator.skip_first_batches(again, skip)
-    return whole, [rows(rest), rows(again)], len(again), len(rest)
-
-
-def assert_resumed(found, skip):
-    whole, resumed, length, rest_length = found
-    assert resumed[0] == whole[0][skip:]
-    assert resumed[1] == whole[1]
-    assert (length, rest_length) == (len(whole[0]), max(len(whole[0]) - skip, 0))
-
-
-@pytest.mark.parametrize("skip", [0, 2, 7, 8, 30])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_process_resumes_with_the_batches_that_are_left(kind, skip):
-    assert_resumed(epochs(KINDS[kind], skip), skip)
-
-
-def test_ranks_resume_with_the_batches_that_are_left(run_ranks):
-    configs = [
-        {},
-        {"even_batches": False},
-        {"use_seedable_sampler": True, "data_seed": 3},
-        {"dispatch_batches": True},
-    ]
-
-    def all_kinds():
-        torch.set_num_threads(1)
-        found = []
-        for config in configs:
-            for kind, make in KINDS.items():
-                for skip in (0, 2, 4) if kind != "workers" else (3,):
-                    if config.get("even_batches", True) or kind != "stream":  # its length is told below
-                        found += [(config, kind, skip, epochs(make, skip, **config))]
-        return found
-
-    for found in run_ranks(all_kinds):
-        assert len(found) > 60
-        for config, kind, skip, result in found:
-            if config.get("dispatch_batches"):  # copies at the end come from where reading began
-                whole, resumed, length, rest_length = result
-                real = slice(None, None if not whole[0][-1][1] else -1)
-                assert resumed[0][real] == whole[0][skip:][real]
-                assert (length, rest_length) == (len(whole[0]), max(len(whole[0]) - skip, 0)), (kind, skip)
-            else:
-                assert_resumed(result, skip)
 
 
 def test_a_million_rows_are_skipped_without_reading_one():

@@ -22,11 +22,6 @@ from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher
 pytest.importorskip("torchdata")
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(23))
-
-
 class Counting(IterableDataset):
     """A stream that knows where it is."""
 
@@ -90,71 +85,12 @@ def state_after(loader, batches):
     raise AssertionError("the loader is shorter")
 
 
-KINDS = {
-    "in order": lambda: DataLoader(range(23), batch_size=3),
-    "shuffled": lambda: DataLoader(range(23), batch_size=3, shuffle=True),
-    "workers": lambda: DataLoader(range(23), batch_size=3, shuffle=True, num_workers=1),
-    "stream": lambda: DataLoader(Stream(), batch_size=3),
-}
+def in_order():
+    return DataLoader(range(23), batch_size=3)
 
 
-def resume(make, stop, **config):
-    """The rows after a saved position of the second epoch, and those that an uninterrupted run sees there."""
-    loader = prepared(make, **config)
-    whole = [[batch.tolist() for batch in loader] for _ in range(3)]
-    loader = prepared(make, **config)
-    list(loader)
-    for number, _ in enumerate(loader):
-        if number == stop:
-            state = loader.state_dict()
-            break
-    again = prepared(make, **config)
-    again.load_state_dict(state)
-    assert plain(again.state_dict()) == plain(state)  # nothing was read yet
-    rest = [(batch.tolist(), again.position) for batch in again]
-    following = [batch.tolist() for batch in again]
-    if stop + 1 < len(whole[1]):
-        positions = [*range(stop + 2, len(whole[1])), 0]
-        assert rest == list(zip(whole[1][stop + 1 :], positions, strict=True))
-        assert following == whole[2]
-    else:  # the epoch was over
-        assert [rows for rows, _ in rest] == whole[2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_process_takes_up_its_position(kind):
-    for stop in (0, 3, 7):
-        resume(KINDS[kind], stop)
-    gc.collect()  # torchdata's loader and its iterator hold on to each other, and to their workers
-
-
-def test_ranks_take_up_their_positions(run_ranks):
-    def all_kinds():
-        torch.set_num_threads(1)
-        for kind in ("in order", "shuffled", "stream"):
-            for stop in (1, 3):
-                resume(KINDS[kind], stop)
-
-    run_ranks(all_kinds)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_ranks_that_are_dealt_their_batches_take_up_their_positions(run_ranks, workers):
-    def deal(workers):
-        torch.set_num_threads(1)
-        for data, shuffle in ((range(23), True), (Stream(), False), (Counting(), False)):
-            for split, stop in ((False, 0), (False, 2), (True, 1), (False, 99)):
-                count = 1 if isinstance(data, IterableDataset) and workers else workers  # each would read all rows
-
-                def make(data=data, shuffle=shuffle, count=count, size=6 if split else 2):
-                    return DataLoader(data, batch_size=size, shuffle=shuffle, num_workers=count, drop_last=True)
-
-                length = len(lists(prepared(make, dispatch_batches=True, split_batches=split)))
-                resume(make, min(stop, length - 1), dispatch_batches=True, split_batches=split)
-
-    run_ranks(deal, workers)
-    if not workers:
-        run_ranks(deal, workers, world_size=3)
+def shuffled(workers=0):
+    return DataLoader(range(23), batch_size=3, shuffle=True, num_workers=workers)
 
 
 def test_rank_zero_saves_where_the_data_is_and_the_others_how_far_they_are(run_ranks):
@@ -359,16 +295,16 @@ MALFORMED = {
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_what_is_no_position_is_refused_and_changes_nothing(kind):
     state, reason = MALFORMED[kind]
-    loader = prepared(KINDS["in order"])
+    loader = prepared(in_order)
     with pytest.raises(CheckpointError, match=reason):
         loader.load_state_dict(state)
-    assert lists(loader) == lists(KINDS["in order"]())
+    assert lists(loader) == lists(in_order())
 
 
 def test_positions_of_torchdatas_loaders_are_refused_by_others():
-    state = state_after(prepared(KINDS["in order"]), 2)
+    state = state_after(prepared(in_order), 2)
     with pytest.raises(CheckpointError, match="use_stateful_dataloader=True"):
-        Accelerator(cpu=True).prepare(KINDS["in order"]()).load_state_dict(state)
+        Accelerator(cpu=True).prepare(in_order()).load_state_dict(state)
 
 
 def test_another_number_of_workers_is_refused_where_they_had_states():
@@ -378,10 +314,10 @@ def test_another_number_of_workers_is_refused_where_they_had_states():
     for workers, other in ((0, 1), (1, 0)):
         with pytest.raises(CheckpointError, match=f"Write num_workers={workers}"):
             counting(other).load_state_dict(state_after(counting(workers), 1))
-    without = state_after(prepared(KINDS["workers"]), 2)  # where only the position counts, it does not matter
-    loader = prepared(KINDS["shuffled"])
+    without = state_after(prepared(lambda: shuffled(workers=1)), 2)  # only the position counts: it does not matter
+    loader = prepared(shuffled)
     loader.load_state_dict(without)
-    assert lists(loader) == lists(prepared(KINDS["shuffled"]))[2:]
+    assert lists(loader) == lists(prepared(shuffled))[2:]
     gc.collect()
 
 
@@ -397,4 +333,4 @@ def test_a_stateful_loader_of_the_users_stays_one():
 def test_without_torchdata_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     with pytest.raises(MissingDependencyError, match=r"needs the package 'torchdata'.*pip install torchdata"):
-        prepared(KINDS["in order"])
+        prepared(in_order)
