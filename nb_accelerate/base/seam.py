@@ -75,7 +75,7 @@ class StoreSpec:
         port: what ``MASTER_PORT`` says.
         store_port: where it listens, if it does.
         world_size: number of ranks.
-        polls: ranks wait for its keys in Python; see `training.process.rendezvous.RendezvousHandler`.
+        polls: ranks wait for its keys in Python; see `training.process.group_store.RendezvousHandler`.
         part: of it, for these ranks; "" if it is theirs alone.
     """
 

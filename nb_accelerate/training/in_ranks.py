@@ -10,7 +10,7 @@ from typing_extensions import override
 from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.base.seam import TrainingHalf
 from nb_accelerate.training.process import group, replaced_groups
-from nb_accelerate.training.process.rendezvous import RendezvousHandler
+from nb_accelerate.training.process.group_store import RendezvousHandler
 from nb_accelerate.training.process.setup import setup_process
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ class Rendezvous:
         listener: the bound socket if this machine serves the store, else None.
         file: descriptor of the file that is the store, or -1.
         store_port: of the store, if `port` is another one; else 0.
-        polls: ranks wait for the file in Python; see `training.process.rendezvous.RendezvousHandler`.
+        polls: ranks wait for the file in Python; see `training.process.group_store.RendezvousHandler`.
         part: of the store, for these ranks; "" if it is theirs alone.
         elastic: by which several machines found one another; None on one.
     """

@@ -65,10 +65,6 @@ def make_model(target: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     Args:
         target: ``module:Class``, a class or function that is called without arguments; otherwise an argument of
             ``transformers.AutoConfig.from_pretrained``: a folder, a ``config.json`` or a name on the Hub.
-
-    Raises:
-        ConfigError: the class or configuration cannot be found, or the class needs arguments.
-        MissingDependencyError: transformers is not installed.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -143,11 +139,7 @@ def estimate_memory(
 
 
 def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, without parameters and buffers.
-
-    Args:
-        model: switched to training mode and called once.
-    """
+    """Return the bytes that a forward pass keeps for the backward pass, without parameters and buffers."""
     own = {_key(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -163,11 +155,7 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
 
 
 def token_inputs(batch_size: int, sequence_length: int) -> Callable[[nn.Module], Mapping[str, Any]]:
-    """Return a function that makes inputs of a language model: ``input_ids``, and ``labels`` if it takes them.
-
-    Raises:
-        ConfigError: (the returned function) the model takes no ``input_ids``.
-    """
+    """Return a function that makes inputs of a language model: ``input_ids``, and ``labels`` if it takes them."""
 
     def make(model: nn.Module) -> Mapping[str, Any]:
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)

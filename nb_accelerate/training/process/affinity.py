@@ -40,11 +40,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def near_cores(address: str, devices: Path = _DEVICES) -> set[int]:
-    """Return the cores of the NUMA node of a device on the PCI bus; none if the machine does not say.
-
-    Args:
-        address: such as ``0000:3b:00.0``.
-    """
+    """Return the cores of the NUMA node of a device on the PCI bus; none if the machine does not say."""
     try:
         text = (devices / address.lower() / "local_cpulist").read_text(encoding="ascii")
     except OSError:

@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """Holds one object that a package of a higher level keeps for this process.
-
-    Attributes:
-        value: the object, or None.
-    """
+    """Holds one object that a package of a higher level keeps for this process."""
 
     __slots__ = ("value",)
 
@@ -47,12 +43,8 @@ class ProcessContext:
     """The rank, device and process group of one process.
 
     Attributes:
-        topology: its rank and the other numbers that tell it from other processes.
-        kind: row of its device in the device table.
-        device: where its model and batches live.
         group: the default process group, or None when it is alone.
         owns_group: whether this package made that group, and so may destroy it.
-        options: arguments that the group was made with.
         newest: what the newest `Accelerator` chose, for functions that have no `Accelerator` at hand.
         pid: process id. A forked child inherits the object, but is another process.
     """

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def device_kind(name: str) -> DeviceKind:
-    """Return the row for torch's name of a device type.
-
-    Raises:
-        ConfigError: there is no such row.
-    """
+    """Return the row for torch's name of a device type."""
     kind = find_kind(name)
     if kind is None:
         known = ", ".join(kind.name for kind in DEVICE_KINDS)
@@ -46,9 +42,6 @@ def choose_device(topology: Topology, *, cpu: bool, name: str | None = None) -> 
 
     Args:
         name: choose this type of device, and in a single process the one with its number; None for the best there is.
-
-    Raises:
-        ConfigError: there are more processes on this machine than devices, or no type of device has this name.
     """
     several = topology.world_size > 1
     if cpu:
@@ -77,9 +70,6 @@ def device_of_group(
     Args:
         bound: the one that the group was told of.
         guessed: whether its local rank is a guess.
-
-    Raises:
-        ConfigError: there are more processes on this machine than devices.
     """
     if bound is not None and not cpu:
         return device_kind(bound.type), bound

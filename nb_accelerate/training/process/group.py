@@ -41,10 +41,6 @@ def create(
 
     The group ends with `close`, at the latest when the interpreter ends: a rank that leaves without destroying
     its gloo groups sometimes aborts on the way out.
-
-    Raises:
-        ConfigError: the environment does not say where ranks meet, or the device has no backend.
-        MissingDependencyError: this build of torch has no torch.distributed.
     """
     if not dist.is_available():
         raise MissingDependencyError("torch", needed_for=f"training on {topology.world_size} ranks (torch.distributed)")
@@ -125,14 +121,7 @@ def _place(
 
 
 def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
-    """Claim a device for this rank. Where two ranks use one, nccl's own error does not say so.
-
-    Args:
-        store: of the group that is about to be made.
-
-    Raises:
-        ConfigError: another rank has claimed it.
-    """
+    """Claim a device for this rank. Where two ranks use one, nccl's own error does not say so."""
     owner = int(store.compare_set(f"device {uuid}", "", str(rank)))
     if owner != rank:
         raise ConfigError(

@@ -5,7 +5,7 @@ are listed in ``/proc/net/tcp``. Another user of the machine could so take the p
 are meant for it and send others. Each group whose members meet through the store of a launch, which only its ranks can
 open, is therefore checked before anything is sent in it; a group that meets elsewhere is torch's own::
 
-    listen on a new port --> connect all ranks --> whose are the other ends, as /proc/net/tcp has them?
+    listen on a new port --> connect all ranks --> whose are the other ends, as the kernel says?
       ^                                              | only this user's, and all still there: the group is used
       +-- another attempt <--------------------------+ not so on some rank
 """
@@ -20,7 +20,6 @@ import socket
 import stat
 import struct
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-
-_ESTABLISHED, _CLOSE_WAIT = 0x01, 0x08
-"""States of a connection, as the tables have them."""
+_ESTABLISHED = 1
+"""A state of a connection, as the kernel has it."""
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
 _HEADER = 16
@@ -50,22 +47,11 @@ _TIMEOUT = 20.0
 _BARRIER_TIMEOUT = 2.0
 """Seconds of a barrier of ranks that are connected. If it takes longer, there is another attempt."""
 
-_CLOSED = -1
-"""Stands for the user id of a stranger whose connection is closed again."""
+_UNKNOWN = -1
+"""Stands for a user id that the kernel does not tell: the connection is closed again, or a sandbox hides it."""
 
 _UNCONNECTED = -2
 """Stands for a user id on a rank that could not connect, so that the others do not wait for it in the barrier."""
-
-
-@dataclass(frozen=True)
-class _Connection:
-    """A row of ``/proc/net/tcp``. Addresses are hexadecimal text, as there."""
-
-    local: str
-    remote: str
-    state: int
-    uid: int
-    inode: int
 
 
 class _Checked(type):
@@ -76,9 +62,6 @@ def install(path: str) -> None:
     """Check the gloo groups that this process makes from now on through a store, whatever library makes them.
 
     Torch has no call after a group was made, so what makes it is replaced.
-
-    Args:
-        path: of the file that is the store.
     """
     module: Any = dist.distributed_c10d
     if not isinstance(module.ProcessGroupGloo, _Checked) and _can_look():
@@ -98,13 +81,8 @@ def _is_of_ranks(store: Any) -> bool:
 
 
 def _can_look() -> bool:
-    """Return whether the system tells which sockets this process has open, and who is connected to them."""
-    try:
-        os.listdir("/proc/self/fd")  # noqa: PTH208 - as below
-        Path(_TABLES[0]).open("rb").close()
-    except OSError:
-        return False
-    return True
+    """Return whether the system tells which sockets this process has open."""
+    return Path("/proc/self/fd").is_dir()
 
 
 def _checked(original: Any) -> Any:
@@ -153,9 +131,9 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
                 group = original(part, rank, size, options)
                 strangers = _strangers(listeners, before)
             found = _said_by_all(part, "are strangers", strangers, rank, size)
-            if found <= {_CLOSED}:
+            if found <= {_UNKNOWN}:
                 group.barrier(barrier_options).wait()  # fails if somebody else has the place of a rank
-                # All ranks are there: `_CLOSED` was somebody who has gone, or a connection that a sandbox hides.
+                # All ranks are there.
                 strangers = set()
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or time.monotonic() - began >= limit:
@@ -163,7 +141,7 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
             logger.debug("attempt %d to connect the ranks failed", attempt, exc_info=True)
             if group is None:
                 _said_by_all(part, "are strangers", {_UNCONNECTED}, rank, size)
-            group, strangers = None, {_CLOSED}  # closes its connections: no other rank waits in the barrier
+            group, strangers = None, {_UNKNOWN}  # closes its connections: no other rank waits in the barrier
         found = _said_by_all(part, "were strangers", strangers, rank, size)
         if not found:
             return group
@@ -197,7 +175,7 @@ def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) ->
 
 
 def _disturbed(uids: set[int]) -> Exception:
-    who = ", ".join(map(str, sorted(uids - {_CLOSED, _UNCONNECTED}))) or "not known"
+    who = ", ".join(map(str, sorted(uids - {_UNKNOWN, _UNCONNECTED}))) or "not known"
     return dist.DistBackendError(
         f"The ranks cannot be connected: processes of another user of this machine (user id: {who}) connect to each of "
         "their ports and take themselves for a rank. Ask the administrator of the machine to end them."
@@ -214,11 +192,11 @@ def _listen(original: Any) -> tuple[list[Any], list[socket.socket], set[str]]:
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     devices = [original.create_device(interface=name) for name in names] or [original.create_default_device()]
     listeners = []
-    for one in _sockets(before):
-        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            listeners.append(one)
+    for opened in _sockets(before):
+        if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listeners.append(opened)
         else:
-            one.close()
+            opened.close()
     return devices, listeners, before
 
 
@@ -230,14 +208,6 @@ def _sockets(before: Collection[str]) -> Iterator[socket.socket]:
                 yield socket.socket(fileno=os.dup(int(entry)))
 
 
-def _connections() -> Iterator[_Connection]:
-    for table in _TABLES:
-        with contextlib.suppress(OSError):  # there is no such table, or a sandbox hides it
-            for line in Path(table).read_text().splitlines()[1:]:
-                words = line.split()
-                yield _Connection(words[1], words[2], int(words[3], 16), int(words[7]), int(words[9]))
-
-
 def _strangers(listeners: Sequence[socket.socket], before: Collection[str]) -> set[int]:
     """Return the user ids of those who are connected to a port of ours and are not this user.
 
@@ -246,22 +216,18 @@ def _strangers(listeners: Sequence[socket.socket], before: Collection[str]) -> s
     """
     ports = {listener.getsockname()[:2] for listener in listeners}
     accepted = []
-    for one in _sockets(before):
-        with one, contextlib.suppress(OSError):  # it listens, or its other end has gone
-            here, there = one.getsockname()[:2], one.getpeername()[:2]
+    for opened in _sockets(before):
+        with opened, contextlib.suppress(OSError):  # it listens, or its other end has gone
+            here, there = opened.getsockname()[:2], opened.getpeername()[:2]
             if here in ports:
-                accepted.append((one.family, here, there))
-    found = {_uid_of(family, there, here) for family, here, there in accepted}
-    if None in found:  # the kernel does not say, or it has gone again: the table says which
-        return _strangers_by_table(listeners)
-    return {uid for uid in found if uid is not None} - {os.geteuid()}
+                accepted.append((opened.family, here, there))
+    return {_uid_of(family, there, here) for family, here, there in accepted} - {os.geteuid()}
 
 
-def _uid_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int | None:
-    """Ask the kernel for the owner of an established connection: reading the whole table takes some milliseconds.
+def _uid_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int:
+    """Return the user id of who has an established connection, as the kernel says; else `_UNKNOWN`.
 
-    Returns:
-        The user id; None if there is no such connection, or no such answer (see ``man 7 sock_diag``).
+    See ``man 7 sock_diag``. The table ``/proc/net/tcp`` says it too, and takes tens of milliseconds.
     """
     pack = "!HH16s16s"
     addresses = (socket.inet_pton(family, place[0]).ljust(16, b"\0") for place in (local, remote))
@@ -274,20 +240,9 @@ def _uid_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int
             kernel.send(header + request)
             answer = kernel.recv(4096)
     except OSError:
-        return None
+        return _UNKNOWN
     if struct.unpack_from("=H", answer, 4)[0] != _SOCK_DIAG_BY_FAMILY:
-        return None
+        return _UNKNOWN
     _, state = struct.unpack_from("=BB", answer, _HEADER)
     uid, inode = struct.unpack_from("=II", answer, _HEADER + 4 + len(identity) + 12)
-    return int(uid) if state == _ESTABLISHED and inode else None
-
-
-def _strangers_by_table(listeners: Sequence[socket.socket]) -> set[int]:
-    inodes = {os.fstat(listener.fileno()).st_ino for listener in listeners}
-    rows = [row for row in _connections() if row.inode]  # without one it is not accepted yet, or over
-    ports = {row.local for row in rows if row.inode in inodes}
-    accepted = [row for row in rows if row.local in ports and row.state in (_ESTABLISHED, _CLOSE_WAIT)]
-    if not accepted:
-        return set()
-    others = {(row.remote, row.local): row.uid for row in rows if row.state == _ESTABLISHED}
-    return {others.get((row.local, row.remote), _CLOSED) for row in accepted} - {os.geteuid()}
+    return int(uid) if state == _ESTABLISHED and inode else _UNKNOWN

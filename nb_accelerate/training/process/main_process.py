@@ -71,10 +71,6 @@ def first(chosen: bool, barrier: Callable[[], None]) -> Iterator[None]:
 
     An exception in a chosen rank lets the others go on too: better they fail in their own next collective than
     wait for a rank that left.
-
-    Args:
-        chosen: whether this rank is one of the first.
-        barrier: returns when all ranks are there.
     """
     if not chosen:
         barrier()

@@ -81,11 +81,7 @@ def capture(kind: DeviceKind, *, all_devices: bool = True) -> dict[str, Any]:
 
 
 def restore(states: Mapping[str, Any], kind: DeviceKind) -> None:
-    """Put states back that `capture` returned. Those that are missing stay as they are.
-
-    Args:
-        states: by name.
-    """
+    """Put states back that `capture` returned. Those that are missing stay as they are."""
     if "random_state" in states:
         version, numbers, gauss = states["random_state"]
         random.setstate((version, tuple(numbers), gauss))
@@ -102,11 +98,7 @@ def restore(states: Mapping[str, Any], kind: DeviceKind) -> None:
 
 
 def resolve_rng_types(given: Sequence[str | RNGType] | None) -> tuple[RNGType, ...]:
-    """Check the ``rng_types`` argument of `Accelerator`; by default only generators of samplers are kept in step.
-
-    Raises:
-        ConfigError: one of them is not a kind of random numbers.
-    """
+    """Check the ``rng_types`` argument of `Accelerator`; by default only generators of samplers are kept in step."""
     if given is None:
         return (RNGType.GENERATOR,)
     known = [member.value for member in RNGType]
@@ -121,7 +113,6 @@ def synchronize(
     """Give this rank the random states of rank 0. All ranks call it together.
 
     Args:
-        broadcast: returns rank 0's tensor on every rank.
         generator: the one that `RNGType.GENERATOR` means; skipped if None.
     """
     for rng_type in rng_types:

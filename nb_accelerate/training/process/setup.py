@@ -45,11 +45,7 @@ def setup_process(
 
     Args:
         cpu: train on the CPU; None leaves it to the environment and to the devices there are.
-        environment: variables to read; those of this process by default.
         needs_group: make a process group also where this process is alone, for an engine that wants one.
-
-    Raises:
-        ConfigError: the environment contradicts itself, or this call contradicts an earlier one.
     """
     environment = environment or Environment()
     known = context.current()

@@ -36,13 +36,6 @@ def start_runtime(told: Topology) -> Topology:
     """Start the runtime in this process, unless it was started, and return the numbers of this rank.
 
     See `DeviceKind.start_runtime`.
-
-    Args:
-        told: what the environment says about this process.
-
-    Raises:
-        ConfigError: the runtime could not be started, knows another number of ranks than the launcher has started, or
-            has several devices in this process and this is no thread that was started for one of them.
     """
     import torch_xla.core.xla_model as xm
     from torch_xla import runtime

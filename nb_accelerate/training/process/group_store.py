@@ -132,11 +132,7 @@ class RendezvousHandler:
         raise RuntimeError("the ranks of this group are connected already. To connect them anew, make another group")
 
     def _meet(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """Announce this rank, wait for the others, and return the part of the store for this process group.
-
-        Raises:
-            DistStoreError: not all ranks came, or two processes take themselves for the same.
-        """
+        """Announce this rank, wait for the others, and return the part of the store for this process group."""
         number = self._groups[world_size]
         self._groups[world_size] += 1
         part = PrefixStore(f"{self._part} {world_size} ranks, group {number}", store)
@@ -162,11 +158,7 @@ def _key(rank: int) -> str:
 
 
 class _Waiting:
-    """Waits for keys of a store, and names the ranks that have not come.
-
-    Args:
-        is_given_up: called between two looks; True ends the wait.
-    """
+    """Waits for keys of a store, and names the ranks that have not come."""
 
     def __init__(self, store: Store, rank: int, world_size: int, is_given_up: Callable[[], bool]) -> None:
         self._store = store
@@ -179,11 +171,7 @@ class _Waiting:
         return _Waiting(store, self._rank, self._world_size, self._is_given_up)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Poll until all keys are there.
-
-        Raises:
-            DistStoreError: the time is over, or the wait was given up.
-        """
+        """Poll until all keys are there."""
         limit = timeout.total_seconds()
         began = time.monotonic()
         pause = _FIRST_POLL
