@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nb_accelerate.training.process import context
+from nb_accelerate.training.process import context, group
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +17,5 @@ def _nothing_is_known_yet():
     if accelerate_state is not None:
         accelerate_state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate_state.GradientState._reset_state()
+    yield
+    group.close()

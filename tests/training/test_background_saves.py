@@ -30,16 +30,13 @@ from nb_accelerate.training.checkpoint import state
 from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.checkpoint.files import load_state_dict, write
 from nb_accelerate.training.checkpoint.host_copies import HostCopies
-from nb_accelerate.training.process import context, group
 from nb_accelerate.training.strategies.parts import OptimizerPart
 
 
 @pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
+def _no_save_is_left():
     yield
     saves.close()
-    group.close()
 
 
 def _filled(value: float) -> tuple[Accelerator, nn.Linear, Any]:

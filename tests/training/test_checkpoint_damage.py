@@ -14,29 +14,12 @@ import pytest
 import torch
 from fixtures.ranks import RunRanks
 from torch import nn
+from training.test_checkpoints import Counter
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.checkpoint.checksums import FileRecord, Recorder, Verification
-from nb_accelerate.training.process import context, group
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count: Any = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
+from nb_accelerate.training.process import context
 
 
 class Run:
@@ -265,7 +248,8 @@ def _refuse(state: Any) -> None:
 
 def test_an_object_that_refuses_its_state_leaves_everything_as_it_was(run_ranks: RunRanks, tmp_path: Path):
     def load(where: str) -> Any:
-        from training.test_checkpoint_damage import Counter, Run, _refuse
+        from training.test_checkpoint_damage import Run, _refuse
+        from training.test_checkpoints import Counter
 
         run = Run(steps=2)
         second = Counter()
@@ -285,22 +269,6 @@ def test_an_object_that_refuses_its_state_leaves_everything_as_it_was(run_ranks:
     for text, is_same in run_ranks(load, str(tmp_path)):
         assert "custom_checkpoint_1.pkl was refused by Counter.load_state_dict: KeyError" in text
         assert is_same
-
-
-def test_what_needs_pickle_is_named_and_can_be_allowed_by_hand(tmp_path: Path):
-    accelerator, _ = _prepared(torch.optim.SGD)
-    counter = Counter()
-    counter.count = Path("somewhere")
-    accelerator.register_for_checkpointing(counter)
-    accelerator.save_state(tmp_path)
-    counter.count = 0
-    name = f"{type(Path()).__module__}.{type(Path()).__qualname__}"
-    with pytest.raises(CheckpointError, match=rf"custom_checkpoint_0\.pkl .*add_safe_globals\(\[{name}\]\)"):
-        accelerator.load_state(tmp_path)
-    assert counter.count == 0
-    with torch.serialization.safe_globals([type(Path())]):
-        accelerator.load_state(tmp_path)
-    assert counter.count == Path("somewhere")
 
 
 # --- Saving that fails ------------------------------------------------------------------------------------------

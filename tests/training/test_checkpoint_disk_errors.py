@@ -6,7 +6,7 @@ import errno
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,12 @@ import torch
 import nb_accelerate
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.process import context
 
 OPERATIONS = ("open", "fsync", "mkdir", "rename", "link", "unlink")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
 
 
 _open = io.open
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    context.reset()
-    yield
-    context.reset()
 
 
 class Disk:

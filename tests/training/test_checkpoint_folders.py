@@ -14,29 +14,12 @@ import pytest
 import torch
 from fixtures.ranks import RunRanks
 from torch import nn
+from training.test_checkpoints import _filled
 
 from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model
-from nb_accelerate.training.process import context, group
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
-
-
-def _filled(value: float, **options: Any) -> tuple[Accelerator, nn.Module]:
-    accelerator = Accelerator(cpu=True, **options)
-    model = nn.Linear(2, 2)
-    with torch.no_grad():
-        model.weight.fill_(value)
-    model, _ = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
-    return accelerator, model
-
 
 # --- Folders of others ------------------------------------------------------------------------------------------
 
@@ -332,7 +315,7 @@ def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ran
         from training.test_checkpoint_folders import _numbering
 
         from nb_accelerate.errors import CheckpointError
-        from nb_accelerate.training.checkpoint import sharing
+        from nb_accelerate.training.checkpoint import shared_staging
 
         rank = int(os.environ["RANK"])
         own = Path(root) / f"disk {rank}"
@@ -340,8 +323,10 @@ def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ran
         # As on two machines with a rank each: what is on the disk of one does not exist on the other.
         place = dataclasses.replace(accelerator._this_rank(), node_rank=rank, local_rank=0, local_world_size=1)
         accelerator._this_rank = lambda: place  # type: ignore[method-assign]
-        whole = sharing.folder_of
-        sharing.folder_of = lambda path, rank: whole(path if path.is_relative_to(own) else Path("/nowhere"), rank)
+        whole = shared_staging.folder_of
+        shared_staging.folder_of = lambda path, rank: whole(
+            path if path.is_relative_to(own) else Path("/nowhere"), rank
+        )
         try:
             accelerator.save_state()
         except CheckpointError as error:

@@ -12,19 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from training.test_checkpoint_folders import _filled
+from training.test_checkpoints import _filled
 
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.checkpoint import publishing
 from nb_accelerate.training.checkpoint.publishing import Staging
-from nb_accelerate.training.process import context, group
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
 
 
 def _publish(target: Path, **files: str) -> None:

@@ -16,14 +16,7 @@ from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.checkpoint.numbered import numbered
-from nb_accelerate.training.process import context, group
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
+from nb_accelerate.training.process import context
 
 
 def _parts(accelerator: Any) -> tuple[Any, ...]:
@@ -241,8 +234,8 @@ def test_accelerate_loads_what_we_saved_and_we_what_it_saved(run_ranks: RunRanks
 # --- Nothing is lost --------------------------------------------------------------------------------------------
 
 
-def _filled(value: float) -> tuple[Accelerator, nn.Module]:
-    accelerator = Accelerator(cpu=True)
+def _filled(value: float, **options: Any) -> tuple[Accelerator, nn.Module]:
+    accelerator = Accelerator(cpu=True, **options)
     model = nn.Linear(2, 2)
     with torch.no_grad():
         model.weight.fill_(value)

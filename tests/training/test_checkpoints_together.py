@@ -47,12 +47,15 @@ def test_a_save_of_the_main_process_only_ends_at_once_and_says_what_it_lacks(run
         decorated()
         accelerator.backward(accelerator.core.prepared.models[0](torch.ones(1, 2)).sum())
         accelerator.save_state(f"{where}/whole")
+        accelerator.wait_for_everyone()
+        accelerator.load_state(f"{where}/plain")
         return lines
 
     first, second = run_ranks(save, str(tmp_path))
     assert len(first) == 3
     assert all("without the other processes" in line for line in first)
-    assert not second
+    assert len(second) == 1
+    assert "main process only" in second[0]
     for name, ranks in (("plain", 1), ("engine", 1), ("decorated", 1), ("whole", 2)):
         assert nb_accelerate.checkpoints(tmp_path / name)[0].is_whole
         assert len(list((tmp_path / name).glob("random_states_*.pkl"))) == ranks

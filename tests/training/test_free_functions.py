@@ -19,16 +19,8 @@ from nb_accelerate import Accelerator, debug_launcher, utils
 from nb_accelerate.data_loader import SkipDataLoader, get_sampler, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optimizer import move_to_device
-from nb_accelerate.training.process import context, group
 
 Point = namedtuple("Point", "x y")
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
 
 
 # --- structures -----------------------------------------------------------------------------------------------------

@@ -17,13 +17,6 @@ from nb_accelerate.training.process import context, devices, group
 from nb_accelerate.training.process.setup import setup_process
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
-
-
 @pytest.mark.parametrize(
     ("variables", "place"),
     [

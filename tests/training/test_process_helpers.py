@@ -14,17 +14,9 @@ from nb_accelerate import Accelerator
 from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.compat.output import get_logger
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.process import context, group, main_process
+from nb_accelerate.training.process import context, main_process
 from nb_accelerate.training.process.memory import find_executable_batch_size, release_memory, should_reduce_batch_size
 from nb_accelerate.utils import set_seed, tqdm
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
-
 
 # --- decorators -----------------------------------------------------------------------------------------------------
 

@@ -14,14 +14,6 @@ from torch import nn
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model
-from nb_accelerate.training.process import context, group
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
 
 
 class Tied(nn.Module):

@@ -14,15 +14,8 @@ from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.base.config.distributed import DistributedType
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.process import context, group
+from nb_accelerate.training.process import context
 from nb_accelerate.training.state import AcceleratorState, GradientState, PartialState, is_initialized
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
 
 
 def test_a_partial_state_knows_a_process_that_is_alone():

@@ -20,7 +20,7 @@ import torch
 from nb_accelerate.base.config.project import LoggerType, ProjectConfiguration
 from nb_accelerate.errors import ConfigError, MissingDependencyError, NotPreparedError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.process import context, group
+from nb_accelerate.training.process import context
 from nb_accelerate.training.tracking import (
     GeneralTracker,
     JSONLinesTracker,
@@ -31,13 +31,6 @@ from nb_accelerate.training.tracking import (
     register_tracker_class,
     select,
 )
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    context.reset()
-    yield
-    group.close()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ class RunRecord:
         A run may go on for weeks. Of rows with the same names, when there are too many, every second one is dropped,
         and new ones are taken half as often; the first and the newest are always kept.
         """
-        row.setdefault("step", sum(one.seen for one in self._kinds.values()))
+        row.setdefault("step", sum(kind.seen for kind in self._kinds.values()))
         kind = self._kinds.setdefault(frozenset(row), _Kind())
         if kind.passing is not None:
             newest = len(self.rows) - 1
@@ -61,9 +61,9 @@ class RunRecord:
         kind.passing = row if kind.seen % kind.stride else None
         kind.seen += 1
         if kind.passing is None and (kind.seen - 1) // kind.stride + 1 == _MOST_ROWS:
-            same = [one for one in self.rows if one.keys() == row.keys()]
-            dropped = {id(one) for one in same[1::2]}
-            self.rows[:] = [one for one in self.rows if id(one) not in dropped]
+            same = [other for other in self.rows if other.keys() == row.keys()]
+            dropped = {id(other) for other in same[1::2]}
+            self.rows[:] = [other for other in self.rows if id(other) not in dropped]
             kind.stride *= 2
 
     @property

@@ -12,7 +12,7 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint import state
 from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
-from nb_accelerate.training.checkpoint.sharing import ThisRank
+from nb_accelerate.training.checkpoint.shared_staging import ThisRank
 from nb_accelerate.training.strategies.parts import OptimizerPart
 from nb_accelerate.training.strategies.unwrapping import innermost
 

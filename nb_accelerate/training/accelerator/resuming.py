@@ -22,9 +22,9 @@ from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.checkpoint_schedule import CheckpointSchedule
 from nb_accelerate.training.accelerator.checkpoints import CheckpointMixin
-from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.checkpoint.fitting import position_here
 from nb_accelerate.training.checkpoint.numbered import newest_of_others, next_number, numbered, tell_of_links
+from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks, run_on_all_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

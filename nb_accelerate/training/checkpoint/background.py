@@ -37,12 +37,10 @@ from nb_accelerate.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from types import TracebackType
+
+    from nb_accelerate.base.progress_page.page import ProgressPage
 
 logger = logging.getLogger("nb_accelerate")
-
-_BEGIN = 1.0
-"""Seconds for a thread to begin that may have been started when its start was interrupted."""
 
 
 class SaveGroup:
@@ -106,36 +104,26 @@ class CheckpointHandle:
         was_told: it has failed, and `wait` has raised that.
     """
 
-    def __init__(self, folder: Path, write: Callable[[], object]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
         self.was_told = False
+        self._error: BaseException | None = None
         self._num_steps = 0
         self._raised_after = 0  # number of steps after which an error is raised
         self._is_failing = False
         self._has_agreed = threading.Event()
-        self._begun = threading.Event()
         self._ended = threading.Event()
-        self._thread = HelperThread(self._run, write, name="save")
+        self._claimed = threading.Lock()
+        self._thread: HelperThread | None = None
 
-    def begin(self) -> None:
-        """Begin to write.
+    def begin(self, write: Callable[[], object], ranks: SaveGroup) -> None:
+        """Call ``write`` in a thread, and close the group of the ranks after it."""
+        self._thread = HelperThread(self._run, write, ranks, here(), name="save")
+        self._thread.start()
 
-        Raises:
-            RuntimeError: there are too many threads. It has then ended.
-        """
-        try:
-            self._thread.start()
-        except BaseException:  # an interrupt may come when the thread has begun
-            if not self._begun.wait(_BEGIN):
-                self._ended.set()
-            raise
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether its thread has."""
-        return self._begun.is_set()
+    def claim(self) -> bool:
+        """Return whether nobody has claimed the save: its thread, which then writes, or an interrupt before it."""
+        return self._claimed.acquire(blocking=False)
 
     def done(self) -> bool:
         """Return whether it has ended, well or not."""
@@ -153,11 +141,10 @@ class CheckpointHandle:
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.folder} has not been written within {timeout} s; it goes on.")
-        if self._begun.is_set():
-            self._thread.join()
+        self._join()
         if self._error is not None:
             self.was_told = True
-            raise BaseException.with_traceback(self._error, self._traceback)  # each time as it was
+            raise self._error
         return self.folder
 
     @property
@@ -173,7 +160,7 @@ class CheckpointHandle:
         self._has_agreed.wait()
         return self._num_steps >= self._raised_after
 
-    def agree_on_step(self, ranks: SaveGroup) -> None:
+    def _agree_on_step(self, ranks: SaveGroup) -> None:
         """Agree with the other ranks on the step after which its error is raised. Called in the thread of the save.
 
         A rank that raised it alone would leave the others waiting for its gradients. A rank that ends a step meanwhile
@@ -191,20 +178,25 @@ class CheckpointHandle:
     def close(self) -> None:
         """Wait, at the end of a process, and say what nobody was told."""
         self._ended.wait()
-        if self._begun.is_set():
-            self._thread.join()  # it still frees tensors, in C++ that Python's end would stop by an abort
+        self._join()
         if self._error is not None and not self.was_told:
             logger.error("%s was not saved: %s", self.folder, self._error)
 
-    def _run(self, write: Callable[[], object]) -> None:
-        self._begun.set()
+    def _join(self) -> None:
+        assert self._thread is not None
+        self._thread.join()  # it still frees tensors, in C++ that Python's end would stop by an abort
+
+    def _run(self, write: Callable[[], object], ranks: SaveGroup, page: ProgressPage) -> None:
+        if not self.claim():
+            return
         try:
             write()
-        except BaseException as error:  # kept for wait(), in the thread that asks
-            self._error, self._traceback = error, error.__traceback__
-            self._has_agreed.set()
-            self._is_failing = True
+        except BaseException as error:  # raised by `wait`, in the thread that asks
+            self._agree_on_step(ranks)
+            self._error = error
         finally:
+            ranks.close()
+            page.save_in_background(False)
             self._ended.set()
 
 
@@ -215,33 +207,18 @@ class BackgroundSaves:
         self._handle: CheckpointHandle | None = None
         self._closes_at_exit = False
 
-    def start(self, folder: Path, write: Callable[[], object], ranks: SaveGroup) -> CheckpointHandle:
-        """Call ``write`` in a thread, and close the group of the ranks after it. `join` comes before."""
+    def start(self, handle: CheckpointHandle, write: Callable[[], object], ranks: SaveGroup) -> None:
+        """Have a handle write in its thread. `join` comes before."""
         assert self._handle is None, "the save before was not joined"
-        page = here()
+        here().save_in_background(True)
+        self._handle = handle  # before it begins: an interrupt must not lose it
+        self._close_at_exit()
+        handle.begin(write, ranks)
 
-        def run() -> None:
-            try:
-                write()
-            except BaseException:
-                handle.agree_on_step(ranks)
-                raise
-            finally:
-                ranks.close()
-                page.save_in_background(False)
-
-        handle = CheckpointHandle(folder, run)
-        try:
-            page.save_in_background(True)
-            self._handle = handle  # before it begins: an interrupt must not lose it
-            self._close_at_exit()
-            handle.begin()
-        except BaseException:
-            if not handle.has_begun:  # so nothing will be written, and nobody has to wait for it
-                self._handle = None
-                page.save_in_background(False)
-            raise
-        return handle
+    def drop(self) -> None:
+        """Forget a save that never began."""
+        self._handle = None
+        here().save_in_background(False)
 
     @property
     def has_failed(self) -> bool:

@@ -32,7 +32,6 @@ class FileRecord:
     """What a file was when it was written.
 
     Attributes:
-        size: in bytes.
         crc32: of each 16 MiB of the file, in order; None in manifests that had other checksums.
     """
 

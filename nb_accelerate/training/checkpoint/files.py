@@ -55,9 +55,6 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder |
         file: its path, or else something that is open for writing.
         safe_serialization: write safetensors, with tensors that share memory written once.
         recorder: takes checksums of the file. Torch's own, which take as long as all the rest, are then left out of it.
-
-    Raises:
-        CheckpointError: it could not be written, or is nothing that safetensors can hold.
     """
     from safetensors import SafetensorError
 
@@ -161,10 +158,6 @@ def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **
 
     Args:
         if_trusted: what to write to allow a file to run any code.
-        **kwargs: those of `torch.load`.
-
-    Raises:
-        CheckpointError: the file would run code, or was damaged.
     """
     try:
         return load(file, map_location=map_location, **kwargs)
@@ -196,7 +189,7 @@ def _needs_pickle(file: str | os.PathLike[str]) -> list[str]:
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
-                has_checksums = any(one.CRC for one in archive.infolist())
+                has_checksums = any(entry.CRC for entry in archive.infolist())
                 if has_checksums and archive.testzip() is not None:
                     return []
         with torch.serialization.safe_globals(_NUMPY):
@@ -224,11 +217,11 @@ def load_state_dict(
     Raises:
         CheckpointError: the file was cut off, would run code, or holds tensors of another framework.
     """
-    places = device_map or {}
+    devices = device_map or {}
     if not str(checkpoint_file).endswith(".safetensors"):
         return {
             # What is no tensor belongs to a module with a state of its own kind (get_extra_state).
-            name: tensor.to(device_of(name, places, "cpu")) if isinstance(tensor, torch.Tensor) else tensor
+            name: tensor.to(device_of(name, devices, "cpu")) if isinstance(tensor, torch.Tensor) else tensor
             for name, tensor in _weights_of(checkpoint_file).items()
         }
     from safetensors import SafetensorError, safe_open
@@ -239,17 +232,13 @@ def load_state_dict(
             if kind != "pt":
                 raise CheckpointError(f"{checkpoint_file} was saved by {kind}, and not by PyTorch.")
             # To its device one by one: a large file is never in memory twice.
-            return {name: file.get_tensor(name).to(device_of(name, places, "cpu")) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name).to(device_of(name, devices, "cpu")) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise _damaged(checkpoint_file, error) from error
 
 
 def shapes_in(checkpoint_file: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of the tensors of one file, by name, without reading their numbers; None for what is none.
-
-    Raises:
-        CheckpointError: the file was cut off, would run code, or does not hold weights.
-    """
+    """Return the shapes of the tensors of one file, by name, without reading their numbers; None for what is none."""
     from safetensors import SafetensorError, safe_open
 
     if not str(checkpoint_file).endswith(".safetensors"):

@@ -29,11 +29,7 @@ def class_of(thing: Any) -> str:
 
 
 def check_class(file: str, was: str | None, thing: Any) -> None:
-    """Compare the class of what was saved with that of what it is loaded into.
-
-    Raises:
-        CheckpointError: it is another one.
-    """
+    """Compare the class of what was saved with that of what it is loaded into."""
     now = class_of(thing)
     if was is not None and was != now:
         raise CheckpointError(
@@ -46,11 +42,7 @@ def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
     """Compare the state of an optimizer with the parameters that it has now.
 
     Args:
-        file: where the state comes from, for messages.
         optimizer: of the user's; or as prepared.
-
-    Raises:
-        CheckpointError: it is that of other parameters, or of another optimizer.
     """
     groups_now = optimizer.param_groups
     try:
@@ -71,8 +63,10 @@ def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
     inside = getattr(optimizer, "optimizer", optimizer)
     if not type(inside).__module__.startswith("torch.optim."):
         return
+    # Flags are among those that versions of torch add; the numbers of an optimizer stay.
+    needed = {name for name, value in inside.defaults.items() if not isinstance(value, (bool, type(None)))}
     for group in groups:
-        missing = inside.defaults.keys() - _with_defaults(inside, group).keys()
+        missing = needed - group.keys()
         if missing:
             raise CheckpointError(
                 f"{file} is not the state of a {type(inside).__name__}: it lacks {', '.join(sorted(missing))}. Make "
@@ -90,11 +84,7 @@ def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
 
 
 def check_scheduler(file: str, state: Any, scheduler: Any) -> None:
-    """Compare the names in the state of a scheduler with those that it has now.
-
-    Raises:
-        CheckpointError: it is that of another scheduler.
-    """
+    """Compare the names in the state of a scheduler with those that it has now."""
     now = scheduler.state_dict()
     if not isinstance(state, dict):
         raise CheckpointError(f"{file} is not the state of a scheduler: it holds a {type(state).__name__}.")
@@ -112,9 +102,6 @@ def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module) -> None
 
     Args:
         shapes: by the names of the model; None for what is no tensor.
-
-    Raises:
-        CheckpointError: one differs.
     """
     now = model.state_dict()
     for name, shape in shapes.items():
@@ -183,9 +170,6 @@ def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
     """Look whether a loader in the middle of an epoch still reads as many rows: it shuffles others in another order.
 
     Rows may have been appended to those that are read in order.
-
-    Raises:
-        CheckpointError: it does not.
     """
     before = manifest.num_rows[number] if number < len(manifest.num_rows) else None
     now = num_rows(loader)
@@ -200,11 +184,7 @@ def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
 
 
 def check_random_numbers(file: str, states: Any) -> None:
-    """Restore states of random numbers on new generators, to find out whether that works.
-
-    Raises:
-        CheckpointError: they cannot.
-    """
+    """Restore states of random numbers on new generators, to find out whether that works."""
     try:
         if "random_state" in states:
             version, numbers, gauss = states["random_state"]
@@ -220,18 +200,6 @@ def check_random_numbers(file: str, states: Any) -> None:
             raise TypeError(f"its orders are {states['orders']!r:.60}")
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{file} holds no states of random numbers ({type(error).__name__}: {error}).") from error
-
-
-def _with_defaults(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of a saved state as the optimizer would have it: older versions of torch saved fewer options."""
-    other = object.__new__(type(optimizer))
-    completed = {**group, "params": []}
-    other.__dict__.update(defaults=optimizer.defaults, state={}, param_groups=[completed])
-    try:
-        other.__setstate__({"state": {}, "param_groups": [completed]})
-    except KeyError:  # an option that it reads is missing, which `check_optimizer` reports
-        return completed
-    return other.param_groups[0]
 
 
 def _is_of_other_shape(value: Any, parameter: Tensor) -> bool:

@@ -51,7 +51,7 @@ class CheckpointInfo:
     def cells(self) -> tuple[str, ...]:
         """Return what a table shows of it, in the order of its columns; a dash for a step that is not known."""
         epoch = "" if self.epoch is None else f"{self.epoch[0]}" + (f" + {self.epoch[1]}" if self.epoch[1] else "")
-        loss = self.metrics.get("loss", next((one for name, one in self.metrics.items() if "loss" in name), None))
+        loss = self.metrics.get("loss", next((value for name, value in self.metrics.items() if "loss" in name), None))
         return (
             self.folder.name,
             "-" if self.step is None else f"{self.step:,}",
@@ -67,7 +67,7 @@ class Checkpoints(list[CheckpointInfo]):
     """A list of checkpoints that a cell shows as a table, the newest last."""
 
     def __repr__(self) -> str:
-        rows = [_COLUMNS, *(one.cells() for one in self)]
+        rows = [_COLUMNS, *(info.cells() for info in self)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -75,7 +75,7 @@ class Checkpoints(list[CheckpointInfo]):
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in one.cells()) for one in self)
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in info.cells()) for info in self)
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -99,13 +99,13 @@ def checkpoints(directory: str | os.PathLike[str], *, read: bool = False) -> Che
         for folder in entries:
             is_ours = folder.is_dir() and not folder.name.startswith(".")
             if is_ours and (published(folder, "state") / MANIFEST_NAME).exists():
-                found.append(_look(folder, read=read))
+                found.append(_info_of(folder, read=read))
     return Checkpoints(
-        sorted(found, key=lambda one: (0.0 if one.saved_at is None else one.saved_at.timestamp(), one.step or 0))
+        sorted(found, key=lambda info: (0.0 if info.saved_at is None else info.saved_at.timestamp(), info.step or 0))
     )
 
 
-def _look(folder: Path, *, read: bool) -> CheckpointInfo:
+def _info_of(folder: Path, *, read: bool) -> CheckpointInfo:
     where = published(folder, "state")
     try:
         manifest = Manifest.read(where)

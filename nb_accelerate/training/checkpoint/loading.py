@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.training.checkpoint.files import load_state_dict, read
 from nb_accelerate.training.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
 from nb_accelerate.training.checkpoint.host_copies import deep_copy
@@ -25,6 +24,7 @@ from nb_accelerate.training.checkpoint.names import (
     WEIGHTS_NAME,
     shards_of,
 )
+from nb_accelerate.training.checkpoint.on_all_ranks import run_on_all_ranks
 from nb_accelerate.training.checkpoint.opening import IF_TRUSTED
 from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
 from nb_accelerate.training.data.orders import Order
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nb_accelerate.training.checkpoint.opening import Checkpoint
-    from nb_accelerate.training.checkpoint.sharing import ThisRank
+    from nb_accelerate.training.checkpoint.shared_staging import ThisRank
     from nb_accelerate.training.checkpoint.state import Part
     from nb_accelerate.training.comm import Collectives
 
@@ -53,7 +53,6 @@ class LoadedStates:
     """What was read, the weights of models apart. Made by `read_states`.
 
     Attributes:
-        of_parts: with the file of each.
         numbers: random numbers of this rank; None if it has none.
         step: batches in the accumulation window when it was saved; None if that is not known.
         orders: of each loader, what draws the order of its rows; None where nothing does.
@@ -66,16 +65,7 @@ class LoadedStates:
 
 
 def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: ThisRank, **kwargs: Any) -> LoadedStates:
-    """Read everything but the weights of models, and look whether it fits.
-
-    Args:
-        parts: see `parts_of`.
-        this_rank: which one it is, of how many.
-        **kwargs: those of `torch.load`.
-
-    Raises:
-        CheckpointError: something is missing, would run code, or does not fit.
-    """
+    """Read everything but the weights of models, and look whether it fits."""
     manifest = checkpoint.manifest
     took_part = manifest is None or this_rank.rank in manifest.ranks
     rank = this_rank.rank if took_part or manifest is None else min(manifest.ranks, default=0)
@@ -143,11 +133,7 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
     """Look whether all is there that is needed, and all is needed that is there.
 
     Args:
-        parts: see `parts_of`.
         strict: whether what nobody takes is an error, where training goes on.
-
-    Raises:
-        CheckpointError: something is missing, or left over.
     """
     folder, there = checkpoint.asked_for, checkpoint.there
     has_weights = there & set(_weight_names(0)) or checkpoint.has_shards(f"{FSDP_MODEL_NAME}_0")
@@ -195,11 +181,7 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
 
 
 def check_no_engine(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint in which DeepSpeed has saved a model, where models are trained without it.
-
-    Raises:
-        CheckpointError: it is one.
-    """
+    """Refuse a checkpoint in which DeepSpeed has saved a model, where models are trained without it."""
     folder = checkpoint.asked_for
     if any(name.endswith("_model_states.pt") for name in checkpoint.all_files()):
         raise CheckpointError(
@@ -218,15 +200,11 @@ def read_weights(
     Args:
         models: as prepared; they may be wrapped or compiled otherwise than when they were saved.
         map_location: where weights are read to, before they are copied.
-        strict: see `fit`.
-
-    Raises:
-        CheckpointError: they are missing, damaged, or do not fit.
     """
     found = []
     for number, model in enumerate(models):
         names = _weight_names(number)
-        name = next((one for one in names if one in checkpoint.there), None)
+        name = next((name for name in names if name in checkpoint.there), None)
         shards = shards_of(names[0])
         if name is None and checkpoint.has_shards(shards):
             from nb_accelerate.training.checkpoint.sharded import read_model  # as above
@@ -241,7 +219,9 @@ def read_weights(
         file = checkpoint.folder / name
         saved = load_state_dict(file, {"": map_location})
         tensors = fit(saved, model, str(file), strict=strict)
-        check_shapes(str(file), {name: one.shape for name, one in tensors.items() if hasattr(one, "shape")}, model)
+        check_shapes(
+            str(file), {name: value.shape for name, value in tensors.items() if hasattr(value, "shape")}, model
+        )
         found.append(tensors)
     return found
 
@@ -267,15 +247,6 @@ def apply(
 
     What only its owner can check goes first: objects of the user's, loaders, schedulers. If one refuses, on any rank,
     those that were loaded before get back what they had.
-
-    Args:
-        weights: what `read_weights` returned for them.
-        this_rank: which one it is, of how many.
-        load_weights: `training.strategies.Strategy.load_model_state`.
-        **kwargs: those of `torch.nn.Module.load_state_dict`.
-
-    Raises:
-        CheckpointError: something was refused.
     """
     before: list[tuple[Any, Any]] = []
 
@@ -318,7 +289,9 @@ def _load(part: Part, file: Path, state: Any) -> None:
 
 def _copied(state: Any) -> Any:
     """Return a copy that does not change with its owner. Tensors go to host memory: a device may be nearly full."""
-    return tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else deep_copy(one), state)
+    return tree_map(
+        lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else deep_copy(leaf), state
+    )
 
 
 def _restore_numbers(checkpoint: Checkpoint, states: LoadedStates, loaders: Sequence[Any], this_rank: ThisRank) -> None:

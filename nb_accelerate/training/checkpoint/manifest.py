@@ -11,7 +11,8 @@ import sys
 import zlib
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from nb_accelerate.base.version import __version__
 from nb_accelerate.errors import CheckpointError
@@ -125,51 +126,32 @@ def _checksum_of(content: Mapping[str, Any]) -> int:
 
 def _checked(content: dict[str, Any], *, has_crc32: bool) -> Manifest:
     """Return what was read, if everything is of the kind that is written."""
-    files = {
-        _a(str, name): FileRecord(
-            _number(one["size"]), tuple(map(_number, _a(list, one["crc32"]))) if has_crc32 else None
-        )
-        for name, one in _a(dict, content.get("files", {})).items()
+    # What older versions did not write.
+    content = {"files": {}, "versions": {}, "saved_at": "", **content}
+    content.setdefault("ranks", list(range(min(content["num_processes"], 1 << 20))))
+    if not _is_a(content["files"], dict[str, dict[str, int | list[int]]]):
+        raise TypeError("its files are no records")
+    content["files"] = {
+        name: FileRecord(file["size"], tuple(file["crc32"]) if has_crc32 else None)
+        for name, file in content["files"].items()
     }
-    odd = [name for name in files if not is_plain(name)]
+    odd = [name for name in content["files"] if not is_plain(name)]
     if odd:
         raise ValueError(f"{odd[0]!r} is not the name of a file in this folder")
-    num_processes = _number(content["num_processes"])
-    num_readers = content.get("num_readers")
-    positions, global_step = content.get("positions"), content.get("global_step")
-    kinds = {_a(str, name): _a(str, kind) for name, kind in _a(dict, content.get("kinds", {})).items()}
-    return Manifest(
-        step=_number(content["step"]),
-        num_processes=num_processes,
-        ranks=[_number(rank) for rank in _a(list, content.get("ranks", list(range(min(num_processes, 1 << 20)))))],
-        epochs=[_number(epoch) for epoch in _a(list, content["epochs"])],
-        seeds=[None if seed is None else _whole(seed) for seed in _a(list, content["seeds"])],
-        positions=None if positions is None else [_number(one) for one in _a(list, positions)],
-        rows_per_step=[None if rows is None else _number(rows) for rows in _a(list, content.get("rows_per_step", []))],
-        num_rows=[None if rows is None else _number(rows) for rows in _a(list, content.get("num_rows", []))],
-        global_step=None if global_step is None else _number(global_step),
-        metrics={_a(str, name): _a(float, one) for name, one in _a(dict, content.get("metrics", {})).items()},
-        kinds=kinds,
-        files=files,
-        versions={_a(str, name): _a(str, one) for name, one in _a(dict, content.get("versions", {})).items()},
-        num_readers=None if num_readers is None else _number(num_readers),
-        launches=[_a(str, one) for one in _a(list, content.get("launches", []))],
-        saved_at=_a(str, content.get("saved_at", "")),
-    )
+    kinds = {name: kind for name, kind in get_type_hints(Manifest).items() if name in content}
+    for name, kind in kinds.items():
+        if name != "files" and not _is_a(content[name], kind):
+            raise TypeError(f"its {name} is {content[name]!r:.60}")
+    return Manifest(**{name: content[name] for name in kinds})
 
 
-def _a(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r:.60} is no {kind.__name__}")
-    return value
-
-
-def _whole(value: Any) -> int:
-    number: int = _a(int, value)
-    return number
-
-
-def _number(value: Any) -> int:
-    if _whole(value) < 0:
-        raise ValueError(f"{value} is less than 0")
-    return int(value)
+def _is_a(value: Any, kind: Any) -> bool:
+    """Return whether a value of JSON is of a type such as ``dict[str, int | None]``."""
+    of = get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_is_a(value, member) for member in of)
+    if get_origin(kind) is list:
+        return type(value) is list and all(_is_a(item, of[0]) for item in value)
+    if get_origin(kind) is dict:
+        return type(value) is dict and all(_is_a(item, of[1]) for item in value.values())
+    return type(value) is kind

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.checkpoint.files import load_state_dict
 from nb_accelerate.training.checkpoint.model import weight_files, write_model
 from nb_accelerate.training.checkpoint.names import METADATA_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from nb_accelerate.training.checkpoint.shard_reader import ShardReader
+from nb_accelerate.training.checkpoint.sharded import entries_of, read_into
 
 if TYPE_CHECKING:
     import os
@@ -62,22 +60,13 @@ def merge_weights(
 def _distributed_weights(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of a folder of `torch.distributed.checkpoint`; those of ``"model"`` if it has such a part."""
     reader = ShardReader(folder)
-    metadata = reader.read_metadata()
-    tensors: dict[str, Tensor] = {}
-    names: dict[str, str] = {}
-    paths = {name: (metadata.planner_data or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
-    has_model = any(path[0] == "model" and len(path) > 1 for path in paths.values())
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata) or (has_model and paths[name][0] != "model"):
-            continue
-        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        names[name] = ".".join(map(str, paths[name][1:] if has_model else paths[name]))
-    if not tensors:
+    entries = [entry for entry in entries_of(reader) if isinstance(entry[2], TensorStorageMetadata)]
+    if not entries:
         raise CheckpointError(f"The checkpoint in {folder} holds no tensors.")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
-            load(tensors, storage_reader=reader, no_dist=True)
-    except (OSError, RuntimeError, ValueError, AssertionError, CheckpointException) as error:
-        raise CheckpointError(f"The checkpoint in {folder} is damaged: {error}") from error
+    of_model = [entry for entry in entries if entry[0][0] == "model" and len(entry[0]) > 1]
+    names = {name: ".".join(map(str, path[1:] if of_model else path)) for path, name, _ in of_model or entries}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) for _, name, entry in entries if name in names
+    }
+    read_into(reader, tensors)
     return {names[name]: tensor for name, tensor in tensors.items()}

@@ -52,13 +52,7 @@ def write_model(
     """Write the weights of a model into a folder, in place of those that are there.
 
     Args:
-        folder: made if it is not there; what else is in it stays.
         max_shard_size: bytes of a file, or text such as ``"5GB"``. A single weight may be larger.
-        safe_serialization: safetensors, or else what `torch.save` writes.
-
-    Raises:
-        CheckpointError: it could not be written. What was there is there still.
-        ConfigError: there is a file of that name, or ``max_shard_size`` is not a size.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -70,7 +64,8 @@ def write_model(
     try:
         staging.release_replaced()
         for file, names in (split.filename_to_tensors or {name: []}).items():
-            write({one: tensors[one] for one in names}, staging.path / file, safe_serialization=safe_serialization)
+            part = {name: tensors[name] for name in names}
+            write(part, staging.path / file, safe_serialization=safe_serialization)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (staging.path / f"{name}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -152,7 +147,7 @@ def load_checkpoint_in_model(
         for name in model.state_dict():
             device_of(name, device_map)  # raises, before anything changes
     tied = find_tied_parameters(model)
-    # All files are looked at before anything changes. What they hold is read one by one, for models that fill memory.
+    # All files are checked before anything changes. What they hold is read one by one, for models that fill memory.
     found: set[str] = set()
     for file in files:
         shapes = shapes_in(file)
@@ -175,11 +170,7 @@ def load_checkpoint_in_model(
 
 
 def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that hold the weights of one model.
-
-    Raises:
-        CheckpointError: there are none, or one of them is missing.
-    """
+    """Return the files that hold the weights of one model."""
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         path = published(path, "model")
@@ -308,17 +299,17 @@ def _dtype_of(
 
 def _put(model: nn.Module, name: str, value: Tensor) -> None:
     """Give a weight a value: in its own memory where that fits, so that optimizers keep what they hold."""
-    place, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-    now = getattr(place, last)
+    owner, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    now = getattr(owner, last)
     if now.shape != value.shape:
         raise CheckpointError(f"{name} is of shape {tuple(value.shape)} in the checkpoint and {tuple(now.shape)} here.")
     if now.device == value.device and now.dtype == value.dtype:
         with torch.no_grad():
             now.copy_(value)
     elif isinstance(now, torch.nn.Parameter):
-        setattr(place, last, torch.nn.Parameter(value, requires_grad=now.requires_grad))
+        setattr(owner, last, torch.nn.Parameter(value, requires_grad=now.requires_grad))
     else:
-        setattr(place, last, value)
+        setattr(owner, last, value)
 
 
 def _load_distributed(

@@ -39,11 +39,7 @@ OF_A_MODEL = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|
 
 
 def shards_of(file: str) -> str:
-    """Return the folder that holds shards of what is otherwise in a file: ``optimizer_1`` for ``optimizer_1.bin``.
-
-    Args:
-        file: of the weights of a model, or of the state of an optimizer.
-    """
+    """Return the folder that holds shards of what is otherwise in a file: ``optimizer_1`` for ``optimizer_1.bin``."""
     match = re.fullmatch(r"(model|optimizer)(?:_(\d+))?\.\w+", file)
     assert match is not None
     return f"{FSDP_MODEL_NAME if match[1] == SAFE_MODEL_NAME else OPTIMIZER_NAME}_{match[2] or 0}"

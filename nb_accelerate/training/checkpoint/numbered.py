@@ -8,9 +8,9 @@ import re
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks
 from nb_accelerate.training.checkpoint.checksums import obvious_damage
 from nb_accelerate.training.checkpoint.manifest import Manifest
+from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks
 from nb_accelerate.training.checkpoint.opening import read_checkpoint
 from nb_accelerate.training.checkpoint.publishing import published, remove
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nb_accelerate.training.checkpoint.opening import Checkpoint
-    from nb_accelerate.training.checkpoint.sharing import ThisRank
+    from nb_accelerate.training.checkpoint.shared_staging import ThisRank
     from nb_accelerate.training.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
@@ -73,7 +73,6 @@ def newest_of_others(parent: Path, launches: Iterable[str]) -> int:
     """Return the number of the newest checkpoint that another launch has saved; -1 if there is none.
 
     Args:
-        parent: the folder that the numbered ones are in.
         launches: ids of this one. What does not say who saved it is of another one.
     """
     for number, folder in reversed(numbered(parent)):
@@ -99,9 +98,6 @@ def read_newest(
     A line says which were passed over, and why.
 
     Args:
-        parent: the folder that the numbered ones are in.
-        read: see `read_checkpoint`.
-        this_rank: which one it is, of how many.
         first: the number of the first that may be read.
 
     Returns:
@@ -119,7 +115,7 @@ def read_newest(
         raise ConfigError(f"There is no checkpoint in {parent} yet.")
     passed_over: list[str] = []
     for number in numbers:
-        folder = next(path for one, path in numbered(parent) if one == number)
+        folder = dict(numbered(parent))[number]
         result, damage = read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
         if not damage:
             if passed_over and this_rank.local_rank == 0:
@@ -148,10 +144,10 @@ def remove_old(
             the newest.
     """
     others = [(number, folder) for number, folder in numbered(saved.parent) if folder != saved and number >= first]
-    looks = {folder: manifest for _, folder in others if (manifest := _manifest_if_whole(folder)) is not None}
-    whole = list(looks)
+    manifests = {folder: manifest for _, folder in others if (manifest := _manifest_if_whole(folder)) is not None}
+    whole = list(manifests)
     if worth is not None:
-        whole.sort(key=lambda folder: worth(looks[folder].metrics))  # of equal ones the newest stays
+        whole.sort(key=lambda folder: worth(manifests[folder].metrics))  # of equal ones the newest stays
     stay = {saved, *whole[max(len(whole) - limit + 1, 0) :]}
     newest = max(number for number, folder in [*others, (_number_of(saved), saved)] if folder in stay)
     for number, folder in others:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.checkpoint.checksums import Verification, obvious_damage
 from nb_accelerate.training.checkpoint.files import read
 from nb_accelerate.training.checkpoint.manifest import Manifest
 from nb_accelerate.training.checkpoint.names import MANIFEST_NAME, METADATA_NAME, OF_A_STATE, OF_SHARDS
+from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.checkpoint.publishing import published
 from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, SAVED_BY
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from nb_accelerate.training.checkpoint.sharing import ThisRank
+    from nb_accelerate.training.checkpoint.shared_staging import ThisRank
     from nb_accelerate.training.comm import Collectives
 
 T = TypeVar("T")
@@ -39,7 +39,6 @@ class Checkpoint:
         folder: where the files are.
         asked_for: the folder that was given, for messages.
         there: names of these files, relative to ``folder``.
-        manifest: what is known about it; None for one of accelerate's.
     """
 
     folder: Path
@@ -72,7 +71,7 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         damage = [str(error)]
     if damage:
         return None, damage
-    # What is there besides is not part of it, and is not looked at.
+    # What is there besides is not part of it, and is not read.
     listed = manifest.files if manifest is not None else {}  # format 1 has listed none
     there = frozenset(listed or _names_in(where))
     return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
@@ -87,7 +86,6 @@ def read_checkpoint(
 
     Args:
         read: reads what this rank needs, and changes nothing.
-        this_rank: which one it is, of how many.
 
     Returns:
         What ``read`` returned, and a sentence for each file of the checkpoint that is not as it was written, on this
@@ -98,12 +96,12 @@ def read_checkpoint(
     """
     opened: list[Checkpoint | None] = []
 
-    def look() -> list[str]:
+    def open_here() -> list[str]:
         checkpoint, damage = open_checkpoint(folder)
         opened.append(checkpoint)
         return damage
 
-    damage = _found_on_all(gather_from_all_ranks(collectives, look), folder)
+    damage = _found_on_all(gather_from_all_ranks(collectives, open_here), folder)
     checkpoint = opened[0]
     if checkpoint is None or damage:
         return None, damage

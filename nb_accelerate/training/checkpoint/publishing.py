@@ -51,7 +51,6 @@ class Staging:
 
     Attributes:
         target: what it will be; no link.
-        path: of this one.
     """
 
     def __init__(self, target: Path, path: Path, kind: Kind) -> None:
@@ -67,7 +66,6 @@ class Staging:
         """Make an empty folder to write to, and remove what saves that were killed have left.
 
         Args:
-            folder: what is to be published; need not be there.
             kind: whether it is a state or the weights of a model, which tells the files of a save before from others.
 
         Raises:
@@ -90,10 +88,6 @@ class Staging:
             raise CheckpointError(f"Nothing can be saved as {folder}: {error}") from error
         return cls(target, path, kind)
 
-    def folder_of(self, rank: int) -> Path:
-        """Return the empty folder that a rank is to write to."""
-        return folder_of(self.path, rank)
-
     def release_replaced(self) -> None:
         """Take the files that are to be replaced out of the system's memory, which the new ones will then find free.
 
@@ -110,16 +104,12 @@ class Staging:
     def join(self, ranks: int) -> None:
         """Put what ranks wrote into one folder. Where several wrote the same file, that of the lowest counts."""
         for rank in reversed(range(ranks)):
-            part = self.folder_of(rank)
+            part = folder_of(self.path, rank)
             if part.is_dir():
                 _move_into(part, self.path)
 
     def publish(self) -> None:
-        """Make this what is in the target, in one step.
-
-        Raises:
-            CheckpointError: it could not be done, and what was there is there still.
-        """
+        """Make this what is in the target, in one step."""
         try:
             sync(self.path)
             if os.path.lexists(self.target):
@@ -172,7 +162,7 @@ def _files_of(folder: Path, kind: Kind) -> Iterator[Path]:
     """Return the files that a save of this kind has written into a folder, with those in its folders of shards."""
     for entry in _entries(folder):
         if kind == "state" and entry.is_dir(follow_symlinks=False) and OF_SHARDS.fullmatch(entry.name):
-            yield from (Path(one.path) for one in _entries(Path(entry.path)) if IN_SHARDS.fullmatch(one.name))
+            yield from (Path(shard.path) for shard in _entries(Path(entry.path)) if IN_SHARDS.fullmatch(shard.name))
         elif _OURS[kind].fullmatch(entry.name):
             yield Path(entry.path)
 
@@ -182,34 +172,31 @@ def _is_of_shards(entry: os.DirEntry[str]) -> bool:
     if not OF_SHARDS.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
         return False
     with os.scandir(entry.path) as inside:
-        return all(one.is_file(follow_symlinks=False) and IN_SHARDS.fullmatch(one.name) for one in inside)
+        return all(shard.is_file(follow_symlinks=False) and IN_SHARDS.fullmatch(shard.name) for shard in inside)
 
 
 def _refuse_planted(folder: Path) -> None:
     """Refuse what another user has put where a folder is to be saved, in one that everybody can write to.
 
     Linux refuses such links too (``fs.protected_symlinks``), but not to a process that reads where they point to. A
-    link at any place of the path counts, and the folder itself: whoever owns it can replace what is saved there.
-
-    Raises:
-        CheckpointError: there is a link or a folder of another user.
+    link anywhere in the path counts, and the folder itself: whoever owns it can replace what is saved there.
     """
     path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links
-    for place in (path, *path.parents[:-1]):
+    for part in (path, *path.parents[:-1]):
         with contextlib.suppress(OSError):  # it is not there yet
-            found, around = place.lstat(), place.parent.stat()
+            found, around = part.lstat(), part.parent.stat()
             is_open = around.st_mode & stat.S_ISVTX and around.st_mode & stat.S_IWOTH
             if is_open and found.st_uid not in (os.geteuid(), around.st_uid):
                 what = "link" if stat.S_ISLNK(found.st_mode) else "folder"
-                if what == "link" or place == path:
+                if what == "link" or part == path:
                     raise CheckpointError(
-                        f"Nothing is saved as {folder}: the {what} {place} belongs to another user (user id "
+                        f"Nothing is saved as {folder}: the {what} {part} belongs to another user (user id "
                         f"{found.st_uid}), in a folder that everybody can write to. Give another name."
                     )
 
 
 def folder_of(staging: Path, rank: int) -> Path:
-    """Return where a rank writes, in the folder of a `Staging` that another process may have made."""
+    """Return where a rank writes, in the folder of a `Staging`, which another process may have made."""
     return staging / f"rank-{rank}"
 
 
@@ -218,12 +205,12 @@ def published(folder: Path, kind: Kind) -> Path:
     return max(_committed(folder, kind), default=(0, folder))[1]
 
 
-def remove_leftovers(place: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what saves of this user have left in a folder, if their processes are gone.
 
     Those of another machine, whose locks are not seen here on some network disks, have to be a day old.
     """
-    for entry in _entries(place):
+    for entry in _entries(folder):
         match = _STAGED.fullmatch(entry.name)
         if match is None or not entry.is_dir(follow_symlinks=False):
             continue
@@ -278,28 +265,28 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _move_into(source: Path, target: Path) -> None:
     for entry in list(os.scandir(source)):
-        place = target / entry.name
-        if entry.is_dir(follow_symlinks=False) and place.is_dir() and not place.is_symlink():
-            _move_into(Path(entry.path), place)
+        path = target / entry.name
+        if entry.is_dir(follow_symlinks=False) and path.is_dir() and not path.is_symlink():
+            _move_into(Path(entry.path), path)
         else:
-            if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
             elif entry.is_dir(follow_symlinks=False):
-                place.unlink(missing_ok=True)  # a folder takes the place of another one only
-            Path(entry).replace(place)
+                path.unlink(missing_ok=True)  # a folder takes the place of another one only
+            Path(entry).replace(path)
     source.rmdir()
 
 
-def _put_copy(source: Path, place: Path, trash: Path) -> None:
-    """Hard-link a file, or all files of a folder, to a place; copy them where the file system has no hard links."""
+def _put_copy(source: Path, path: Path, trash: Path) -> None:
+    """Hard-link a file, or all files of a folder, to a path; copy them where the file system has no hard links."""
     new, old = trash / f"{source.name}.new", trash / f"{source.name}.old"
     if source.is_dir() and not source.is_symlink():
         shutil.copytree(source, new, symlinks=True, copy_function=_link_or_copy)
-        if os.path.lexists(place):
-            place.rename(old)
+        if os.path.lexists(path):
+            path.rename(old)
     else:
         _link_or_copy(source, new)
-    new.replace(place)
+    new.replace(path)
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> None:

@@ -59,13 +59,8 @@ class Registry:
     """Objects and hooks that users have registered, and the state of saving and loading.
 
     Attributes:
-        objects: in the order in which they were registered.
         before_save: called with models, their weights, and the folder.
         before_load: called with models and the folder.
-        progress: of the run.
-        copies: buffers of saves in the background.
-        loaded: what is known about the checkpoint that was loaded last.
-        loaded_from: its folder.
         first_of_run: the number of the first checkpoint of this run. Those with smaller ones are of an earlier run, and
             are kept whatever the limit is.
     """
@@ -85,10 +80,10 @@ class Registry:
         Raises:
             ConfigError: one has no ``state_dict`` and ``load_state_dict``. None was added.
         """
-        for one in objects:
-            if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+        for thing in objects:
+            if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
                 raise ConfigError(
-                    f"register_for_checkpointing was given a {type(one).__name__}. What is to be in a checkpoint needs "
-                    "the methods state_dict() and load_state_dict(state)."
+                    f"register_for_checkpointing was given a {type(thing).__name__}. What is to be in a checkpoint "
+                    "needs the methods state_dict() and load_state_dict(state)."
                 )
         self.objects += objects

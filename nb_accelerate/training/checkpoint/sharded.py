@@ -60,9 +60,6 @@ class ShardedFolder:
         state: nested dicts, lists, tensors and `DTensor` objects.
 
     Attributes:
-        name: as given.
-        content: as given.
-        state: as given.
         values: what this rank may write, by flattened name: plain tensors. May be replaced by copies.
     """
 
@@ -94,7 +91,6 @@ class ShardedFolder:
         """Write this rank's part.
 
         Args:
-            own: the folder that this rank writes to.
             notes: a folder that all ranks see. What `finish` needs to know of this rank's file is put there.
         """
         assert self._plan is not None
@@ -104,19 +100,15 @@ class ShardedFolder:
         # where it would make a context on the first GPU of the machine on every rank.
         writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
         results = writer.write_data(self._plan, _Values(self.values)).wait()
-        (notes / f"{self.name}-{self._rank}.json").write_text(json.dumps([_as_json(one) for one in results]))
+        (notes / f"{self.name}-{self._rank}.json").write_text(json.dumps([_as_json(result) for result in results]))
 
     def finish(self, path: Path, ranks: Sequence[int]) -> dict[str, FileRecord]:
-        """Add what tells where each part is, when all ranks have written; return what that file is.
-
-        Args:
-            path: the folder that the parts will be joined in, and where `write` has put notes.
-        """
+        """Add what tells where each part is, when all ranks have written; return what that file is."""
         assert self._metadata is not None
         results = []
         for rank in ranks:
             note = path / f"{self.name}-{rank}.json"
-            results.append([_from_json(one) for one in json.loads(note.read_text())])
+            results.append([_from_json(told) for told in json.loads(note.read_text())])
             note.unlink()
         folder = path / self.name
         folder.mkdir()
@@ -150,18 +142,10 @@ def _from_json(told: list[Any]) -> WriteResult:
 
 
 def read_model(folder: Path, model: nn.Module, *, strict: bool) -> dict[str, Any]:
-    """Read what this rank holds of the weights of a model, under the names that the model has for them.
-
-    Args:
-        model: as prepared: sharded in any way, or not.
-        strict: see `training.checkpoint.model.fit`.
-
-    Raises:
-        CheckpointError: they are damaged, or do not fit.
-    """
+    """Read what this rank holds of the weights of a model, under the names that the model has for them."""
     reader = ShardReader(folder)
     stored = {
-        ".".join(map(str, path[1:])): (name, entry) for path, name, entry in _entries(reader) if path[0] == "model"
+        ".".join(map(str, path[1:])): (name, entry) for path, name, entry in entries_of(reader) if path[0] == "model"
     }
     fitted = cast("dict[str, Any]", fit(cast("Any", stored), model, str(folder), strict=strict))
     shapes = {name: entry.size for name, (_, entry) in fitted.items() if isinstance(entry, TensorStorageMetadata)}
@@ -171,26 +155,22 @@ def read_model(folder: Path, model: nn.Module, *, strict: bool) -> dict[str, Any
         saved: _empty(entry, now.get(name)) if isinstance(entry, TensorStorageMetadata) else None
         for name, (saved, entry) in fitted.items()
     }
-    _read(reader, wanted)
+    read_into(reader, wanted)
     return {name: wanted[saved] for name, (saved, _) in fitted.items()}
 
 
 def read_optimizer(folder: Path, parameters: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> Any:
-    """Read what this rank holds of the state of an optimizer, in the form of ``optimizer.state_dict()``.
-
-    Raises:
-        CheckpointError: they are damaged, or those of other parameters.
-    """
+    """Read what this rank holds of the state of an optimizer, in the form of ``optimizer.state_dict()``."""
     reader = ShardReader(folder)
     like = dict(zip(itertools.chain.from_iterable(names), itertools.chain.from_iterable(parameters), strict=True))
     wanted: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
-    for path, name, entry in _entries(reader):
+    for path, name, entry in entries_of(reader):
         if path[0] == "optimizer":
             paths[name] = path
             of = like.get(path[2]) if path[1] == "state" and len(path) == 4 else None
             wanted[name] = _empty(entry, of) if isinstance(entry, TensorStorageMetadata) else None
-    _read(reader, wanted)
+    read_into(reader, wanted)
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for name, path in paths.items():
@@ -202,11 +182,7 @@ def read_optimizer(folder: Path, parameters: Sequence[Sequence[Tensor]], names: 
 
 
 def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the state of an optimizer by the names of parameters instead of their numbers.
-
-    Args:
-        state: as ``optimizer.state_dict()`` returns it.
-    """
+    """Return the state of an optimizer by the names of parameters instead of their numbers."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, itertools.chain.from_iterable(names), strict=True))
     groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
@@ -215,11 +191,6 @@ def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str,
 
 def numbered(state: Mapping[str, Any], names: Sequence[Sequence[str]], source: str) -> dict[str, Any]:
     """Undo `named`, for an optimizer whose groups have their parameters in another order, too.
-
-    Args:
-        state: by names.
-        names: of the parameters of each group now.
-        source: where the state comes from, for messages.
 
     Raises:
         CheckpointError: it is the state of other parameters, or they are in other groups.
@@ -240,7 +211,7 @@ def numbered(state: Mapping[str, Any], names: Sequence[Sequence[str]], source: s
     return {"state": {number_of[name]: one for name, one in state["state"].items()}, "param_groups": groups}
 
 
-def _entries(reader: ShardReader) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
+def entries_of(reader: ShardReader) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
     """Yield the path of each saved value, its flattened name, and what is known about it."""
     metadata = reader.read_metadata()
     for name, entry in metadata.state_dict_metadata.items():
@@ -255,7 +226,8 @@ def _empty(entry: TensorStorageMetadata, like: Any) -> Tensor:
     return torch.empty(entry.size, dtype=dtype)
 
 
-def _read(reader: ShardReader, wanted: dict[str, Any]) -> None:
+def read_into(reader: ShardReader, wanted: dict[str, Any]) -> None:
+    """Read values in place of those that a flat dict has under their saved names."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.training.checkpoint.background import SaveGroup, saves
+from nb_accelerate.training.checkpoint.background import CheckpointHandle, SaveGroup, saves
 from nb_accelerate.training.checkpoint.checksums import Recorder
 from nb_accelerate.training.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
 from nb_accelerate.training.checkpoint.fitting import (
@@ -35,18 +33,18 @@ from nb_accelerate.training.checkpoint.names import (
     WEIGHTS_NAME,
     shards_of,
 )
+from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.process import rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from nb_accelerate.training.checkpoint.background import CheckpointHandle
     from nb_accelerate.training.checkpoint.checksums import FileRecord
     from nb_accelerate.training.checkpoint.host_copies import HostCopies
     from nb_accelerate.training.checkpoint.registry import Progress
     from nb_accelerate.training.checkpoint.sharded import ShardedFolder
-    from nb_accelerate.training.checkpoint.sharing import SharedStaging, ThisRank
+    from nb_accelerate.training.checkpoint.shared_staging import SharedStaging, ThisRank
     from nb_accelerate.training.comm import Collectives
 
 RANDOM_NUMBERS = f"{RNG_STATE_NAME}_{{}}.pkl"
@@ -86,22 +84,22 @@ def parts_of(
     """Return the parts of a run, models and random numbers apart."""
     parts = [
         *(
-            Part(file=name_of(f"{OPTIMIZER_NAME}.bin", number), thing=one, check=check_optimizer)
-            for number, one in enumerate(optimizers)
+            Part(file=name_of(f"{OPTIMIZER_NAME}.bin", number), thing=optimizer, check=check_optimizer)
+            for number, optimizer in enumerate(optimizers)
         ),
         *(
-            Part(file=name_of(f"{SCHEDULER_NAME}.bin", number), thing=one, check=check_scheduler)
-            for number, one in enumerate(schedulers)
+            Part(file=name_of(f"{SCHEDULER_NAME}.bin", number), thing=scheduler, check=check_scheduler)
+            for number, scheduler in enumerate(schedulers)
         ),
         *(
-            Part(file=name_of("dl_state_dict.bin", number), thing=one, on_every_rank=True)
-            for number, one in enumerate(loaders)
-            if one.use_stateful_dataloader
+            Part(file=name_of("dl_state_dict.bin", number), thing=loader, on_every_rank=True)
+            for number, loader in enumerate(loaders)
+            if loader.use_stateful_dataloader
         ),
     ]
     if scaler is not None:
         parts.append(Part(file=SCALER_NAME, thing=scaler))
-    return [*parts, *(Part(file=f"custom_checkpoint_{number}.pkl", thing=one) for number, one in enumerate(custom))]
+    return [*parts, *(Part(file=f"custom_checkpoint_{number}.pkl", thing=thing) for number, thing in enumerate(custom))]
 
 
 def loader_number(part: Part) -> int:
@@ -152,12 +150,9 @@ def collect(
 
     Args:
         shared: the folder that is written to.
-        weights: of the models.
         folders: states of which each rank writes a part, planned; among them may be weights and parts.
         parts: see `parts_of`.
-        loaders: whose epochs, positions and seeds are noted.
         step: batches in the current accumulation window.
-        progress: what else is known about the run.
     """
     publishes = shared.staging is not None
     left = {id(state) for state in weights}  # by hooks, which may save weights in another way
@@ -290,16 +285,11 @@ def save_state_in_background(
     Args:
         folder: as it was asked for.
         copies: buffers; not used by another save at this time.
-
-    Raises:
-        CheckpointError: the states of a rank could not be copied. Nothing was written.
     """
-    begins = threading.Lock()  # whoever takes it first: the thread, or an interrupt before it
+    handle = CheckpointHandle(folder)
     ranks: SaveGroup | None = None
 
     def write_all(ranks: SaveGroup, content: Content) -> None:
-        if not begins.acquire(blocking=False):
-            return
         try:
             written = dict(gather_from_all_ranks(ranks, lambda: write_content(content, shared)))
             run_on_all_ranks(ranks, lambda: publish(content, shared, written, after))
@@ -310,13 +300,15 @@ def save_state_in_background(
     try:
         ranks = SaveGroup(shared.name, collectives.world_size)
         content = run_on_all_ranks(collectives, lambda: copied(collect(), copies))
-        return saves.start(folder, functools.partial(write_all, ranks, content), ranks)
+        saves.start(handle, functools.partial(write_all, ranks, content), ranks)
     except BaseException:
-        if begins.acquire(blocking=False):
+        if handle.claim():
+            saves.drop()
             shared.discard()
             if ranks is not None:
                 ranks.close()  # other ranks may have begun to write
         raise
+    return handle
 
 
 def position_of(loader: Any) -> tuple[int, int]:

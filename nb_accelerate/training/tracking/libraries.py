@@ -78,6 +78,7 @@ class SwanLabTracker(_ImageTracker):
     """
 
     name = "swanlab"
+    config_call = "config.update"
 
 
 class TrackioTracker(LibraryTracker):
@@ -89,6 +90,7 @@ class TrackioTracker(LibraryTracker):
     """
 
     name = "trackio"
+    config_call = "config.update"
 
 
 class CometMLTracker(LibraryTracker):

@@ -28,7 +28,6 @@ class TrackerEntry:
 
     Attributes:
         module: the module of this package that has the class; unused where ``registered`` is given.
-        cls: the name of the class.
         libraries: import names of which one has to be installed; none for a tracker without a library.
         registered: the class itself, if a program registered it.
     """
@@ -74,15 +73,10 @@ def get_available_trackers() -> list[str]:
 
 
 def tracker_class(name: str) -> type[GeneralTracker]:
-    """Return the class of a tracker.
-
-    Raises:
-        ConfigError: there is no tracker of that name.
-        MissingDependencyError: its library is not installed.
-    """
+    """Return the class of a tracker."""
     entry = TRACKERS.get(name)
     if entry is None:
-        known = ", ".join(repr(one) for one in ("all", *TRACKERS))
+        known = ", ".join(repr(known) for known in ("all", *TRACKERS))
         raise ConfigError(
             f"log_with={name!r} is not a tracker.{suggest(name, TRACKERS)} Write one of {known}, or an object of your "
             "own subclass of GeneralTracker."
@@ -108,16 +102,16 @@ def filter_trackers(
         MissingDependencyError: a library is not installed.
     """
     wanted = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
-    names = {str(one) for one in wanted if isinstance(one, str)}
-    chosen: list[str | LoggerType | GeneralTracker] = [one for one in wanted if isinstance(one, GeneralTracker)]
-    for one in wanted:
-        if isinstance(one, type) and issubclass(one, GeneralTracker):
-            raise ConfigError(f"log_with has the class {one.__name__}. Write an object: {one.__name__}('my run').")
-        if not isinstance(one, (str, GeneralTracker)):
-            raise ConfigError(f"log_with has {one!r}, which is neither the name of a tracker nor a GeneralTracker.")
+    names = {str(item) for item in wanted if isinstance(item, str)}
+    chosen: list[str | LoggerType | GeneralTracker] = [item for item in wanted if isinstance(item, GeneralTracker)]
+    for item in wanted:
+        if isinstance(item, type) and issubclass(item, GeneralTracker):
+            raise ConfigError(f"log_with has the class {item.__name__}. Write an object: {item.__name__}('my run').")
+        if not isinstance(item, (str, GeneralTracker)):
+            raise ConfigError(f"log_with has {item!r}, which is neither the name of a tracker nor a GeneralTracker.")
     if str(LoggerType.ALL) in names:
         return [*chosen, *_all_that_work(logging_dir)]
-    for name in dict.fromkeys(str(one) for one in wanted if isinstance(one, str)):
+    for name in dict.fromkeys(str(item) for item in wanted if isinstance(item, str)):
         if tracker_class(name).requires_logging_directory and logging_dir is None:
             raise ConfigError(
                 f"log_with={name!r} writes files, and there is no folder for them. Write "
@@ -147,23 +141,18 @@ def make_trackers(
     """Make a tracker for each name; tracker objects are returned as they are.
 
     Args:
-        chosen: what `filter_trackers` returned.
         project_name: the name of the run or of its project, depending on the tracker.
-        logging_dir: folder for trackers that write files.
         init_kwargs: arguments for the library of a tracker, by the name of the tracker.
-
-    Raises:
-        ConfigError: ``init_kwargs`` has a name that is not chosen.
     """
-    names = [one.name if isinstance(one, GeneralTracker) else str(one) for one in chosen]
+    names = [tracker.name if isinstance(tracker, GeneralTracker) else str(tracker) for tracker in chosen]
     _check_names("init_kwargs", init_kwargs, names)
     made: list[GeneralTracker] = []
-    for one in chosen:
-        if isinstance(one, GeneralTracker):
-            made.append(one)
+    for tracker in chosen:
+        if isinstance(tracker, GeneralTracker):
+            made.append(tracker)
             continue
-        cls: Any = tracker_class(str(one))
-        arguments = dict(init_kwargs.get(str(one), {}))
+        cls: Any = tracker_class(str(tracker))
+        arguments = dict(init_kwargs.get(str(tracker), {}))
         if cls.requires_logging_directory or cls.accepts_logging_directory:
             arguments.setdefault("logging_dir", logging_dir)
         made.append(cls(project_name, **arguments))
@@ -186,9 +175,6 @@ class Recording:
 
     Attributes:
         project: the folders that the run writes to, and which checkpoints are kept.
-        log_with: trackers to open, by name or as objects.
-        profile: options of `Accelerator.profile`.
-        trackers: trackers that are open.
         refused: names of trackers, and of values that they did not take, of which the user was told.
     """
 
@@ -205,12 +191,7 @@ def resolve_recording(
     project_config: ProjectConfiguration | None,
     profile: ProfileKwargs,
 ) -> Recording:
-    """Check the arguments of an `Accelerator` that are about recording.
-
-    Raises:
-        ConfigError: a tracker is not known, or has no folder to write to.
-        MissingDependencyError: the library of a tracker is not installed.
-    """
+    """Check the arguments of an `Accelerator` that are about recording."""
     project = resolve_project(project_dir, project_config)
     return Recording(project=project, log_with=filter_trackers(log_with, project.logging_dir), profile=profile)
 

@@ -121,14 +121,14 @@ class LibraryTracker(GeneralTracker):
     Attributes:
         open_call: what returns a run, in the module of the library, which has the name of the tracker.
         run_argument: its argument that takes ``run_name``.
-        config_call: what takes the settings, in the run.
+        config_call: what takes the settings, in the run; if empty, they are not recorded.
         close_call: what ends the run.
     """
 
     requires_logging_directory = False
     open_call = "init"
     run_argument = "project"
-    config_call = "config.update"
+    config_call = ""
     close_call = "finish"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -164,7 +164,8 @@ class LibraryTracker(GeneralTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        operator.attrgetter(self.config_call)(self.tracker)(plain_values(values))
+        if self.config_call:
+            operator.attrgetter(self.config_call)(self.tracker)(plain_values(values))
 
     @override
     @on_main_process
@@ -192,12 +193,8 @@ def load_library(
     """Import the library of a tracker.
 
     Args:
-        tracker: the name in ``log_with``.
         package: its name on the package index, if that differs from ``module``.
         missing_ok: return None if it is not installed.
-
-    Raises:
-        MissingDependencyError: it is not installed.
     """
     try:
         return importlib.import_module(module)

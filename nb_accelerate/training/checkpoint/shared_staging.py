@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.agreement import gather_from_all_ranks
+from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks
 from nb_accelerate.training.checkpoint.publishing import Staging, folder_of
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ class ThisRank:
     """Which rank this is.
 
     Attributes:
-        rank: of this process.
-        world_size: how many there are.
-        node_rank: the number of its machine.
-        local_rank: its number there.
-        local_world_size: how many there are there.
         kind: its kind of device, which has random numbers of its own.
         num_sharing: processes that read the same rows as this one, with itself.
     """
@@ -68,7 +63,6 @@ class SharedStaging:
         name: of the save, which no other has; the same on all ranks.
         path: the folder that all of ``ranks`` see.
         ranks: those that write to it.
-        rank: this one.
     """
 
     staging: Staging | None
@@ -92,7 +86,6 @@ def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_eac
     """Make a staging folder. All ranks call it together.
 
     Args:
-        this_rank: which one it is, of how many.
         on_each_machine: machines do not share their disks, so that each is to have a checkpoint.
 
     Raises:
@@ -107,7 +100,7 @@ def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_eac
             return ""
         staging = Staging.begin(folder, "state")
         for rank in range(this_rank.world_size):
-            staging.folder_of(rank).mkdir()
+            folder_of(staging.path, rank).mkdir()
         return str(staging.path)
 
     try:
