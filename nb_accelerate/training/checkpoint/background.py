@@ -48,7 +48,6 @@ class SaveGroup:
 
     Args:
         name: of the save, which no other has; the same on all ranks.
-        world_size: how many ranks save.
     """
 
     def __init__(self, name: str, world_size: int) -> None:
@@ -66,11 +65,7 @@ class SaveGroup:
             )
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order.
-
-        Raises:
-            CheckpointError: a rank has gone, or did not come in time.
-        """
+        """Return the objects of all ranks, in rank order."""
         if self._is_alone:
             return [item]
         if self._group is None:
@@ -237,12 +232,7 @@ class BackgroundSaves:
             self.join()
 
     def join(self) -> Path | None:
-        """Wait for the save under way, and return its folder; None if there is none.
-
-        Raises:
-            CheckpointError: it failed. The next call returns None. It is raised here also if `CheckpointHandle.wait`
-                has raised it before.
-        """
+        """Wait for the save under way, and return its folder; None if there is none."""
         handle = self._handle
         if handle is None:
             return None

@@ -68,9 +68,6 @@ class Recorder:
 
         Those of hooks of the user's are among them. Links, and what is in the folders that they point to, do not belong
         to a checkpoint.
-
-        Raises:
-            CheckpointError: a file could not be written.
         """
         for folder, _, names in os.walk(self._folder):
             for path in (Path(folder, name) for name in names):
@@ -93,7 +90,6 @@ class Verification:
 
     Args:
         rank: number of this rank on its machine, whose ranks share the blocks.
-        num_ranks: how many there are on the machine.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord], *, rank: int = 0, num_ranks: int = 1) -> None:
@@ -143,11 +139,7 @@ def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
 
 
 def open_file(path: str | Path) -> Any:
-    """Open a file for reading bytes: no link, and nothing that one would have to wait for.
-
-    Raises:
-        OSError: it is not there, or something else.
-    """
+    """Open a file for reading bytes: no link, and nothing that one would have to wait for."""
     # A pipe would be waited for without O_NONBLOCK, which files do not know.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -51,9 +51,7 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder |
     """Write an object.
 
     Args:
-        obj: what to save; with ``safe_serialization`` a dict of tensors; or bytes, which are written as they are.
         file: its path, or else something that is open for writing.
-        safe_serialization: write safetensors, with tensors that share memory written once.
         recorder: takes checksums of the file. Torch's own, which take as long as all the rest, are then left out of it.
     """
     from safetensors import SafetensorError

@@ -39,11 +39,7 @@ def check_class(file: str, was: str | None, thing: Any) -> None:
 
 
 def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
-    """Compare the state of an optimizer with the parameters that it has now.
-
-    Args:
-        optimizer: of the user's; or as prepared.
-    """
+    """Compare the state of an optimizer with the parameters that it has now."""
     groups_now = optimizer.param_groups
     try:
         states, groups = state["state"], state["param_groups"]
@@ -139,14 +135,7 @@ def num_rows(loader: Any) -> int | None:
 
 
 def position_here(manifest: Manifest, number: int, loader: Any, world_size: int) -> int:
-    """Return how many batches of its epoch a loader is to leave out, on this number of ranks.
-
-    Args:
-        world_size: how many ranks, or groups that share rows, there are now.
-
-    Raises:
-        CheckpointError: no number of batches is what was read: rows would be left out or come twice.
-    """
+    """Return how many batches of its epoch a loader is to leave out, on this number of ranks."""
     position = 0 if manifest.positions is None else manifest.positions[number]
     before = manifest.rows_per_step[number] if number < len(manifest.rows_per_step) else None
     now = rows_per_step(loader)

@@ -33,7 +33,6 @@ class Manifest:
 
     Attributes:
         step: batches in the current accumulation window.
-        num_processes: ranks of the run.
         num_readers: processes, or groups that share rows, that read rows of their own; None: each process did.
         ranks: those that saved: all, or the main one if only that called ``save_state``, or those of one machine.
         epochs: that of each loader, from 0.
@@ -42,10 +41,7 @@ class Manifest:
         rows_per_step: rows of all ranks together in a batch of each loader; None where it has no fixed size.
         num_rows: rows of the dataset of each loader; None where it does not say, and none in files of older versions.
         global_step: batches that each rank has trained with since the beginning; None if nobody has counted.
-        metrics: numbers that were logged last, by name.
         kinds: the class of what was saved, by file.
-        files: all but this one.
-        versions: of what wrote it.
         launches: ids of the launch of the run, one or one for each machine; none in files of older versions.
         saved_at: when, in UTC. For people: clocks may be set.
     """
@@ -90,11 +86,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Return what is known about a checkpoint, or None for one that says nothing, as those of accelerate.
-
-        Raises:
-            CheckpointError: it was damaged, or is of a later version.
-        """
+        """Return what is known about a checkpoint, or None for one that says nothing, as those of accelerate."""
         path = folder / MANIFEST_NAME
         if not os.path.lexists(path):
             return None

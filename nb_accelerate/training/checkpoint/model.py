@@ -215,9 +215,6 @@ def fit(tensors: Mapping[str, Tensor], model: nn.Module, source: str, *, strict:
 
     Args:
         strict: whether none may be missing or left over. Of names that are tied, one is enough.
-
-    Raises:
-        CheckpointError: some are. Nothing was changed.
     """
     now = model.state_dict()
     if tensors.keys() - now.keys():

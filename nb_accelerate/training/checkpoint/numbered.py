@@ -102,10 +102,6 @@ def read_newest(
 
     Returns:
         What was read, and the number of the next checkpoint, which none that was passed over has either.
-
-    Raises:
-        CheckpointError: there are some, and none is whole; or the newest whole one does not fit.
-        ConfigError: there is none.
     """
     everywhere = gather_from_all_ranks(
         collectives, lambda: [number for number, _ in numbered(parent) if number >= first]
@@ -143,24 +139,20 @@ def remove_old(
         worth: of the values that were logged before a checkpoint was saved; those of the most worth stay. None keeps
             the newest.
     """
-    others = [(number, folder) for number, folder in numbered(saved.parent) if folder != saved and number >= first]
-    manifests = {folder: manifest for _, folder in others if (manifest := _manifest_if_whole(folder)) is not None}
+    numbers = {folder: number for number, folder in numbered(saved.parent) if number >= first or folder == saved}
+    others = [folder for folder in numbers if folder != saved]
+    manifests = {folder: manifest for folder in others if (manifest := _manifest_if_whole(folder)) is not None}
     whole = list(manifests)
     if worth is not None:
         whole.sort(key=lambda folder: worth(manifests[folder].metrics))  # of equal ones the newest stays
     stay = {saved, *whole[max(len(whole) - limit + 1, 0) :]}
-    newest = max(number for number, folder in [*others, (_number_of(saved), saved)] if folder in stay)
-    for number, folder in others:
-        if folder not in stay and (folder in whole or number < newest):
+    newest = max(numbers[folder] for folder in stay)
+    for folder in others:
+        if folder not in stay and (folder in whole or numbers[folder] < newest):
             try:
                 remove(folder)
             except OSError as error:  # what was saved is there: the run need not end for this
                 logger.warning("%s is over the total_limit, and could not be removed: %s", folder, error)
-
-
-def _number_of(folder: Path) -> int:
-    match = _NUMBERED.fullmatch(folder.name)
-    return int(match[1]) if match else -1
 
 
 def _manifest_if_whole(folder: Path) -> Manifest | None:

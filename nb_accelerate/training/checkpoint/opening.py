@@ -36,9 +36,7 @@ class Checkpoint:
     """A checkpoint that can be read. Made by `open_checkpoint`.
 
     Attributes:
-        folder: where the files are.
         asked_for: the folder that was given, for messages.
-        there: names of these files, relative to ``folder``.
     """
 
     folder: Path
@@ -90,9 +88,6 @@ def read_checkpoint(
     Returns:
         What ``read`` returned, and a sentence for each file of the checkpoint that is not as it was written, on this
         rank or another; there is one or the other.
-
-    Raises:
-        CheckpointError: it is not damaged, and ``read`` has failed, on this rank or another.
     """
     opened: list[Checkpoint | None] = []
 

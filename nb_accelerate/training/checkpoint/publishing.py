@@ -67,10 +67,6 @@ class Staging:
 
         Args:
             kind: whether it is a state or the weights of a model, which tells the files of a save before from others.
-
-        Raises:
-            CheckpointError: it cannot be written there, or another user has prepared a folder or a link of that name.
-            ConfigError: there is a file of that name.
         """
         _refuse_planted(Path(folder).expanduser())
         target = Path(os.path.realpath(Path(folder).expanduser()))

@@ -12,17 +12,15 @@ Names and content are those of Hugging Face accelerate: ``pytorch_model_fsdp_0/`
 from __future__ import annotations
 
 import itertools
-import json
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -37,8 +35,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
 
     from nb_accelerate.training.checkpoint.checksums import FileRecord
     from nb_accelerate.training.comm import Collectives
@@ -71,7 +70,6 @@ class ShardedFolder:
 
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None
-        self._rank = 0
 
     def plan(self, collectives: Collectives) -> None:
         """Agree on who writes what. Collective; comes before any writing, which is done alone."""
@@ -80,36 +78,25 @@ class ShardedFolder:
         plans = collectives.all_gather_object(planner.create_local_plan())
         # The same on all ranks: it follows from the plans alone.
         divided, self._metadata = planner.create_global_plan(plans)
-        self._rank = collectives.rank
-        self._plan = FileSystemWriter("").prepare_global_plan(divided)[self._rank]
+        self._plan = FileSystemWriter("").prepare_global_plan(divided)[collectives.rank]
         self.values = {
             name: value.to_local() if isinstance(value, DTensor) else value
             for name, value in planner.state_dict.items()
         }
 
-    def write(self, own: Path, notes: Path) -> None:
-        """Write this rank's part.
-
-        Args:
-            notes: a folder that all ranks see. What `finish` needs to know of this rank's file is put there.
-        """
+    def write(self, own: Path) -> list[WriteResult]:
+        """Write this rank's part, into its folder; return what `finish` needs to know of it."""
         assert self._plan is not None
         folder = own / self.name
         folder.mkdir()
         # Who records the files syncs them. No copying ahead: values are in host memory already if this is a thread,
         # where it would make a context on the first GPU of the machine on every rank.
         writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-        results = writer.write_data(self._plan, _Values(self.values)).wait()
-        (notes / f"{self.name}-{self._rank}.json").write_text(json.dumps([_as_json(result) for result in results]))
+        return writer.write_data(self._plan, _Values(self.values)).wait()
 
-    def finish(self, path: Path, ranks: Sequence[int]) -> dict[str, FileRecord]:
+    def finish(self, path: Path, results: list[list[WriteResult]]) -> dict[str, FileRecord]:
         """Add what tells where each part is, when all ranks have written; return what that file is."""
         assert self._metadata is not None
-        results = []
-        for rank in ranks:
-            note = path / f"{self.name}-{rank}.json"
-            results.append([_from_json(told) for told in json.loads(note.read_text())])
-            note.unlink()
         folder = path / self.name
         folder.mkdir()
         FileSystemWriter(folder, sync_files=False).finish(self._metadata, results)
@@ -127,18 +114,6 @@ class _Values(DefaultSavePlanner):
     @override
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._values[index.fqn]
-
-
-def _as_json(result: WriteResult) -> list[Any]:
-    index, place = result.index, result.storage_data
-    offset = None if index.offset is None else list(index.offset)
-    return [index.fqn, offset, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length]
-
-
-def _from_json(told: list[Any]) -> WriteResult:
-    name, offset, number, size, path, start, length = told
-    index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
-    return WriteResult(index=index, size_in_bytes=size, storage_data=_StorageInfo(path, start, length))
 
 
 def read_model(folder: Path, model: nn.Module, *, strict: bool) -> dict[str, Any]:
@@ -186,15 +161,11 @@ def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str,
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, itertools.chain.from_iterable(names), strict=True))
     groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
-    return {"state": {name_of[number]: one for number, one in state["state"].items()}, "param_groups": groups}
+    return {"state": {name_of[number]: values for number, values in state["state"].items()}, "param_groups": groups}
 
 
 def numbered(state: Mapping[str, Any], names: Sequence[Sequence[str]], source: str) -> dict[str, Any]:
-    """Undo `named`, for an optimizer whose groups have their parameters in another order, too.
-
-    Raises:
-        CheckpointError: it is the state of other parameters, or they are in other groups.
-    """
+    """Undo `named`, for an optimizer whose groups have their parameters in another order, too."""
     saved = [list(group.get("params", ())) for group in state["param_groups"]]
     if [sorted(group) for group in saved] != [sorted(group) for group in names]:
         lacking = sorted({name for group in names for name in group} - {name for group in saved for name in group})
@@ -208,7 +179,7 @@ def numbered(state: Mapping[str, Any], names: Sequence[Sequence[str]], source: s
         {**group, "params": [number_of[name] for name in own]}
         for group, own in zip(state["param_groups"], names, strict=True)
     ]
-    return {"state": {number_of[name]: one for name, one in state["state"].items()}, "param_groups": groups}
+    return {"state": {number_of[name]: values for name, values in state["state"].items()}, "param_groups": groups}
 
 
 def entries_of(reader: ShardReader) -> Iterator[tuple[tuple[Any, ...], str, Any]]:

@@ -59,7 +59,7 @@ class SharedStaging:
     """What `share` returns.
 
     Attributes:
-        staging: for the rank that publishes; None on others.
+        staging: where this rank publishes; None on others.
         name: of the save, which no other has; the same on all ranks.
         path: the folder that all of ``ranks`` see.
         ranks: those that write to it.
@@ -87,10 +87,6 @@ def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_eac
 
     Args:
         on_each_machine: machines do not share their disks, so that each is to have a checkpoint.
-
-    Raises:
-        CheckpointError: nothing can be written there, or not all ranks see it.
-        ConfigError: there is a file of that name.
     """
     staging: Staging | None = None
 
@@ -104,6 +100,7 @@ def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_eac
         return str(staging.path)
 
     try:
+        # Rank 0 makes the folder, and all ranks look for theirs in it.
         path, first = gather_from_all_ranks(collectives, lambda: (begin(collectives.rank == 0), folder.absolute()))[0]
         name = Path(path).name
         sees = gather_from_all_ranks(collectives, lambda: folder_of(Path(path), this_rank.rank).is_dir())
@@ -121,6 +118,7 @@ def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_eac
                 "ProjectConfiguration(save_on_each_node=True)."
             )
         else:
+            # Machines that do not see it: the first rank of each makes one there, for the ranks of its machine.
             is_blind = not sees[this_rank.rank]
             makes = is_blind and this_rank.local_rank == 0
             found = gather_from_all_ranks(collectives, lambda: (this_rank.node_rank, begin(makes)))

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from torch.distributed.checkpoint.storage import WriteResult
+
     from nb_accelerate.training.checkpoint.checksums import FileRecord
     from nb_accelerate.training.checkpoint.host_copies import HostCopies
     from nb_accelerate.training.checkpoint.registry import Progress
@@ -57,8 +59,6 @@ class Part:
     """One thing with a state.
 
     Attributes:
-        file: its name.
-        thing: what has it: methods ``state_dict()`` and ``load_state_dict(state)``.
         on_every_rank: whether ranks have states that differ; the first one's has the plain name.
         check: looks whether a state fits, given its file, the state and the thing; None where nobody can know.
     """
@@ -124,7 +124,6 @@ class Content:
         states: the name of each other file, and what is in it.
         folders: of which this rank writes a part.
         manifest: what is known about the run, without files.
-        safe_serialization: write weights as safetensors.
     """
 
     weights: list[Mapping[str, Any]]
@@ -149,9 +148,7 @@ def collect(
     """Return what a rank is to write, without copies.
 
     Args:
-        shared: the folder that is written to.
         folders: states of which each rank writes a part, planned; among them may be weights and parts.
-        parts: see `parts_of`.
         step: batches in the current accumulation window.
     """
     publishes = shared.staging is not None
@@ -206,8 +203,17 @@ def copied(content: Content, copies: HostCopies) -> Content:
     return replace(content, weights=copied_weights, states=states)
 
 
-def write_content(content: Content, shared: SharedStaging) -> tuple[int, dict[str, FileRecord]]:
-    """Write this rank's files; return its number and what they are."""
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a rank has written: its files, and of each folder of `Content` what torch knows about its part."""
+
+    rank: int
+    files: dict[str, FileRecord]
+    parts: list[list[WriteResult]]
+
+
+def write_content(content: Content, shared: SharedStaging) -> Written:
+    """Write this rank's files."""
     own, safe = shared.own, content.safe_serialization
     if shared.staging is not None:
         shared.staging.release_replaced()
@@ -217,23 +223,21 @@ def write_content(content: Content, shared: SharedStaging) -> tuple[int, dict[st
             write(state, own / name, safe_serialization=safe, recorder=recorder)
         for name, state in content.states:
             write(state, own / name, safe_serialization=False, recorder=recorder)
-        for folder in content.folders:
-            folder.write(own, shared.path)
-        return shared.rank, recorder.records()
+        parts = [folder.write(own) for folder in content.folders]
+        return Written(rank=shared.rank, files=recorder.records(), parts=parts)
 
 
-def publish(
-    content: Content, shared: SharedStaging, written: Mapping[int, dict[str, FileRecord]], after: Callable[[], object]
-) -> None:
+def publish(content: Content, shared: SharedStaging, written: Sequence[Written], after: Callable[[], object]) -> None:
     """Make what all ranks have written the checkpoint, where this rank is the one that does; then call ``after``."""
     staging = shared.staging
     if staging is None:
         return
+    own = [of_rank for of_rank in written if of_rank.rank in shared.ranks]
     files: dict[str, FileRecord] = {}
-    for rank in reversed(shared.ranks):  # as `join` decides which file counts
-        files |= written[rank]
-    for folder in content.folders:
-        files |= folder.finish(shared.path, shared.ranks)
+    for of_rank in reversed(own):  # as `join` decides which file counts
+        files |= of_rank.files
+    for number, folder in enumerate(content.folders):
+        files |= folder.finish(shared.path, [of_rank.parts[number] for of_rank in own])
     staging.join(content.manifest.num_processes)
     replace(content.manifest, files=dict(sorted(files.items()))).write(shared.path)
     staging.publish()
@@ -250,21 +254,17 @@ def save_state(
     """Write a checkpoint and wait for it. All ranks that save call it together.
 
     Args:
-        collect: returns what this rank writes.
         collectives: of those that save: all ranks, or the main one alone.
         after: called where the checkpoint was published, when it was.
-
-    Raises:
-        CheckpointError: it could not be written, on this rank or another. What was there is there still.
     """
     collected: list[Content] = []
 
-    def collect_and_write() -> tuple[int, dict[str, FileRecord]]:
+    def collect_and_write() -> Written:
         collected.append(collect())
         return write_content(collected[0], shared)
 
     try:
-        written = dict(gather_from_all_ranks(collectives, collect_and_write))
+        written = gather_from_all_ranks(collectives, collect_and_write)
         run_on_all_ranks(collectives, lambda: publish(collected[0], shared, written, after))
     except BaseException:
         shared.discard()
@@ -283,7 +283,6 @@ def save_state_in_background(
     """Write a checkpoint in a thread, as `save_state` does; return when all states have been copied to host memory.
 
     Args:
-        folder: as it was asked for.
         copies: buffers; not used by another save at this time.
     """
     handle = CheckpointHandle(folder)
@@ -291,7 +290,7 @@ def save_state_in_background(
 
     def write_all(ranks: SaveGroup, content: Content) -> None:
         try:
-            written = dict(gather_from_all_ranks(ranks, lambda: write_content(content, shared)))
+            written = gather_from_all_ranks(ranks, lambda: write_content(content, shared))
             run_on_all_ranks(ranks, lambda: publish(content, shared, written, after))
         except BaseException:
             shared.discard()

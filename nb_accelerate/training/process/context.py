@@ -44,7 +44,6 @@ class ProcessContext:
 
     Attributes:
         group: the default process group, or None when it is alone.
-        owns_group: whether this package made that group, and so may destroy it.
         newest: what the newest `Accelerator` chose, for functions that have no `Accelerator` at hand.
         pid: process id. A forked child inherits the object, but is another process.
     """

@@ -68,7 +68,6 @@ def device_of_group(
     """Find the device that a process uses in a group that others made.
 
     Args:
-        bound: the one that the group was told of.
         guessed: whether its local rank is a guess.
     """
     if bound is not None and not cpu:

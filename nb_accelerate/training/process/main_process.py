@@ -19,9 +19,6 @@ def only_if(chosen: bool | Callable[[], bool], function: Callable[P, R]) -> Call
 
     Elsewhere a function returns None, a generator yields nothing and a coroutine gives None; each stays what it is,
     so that callers can iterate it or wait for it on every rank. Methods, static methods and class methods work too.
-
-    Args:
-        chosen: whether to run it here; a function is asked at each call.
     """
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(only_if(chosen, function.__func__))

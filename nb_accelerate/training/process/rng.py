@@ -110,11 +110,7 @@ def synchronize(
     broadcast: Callable[[torch.Tensor], torch.Tensor],
     generator: torch.Generator | None = None,
 ) -> None:
-    """Give this rank the random states of rank 0. All ranks call it together.
-
-    Args:
-        generator: the one that `RNGType.GENERATOR` means; skipped if None.
-    """
+    """Give this rank the random states of rank 0. All ranks call it together."""
     for rng_type in rng_types:
         if rng_type is RNGType.GENERATOR:
             if generator is not None:

@@ -44,7 +44,6 @@ def setup_process(
     A process group that exists already is adopted and never destroyed by us.
 
     Args:
-        cpu: train on the CPU; None leaves it to the environment and to the devices there are.
         needs_group: make a process group also where this process is alone, for an engine that wants one.
     """
     environment = environment or Environment()

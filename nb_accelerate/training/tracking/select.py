@@ -138,12 +138,7 @@ def make_trackers(
     logging_dir: str | os.PathLike[str] | None,
     init_kwargs: dict[str, dict[str, Any]],
 ) -> list[GeneralTracker]:
-    """Make a tracker for each name; tracker objects are returned as they are.
-
-    Args:
-        project_name: the name of the run or of its project, depending on the tracker.
-        init_kwargs: arguments for the library of a tracker, by the name of the tracker.
-    """
+    """Make a tracker for each name; tracker objects are returned as they are."""
     names = [tracker.name if isinstance(tracker, GeneralTracker) else str(tracker) for tracker in chosen]
     _check_names("init_kwargs", init_kwargs, names)
     made: list[GeneralTracker] = []
@@ -174,7 +169,6 @@ class Recording:
     """The trackers, folders and profile options of an `Accelerator`.
 
     Attributes:
-        project: the folders that the run writes to, and which checkpoints are kept.
         refused: names of trackers, and of values that they did not take, of which the user was told.
     """
 
