@@ -118,7 +118,7 @@ def test_checkpoints_that_do_not_fit_or_are_damaged_are_refused_and_change_nothi
     share.write_bytes(content)
     messages = run_ranks(refused, (folder, None), (folder, 3), (plain, 2), (damaged, 2))[0]
     assert "zero_to_fp32.py" in messages[0]
-    assert "saved with ZeRO stage 0, 1 or 2, and this engine has stage 3" in messages[1]
+    assert "saved with ZeRO stage 1 or 2, and this engine has stage 3" in messages[1]
     assert "was not saved by DeepSpeed" in messages[2]
     assert share.name in messages[3]
     shape = "0.weight is of shape (16, 6) in the checkpoint and (8, 6) here"

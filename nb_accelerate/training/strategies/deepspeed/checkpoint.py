@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SHARE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
-_OF_FSDP = re.compile(r"pytorch_model_fsdp_\d+/\.metadata")
 _WHOLE = "mp_rank_00_model_states.pt"
 _WHOLE_OF_STAGE_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
@@ -59,49 +58,44 @@ def save_engine(engine: Any, folder: Path, tag: str, **kwargs: Any) -> None:
 def check_engine(
     engine: Any, folder: Path, tag: str, files: Collection[str], *, weights_only: bool = True, strict: bool = True
 ) -> None:
-    """Look whether the files of a checkpoint fit an engine. Of tensors, only shapes are read.
+    """Raise `CheckpointError` unless the files of a checkpoint fit an engine. Of tensors, only shapes are read.
 
     Args:
         files: all files of the checkpoint, by paths that begin below ``folder``.
         weights_only: refuse files that would run code, and do not open any otherwise.
         strict: whether all weights of the model must be there, and no others.
-
-    Raises:
-        CheckpointError: there is none of DeepSpeed's, or it is of another model, number of ranks or stage, or a file
-            would run code.
     """
     names = {name.partition("/")[2] for name in files if name.startswith(f"{tag}/")}
     if not names & {_WHOLE, _WHOLE_OF_STAGE_3}:
-        shards = next((name.partition("/")[0] for name in sorted(files) if _OF_FSDP.match(name)), None)
-        if shards is not None:
-            raise CheckpointError(
-                f"{folder} was saved with FSDP, in shards, and not by DeepSpeed. For the weights alone: `nb-accelerate "
-                f"merge-weights {folder / shards} WEIGHTS`, and load_checkpoint_in_model(model, 'WEIGHTS') before "
-                "prepare."
-            )
         raise CheckpointError(
             f"{folder} has no {tag}/{_WHOLE}: it was not saved by DeepSpeed. Load its weights before prepare, with "
-            "load_checkpoint_in_model(model, folder), or go on without DeepSpeed."
+            "load_checkpoint_in_model(model, folder), or go on without DeepSpeed. (Shards of FSDP become such weights "
+            "with `nb-accelerate merge-weights`.)"
         )
+    weights_alone = (
+        f"for the weights alone, of stages 1 to 3: `python {folder / 'zero_to_fp32.py'} {folder} WEIGHTS`, and "
+        "load_checkpoint_in_model(model, 'WEIGHTS') before prepare."
+    )
     stage = int(engine.zero_optimization_stage())
-    if (_WHOLE_OF_STAGE_3 in names) != (stage == 3):
-        was = "3" if _WHOLE_OF_STAGE_3 in names else "0, 1 or 2"
+    shares = {int(match[2]) for name in names if (match := _SHARE.fullmatch(name))}
+    if (_WHOLE_OF_STAGE_3 in names, bool(shares)) != (stage == 3, stage > 0):
+        was = "3" if _WHOLE_OF_STAGE_3 in names else "1 or 2" if shares else "0"
         raise CheckpointError(
             f"{folder} was saved with ZeRO stage {was}, and this engine has stage {stage}. Write zero_stage as when it "
-            f"was saved; {_weights_alone(folder)}"
-        )
-    shares = {int(match[2]) for name in names if (match := _SHARE.fullmatch(name))}
-    if bool(shares) != (stage > 0):
-        raise CheckpointError(
-            f"{folder} was saved with ZeRO stage {'1 or 2' if shares else '0'}, and this engine has stage {stage}. "
-            "Write zero_stage as when it was saved."
+            f"was saved; or, {weights_alone}"
         )
     ranks = engine.seq_dp_world_size if hasattr(engine, "seq_dp_world_size") else engine.dp_world_size
     if shares and shares != set(range(ranks)):
+        # DeepSpeed reads its states of stages 1 and 2 on other ranks after a conversion.
+        converted = (
+            f"for weights and optimizer: `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+            f"--input_folder {folder / tag} --output_folder {folder / tag}_universal`, "
+            f'"checkpoint": {{"load_universal": true}} in the DeepSpeed configuration, and after prepare '
+            f"model.load_checkpoint({str(folder)!r}, tag='{tag}_universal'); or, "
+        )
         raise CheckpointError(
             f"{folder} was saved by {max(shares) + 1} ranks, and this run has {ranks}. DeepSpeed does not share out "
-            f"states anew. Start {max(shares) + 1} ranks; {'' if stage == 3 else _converted(folder, tag)}"
-            f"{_weights_alone(folder)}"
+            f"states anew. Start {max(shares) + 1} ranks; or, {'' if stage == 3 else converted}{weights_alone}"
         )
     if weights_only:
         own = f"zero_pp_rank_{engine.global_rank}_"
@@ -112,30 +106,8 @@ def check_engine(
                     _check_shapes(engine, folder / tag / name, state, strict=strict)
 
 
-def _converted(folder: Path, tag: str) -> str:
-    """Return a part of a sentence that says how DeepSpeed reads its states of stages 1 and 2 on other ranks."""
-    return (
-        f"or convert it, `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
-        f"{folder / tag} --output_folder {folder / tag}_universal`, write "
-        '"checkpoint": {"load_universal": true} in the DeepSpeed configuration, and after prepare '
-        f"model.load_checkpoint({str(folder)!r}, tag='{tag}_universal'), for the weights and the optimizer; "
-    )
-
-
-def _weights_alone(folder: Path) -> str:
-    """Return the rest of a sentence that says how to go on with the weights in a checkpoint, and nothing else of it."""
-    return (
-        f"or, for the weights alone, of stages 1 to 3: `python {folder / 'zero_to_fp32.py'} {folder} WEIGHTS`, and "
-        "load_checkpoint_in_model(model, 'WEIGHTS') before prepare."
-    )
-
-
 def _check_shapes(engine: Any, file: Path, state: Any, *, strict: bool) -> None:
-    """Compare the shapes of weights in a file with those of the model.
-
-    Raises:
-        CheckpointError: they are those of another model.
-    """
+    """Raise `CheckpointError` where weights in a file have other shapes than those of the model."""
     weights = state.get("module") or {}
     was = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, torch.Tensor)}
     # Of stage 3 the file has no weights, and their shapes apart.
@@ -150,26 +122,18 @@ def _check_shapes(engine: Any, file: Path, state: Any, *, strict: bool) -> None:
             f"{file} does not fit this {type(engine.module).__name__}: {name} is of shape {was[name]} in the "
             f"checkpoint and {now[name]} here. Make the model as it was when it was saved."
         )
-    left = sorted(was.keys() - now.keys())
-    if left and strict:
+    unknown = sorted(was.keys() - now.keys())
+    if unknown and strict:
         raise CheckpointError(
-            f"{file} has {', '.join(left[:3])}, which this {type(engine.module).__name__} has not. Make the model as "
-            "it was when it was saved."
+            f"{file} has {', '.join(unknown[:3])}, which this {type(engine.module).__name__} has not. Make the model "
+            "as it was when it was saved."
         )
 
 
 def load_engine(
     engine: Any, folder: Path, tag: str, *, weights_only: bool = True, strict: bool = True, **kwargs: Any
 ) -> None:
-    """Read an engine's state. Collective.
-
-    Args:
-        strict: whether it has to have exactly the weights of the model.
-        **kwargs: those of ``engine.load_checkpoint``.
-
-    Raises:
-        CheckpointError: a file would run code, or holds something else than the engine's state.
-    """
+    """Read an engine's state, with arguments of ``engine.load_checkpoint``. Collective."""
     checkpoint_engine = engine.checkpoint_engine
     if weights_only:
         engine.checkpoint_engine = WeightsOnly(checkpoint_engine)
@@ -182,11 +146,7 @@ def load_engine(
 
 
 class LateErrors:
-    """Write files for DeepSpeed, and keep the first error instead of raising it; all else is left to its own writer.
-
-    Attributes:
-        error: the first one; None if all went well.
-    """
+    """Write files for DeepSpeed, and keep the first error instead of raising it; all else is left to its own writer."""
 
     def __init__(self, inner: Any) -> None:
         self.error: Exception | None = None
@@ -201,7 +161,6 @@ class LateErrors:
         """Return a function that writes, does nothing any more after an error, and raises none."""
 
         def written(*args: Any, **kwargs: Any) -> None:
-            """Write, unless something could not be written before."""
             if self.error is None:
                 try:
                     write(*args, **kwargs)
@@ -230,9 +189,6 @@ def read(path: str, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
 
     Args:
         mmap: leave tensors on the disk until they are used.
-
-    Raises:
-        CheckpointError: it would run code, or is damaged.
     """
     with torch.serialization.safe_globals(_classes_of_deepspeed()):
         try:

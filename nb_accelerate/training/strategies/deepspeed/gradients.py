@@ -17,7 +17,7 @@ _AVERAGED = "_nb_accelerate_averaged"
 """An attribute of an engine: whether it has averaged gradients since its last step."""
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -30,8 +30,7 @@ def engine_of(optimizer: torch.optim.Optimizer) -> Any | None:
 def engine_with(parameters: Sequence[Tensor]) -> Any | None:
     """Return the engine that trains parameters and keeps their gradients in buffers of its own; None if none does.
 
-    Raises:
-        ConfigError: it trains others too, which could not be left out of the norm.
+    Parameters of an engine that trains others too are refused: these could not be left out of the norm.
     """
     wanted = {id(parameter) for parameter in parameters}
     for engine in engines:
@@ -62,30 +61,21 @@ def shards_of(engine: Any) -> list[Tensor]:
 
 def held_by(engine: Any) -> list[Tensor]:
     """Return the buffers in which the optimizer of an engine keeps gradients, and those it collects them in."""
-    return [
-        tensor
-        for name, value in vars(engine.optimizer).items()
-        if any(part in name for part in ("grad", "ipg"))
-        for tensor in tensors_in(value)
-    ]
+    return _tensors_named(engine, lambda name: "grad" in name or "ipg" in name)
 
 
 def precise_weights(engine: Any) -> list[Tensor]:
     """Return the float32 weights that the optimizer of an engine keeps besides those of the model."""
-    return [
-        tensor
-        for name, value in vars(engine.optimizer).items()
-        if "fp32" in name and "grad" not in name
-        for tensor in tensors_in(value)
-    ]
+    return _tensors_named(engine, lambda name: "fp32" in name and "grad" not in name)
+
+
+def _tensors_named(engine: Any, is_meant: Callable[[str], bool]) -> list[Tensor]:
+    attributes = vars(engine.optimizer).items()
+    return [tensor for name, value in attributes if is_meant(name) for tensor in tensors_in(value)]
 
 
 def note_backward(engine: Any) -> None:
-    """Note that an engine is about to run backward.
-
-    Raises:
-        ConfigError: it has averaged gradients already, which ZeRO would replace and not add to.
-    """
+    """Note that an engine is about to run backward, if it has not averaged gradients yet: ZeRO would replace them."""
     if not engine.is_gradient_accumulation_boundary() or not has_buffers(engine):
         return
     if vars(engine).get(_AVERAGED):
@@ -106,8 +96,7 @@ def note_step(engine: Any) -> None:
 def norm_of_gradients(engine: Any) -> Tensor:
     """Return the norm of the gradients that an engine has averaged, without the loss scale. Collective.
 
-    Returns:
-        A tensor of shape ``()``; NaN if gradients are infinite or not complete.
+    It is NaN if gradients are infinite or not complete.
     """
     from deepspeed.runtime import utils
 
@@ -129,11 +118,7 @@ def norm_of_gradients(engine: Any) -> Tensor:
 
 
 def limit_norm(engine: Any, max_norm: float) -> None:
-    """Make the next step of an engine scale gradients so that their norm is at most ``max_norm``.
-
-    Raises:
-        ConfigError: its configuration says another norm.
-    """
+    """Make the next step of an engine scale gradients so that their norm is at most ``max_norm``."""
     configured = engine.gradient_clipping()
     if configured and configured != max_norm:
         raise ConfigError(

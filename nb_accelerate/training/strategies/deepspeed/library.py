@@ -32,12 +32,7 @@ _TALKATIVE = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "du
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Return the module ``deepspeed``, for a type of device.
-
-    Raises:
-        ConfigError: it was imported before, for another type.
-        MissingDependencyError: it is not installed.
-    """
+    """Return the module ``deepspeed``, for a type of device; it is imported for one in a process."""
     found = {"DS_ACCELERATOR": device_type} if "DS_ACCELERATOR" not in os.environ else {}
     try:
         with variables_set(found):
@@ -65,38 +60,22 @@ def import_deepspeed(device_type: str) -> Any:
 
 
 def refuse_unsupported(precision: str) -> None:
-    """Check that the engines of this process can train in a precision.
-
-    Args:
-        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-
-    Raises:
-        ConfigError: the device lacks instructions that DeepSpeed wants for it.
-    """
+    """Raise `ConfigError` if the device lacks instructions that DeepSpeed wants for ``"bf16"`` or ``"fp16"``."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
-    if precision == "fp16" and not device.is_fp16_supported():
+    supported = {"fp16": device.is_fp16_supported, "bf16": device.is_bf16_supported}
+    if precision in supported and not supported[precision]():
+        name = "CPU, which has no instructions for it" if device.device_name() == "cpu" else device.device_name()
+        other = "mixed_precision='bf16'" if precision == "fp16" else "mixed_precision='fp16' or 'no'"
         raise ConfigError(
-            f"mixed_precision='fp16' was asked for, and DeepSpeed does not train in fp16 on this {_called(device)}. "
-            "Write mixed_precision='bf16'."
+            f"mixed_precision={precision!r} was asked for, and DeepSpeed does not train in {precision} on this {name}. "
+            f"Write {other}."
         )
-    if precision == "bf16" and not device.is_bf16_supported():
-        raise ConfigError(
-            f"mixed_precision='bf16' was asked for, and DeepSpeed does not train in bf16 on this {_called(device)}. "
-            "Write mixed_precision='fp16', or leave mixed_precision out."
-        )
-
-
-def _called(device: Any) -> str:
-    return "CPU, which has no instructions for it" if device.device_name() == "cpu" else str(device.device_name())
 
 
 def set_loudness(config: Mapping[str, Any]) -> None:
-    """Make DeepSpeed say errors only, unless a configuration asks for more.
-
-    Its logger writes to standard output.
-    """
+    """Make DeepSpeed say errors only, on standard output, unless a configuration asks for more."""
     logger = logging.getLogger("DeepSpeed")
     level = logging.INFO if any(config.get(key) for key in _TALKATIVE) else logging.ERROR
     logger.setLevel(level)

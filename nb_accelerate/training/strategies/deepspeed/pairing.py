@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from torch import nn
@@ -23,29 +23,16 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
         ConfigError: there are several, or it trains other models too, or has a state that the engine would lose.
     """
     own = {id(parameter) for parameter in model.parameters()}
-    mine = [one for one in optimizers if _trains(one, own)]
+    mine = [one for one in optimizers if any(id(parameter) in own for parameter in _parameters_of(one))]
+    if not mine:
+        return None
     if len(mine) > 1:
         raise ConfigError(
             f"{len(mine)} optimizers train parts of one {type(model).__name__}, and a DeepSpeed engine has one. "
             "Make one optimizer with several parameter groups."
         )
-    if not mine:
-        return None
-    _check(mine[0], model, own)
-    return mine[0]
-
-
-def _trains(optimizer: torch.optim.Optimizer, own: Collection[int]) -> bool:
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _check(optimizer: torch.optim.Optimizer, model: nn.Module, own: Collection[int]) -> None:
-    """Refuse an optimizer with parameters of other models, or with a state that the engine would lose.
-
-    Raises:
-        ConfigError: it has.
-    """
-    others = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    [optimizer] = mine
+    others = sum(id(parameter) not in own for parameter in _parameters_of(optimizer))
     if others:
         raise ConfigError(
             f"This {type(optimizer).__name__} trains {others} parameters that are not those of the "
@@ -53,16 +40,13 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, own: Collection[i
             "the models into one torch.nn.Module."
         )
     # Constructors of some optimizers (Adagrad) make a state; a state without "step" was made by a step.
-    if any(one.get("step", 1) != 0 for one in optimizer.state.values()):
+    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError(
             f"This {type(optimizer).__name__} has taken steps or was loaded before prepare, and DeepSpeed begins with "
             "an empty state. Prepare it first, then call accelerator.load_state."
         )
+    return optimizer
 
 
-def without_model(optimizer: torch.optim.Optimizer) -> ConfigError:
-    """Return the error for an optimizer whose model is not prepared with it."""
-    return ConfigError(
-        f"A {type(optimizer).__name__} was prepared without its model. A DeepSpeed engine takes over both at once: "
-        "model, optimizer = accelerator.prepare(model, optimizer)."
-    )
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -31,11 +31,7 @@ _ENGINE = "nb_accelerate_engine"
 
 
 class HalfForward(Float32Forward):
-    """Convert floating point inputs of a model to its 16-bit dtype, and its outputs to float32.
-
-    Args:
-        forward: the model's own forward.
-    """
+    """Convert floating point inputs of a model to its 16-bit dtype, and its outputs to float32."""
 
     def __init__(self, forward: Callable[..., Any], dtype: torch.dtype) -> None:
         super().__init__(forward)
@@ -51,11 +47,7 @@ class HalfForward(Float32Forward):
 
 
 class DeepSpeedPrecision(Precision):
-    """Compute in the dtype of an engine, and let it run backward.
-
-    Args:
-        name: ``"no"``, ``"bf16"`` or ``"fp16"``.
-    """
+    """Compute in the dtype of an engine, ``"no"``, ``"bf16"`` or ``"fp16"``, and let it run backward."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -126,9 +118,6 @@ def engine_of_loss(loss: Tensor) -> Any:
     """Return the engine whose outputs a loss was computed from; with several, the one nearest to the loss.
 
     DeepSpeed's hooks run backward in the others by themselves, in stages 1 to 3.
-
-    Raises:
-        NotPreparedError: there is none.
     """
     known = list(engines)
     if len(known) == 1:

@@ -28,14 +28,10 @@ class Run:
     """What is known about a training where a model is prepared.
 
     Attributes:
-        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        world_size: number of ranks.
-        accumulation_steps: batches for one optimizer step.
         batch_sizes: rows of a batch on one rank, of each loader that is prepared with the model.
         scheduler_steps: how often a prepared scheduler advances for one optimizer step: once for each process that
             reads rows of its own, or once. ``total_num_steps`` of a `DummyScheduler` is divided by it, as accelerate
             does; ``warmup_num_steps`` is not.
-        hidden_size: of the model; None where its configuration does not say.
     """
 
     precision: str
@@ -56,9 +52,6 @@ def engine_config(
 
     Args:
         optimizer: of the model; None if it is only evaluated.
-
-    Raises:
-        ConfigError: values contradict each other, or one is missing.
     """
     given = dict(plugin.deepspeed_config)
     if optimizer is None:
@@ -113,11 +106,7 @@ def engine_config(
 
 
 def _check_objects(config: dict[str, Any], optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any]) -> None:
-    """Compare the optimizer and the scheduler that are prepared with those that a configuration describes.
-
-    Raises:
-        ConfigError: one is there twice, or not at all.
-    """
+    """Raise `ConfigError` where an optimizer or a scheduler is both configured and prepared, or neither of them."""
     if optimizer is None:
         return
     stands_in = isinstance(optimizer, DummyOptim)
@@ -132,30 +121,27 @@ def _check_objects(config: dict[str, Any], optimizer: torch.optim.Optimizer | No
             "there, or make an optimizer of torch.optim."
         )
     for scheduler in schedulers:
-        if not isinstance(scheduler, DummyScheduler):
-            if "scheduler" in config:
+        name = type(scheduler).__name__
+        if isinstance(scheduler, DummyScheduler):
+            if "scheduler" not in config and scheduler.lr_scheduler_callable is None:
                 raise ConfigError(
-                    f'The DeepSpeed configuration has a "scheduler", and a {type(scheduler).__name__} is prepared. '
-                    "Leave one of them out, or write DummyScheduler(optimizer)."
+                    'A DummyScheduler stands for the "scheduler" of a DeepSpeed configuration, and this one has none. '
+                    "Describe it there, or write DummyScheduler(optimizer, lr_scheduler_callable=...)."
                 )
-            if stands_in:
-                raise ConfigError(
-                    f"A {type(scheduler).__name__} of a DummyOptim would change nothing. Write "
-                    "DummyScheduler(optimizer, lr_scheduler_callable=...), which makes it from the real optimizer."
-                )
-        elif "scheduler" not in config and scheduler.lr_scheduler_callable is None:
+        elif "scheduler" in config:
             raise ConfigError(
-                'A DummyScheduler stands for the "scheduler" of a DeepSpeed configuration, and this one has none. '
-                "Describe it there, or write DummyScheduler(optimizer, lr_scheduler_callable=...)."
+                f'The DeepSpeed configuration has a "scheduler", and a {name} is prepared. Leave one of them out, or '
+                "write DummyScheduler(optimizer)."
+            )
+        elif stands_in:
+            raise ConfigError(
+                f"A {name} of a DummyOptim would change nothing. Write DummyScheduler(optimizer, "
+                "lr_scheduler_callable=...), which makes it from the real optimizer."
             )
 
 
 def _batch_size(plugin: DeepSpeedPlugin, run: Run) -> int | None:
-    """Return the rows of a batch on one rank; None where nothing says.
-
-    Raises:
-        ConfigError: the configuration and the loaders say different numbers.
-    """
+    """Return the rows of a batch on one rank; None where nothing says."""
     given = plugin.get_value("train_micro_batch_size_per_gpu")
     known = None if given in {None, AUTO} else int(given)
     if not run.batch_sizes:
@@ -190,14 +176,13 @@ def _of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
 
 
 def _of_schedulers(schedulers: Sequence[Any], run: Run) -> dict[str, Any]:
-    for scheduler in schedulers:
-        if isinstance(scheduler, DummyScheduler):
-            total = scheduler.total_num_steps
-            values = {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": scheduler.optimizer.defaults.get("lr"),
-                "warmup_num_steps": max(1, scheduler.warmup_num_steps),
-                "total_num_steps": None if total is None else -(-total // run.scheduler_steps),
-            }
-            return {f"scheduler.params.{name}": value for name, value in values.items()}
-    return {}
+    scheduler = next((one for one in schedulers if isinstance(one, DummyScheduler)), None)
+    if scheduler is None:
+        return {}
+    total = scheduler.total_num_steps
+    return {
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": scheduler.optimizer.defaults.get("lr"),
+        "scheduler.params.warmup_num_steps": max(1, scheduler.warmup_num_steps),
+        "scheduler.params.total_num_steps": None if total is None else -(-total // run.scheduler_steps),
+    }

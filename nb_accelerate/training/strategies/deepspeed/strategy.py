@@ -33,7 +33,7 @@ from nb_accelerate.training.strategies.deepspeed.library import (
     refuse_unsupported,
     set_loudness,
 )
-from nb_accelerate.training.strategies.deepspeed.pairing import optimizer_of, without_model
+from nb_accelerate.training.strategies.deepspeed.pairing import optimizer_of
 from nb_accelerate.training.strategies.deepspeed.precision import DeepSpeedPrecision, mark_outputs
 from nb_accelerate.training.strategies.deepspeed.resolve import Run, engine_config
 from nb_accelerate.training.strategies.model_memory import measure
@@ -54,15 +54,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedStrategy(Strategy):
-    """Train with DeepSpeed.
-
-    Args:
-        local_rank: number of this process on its machine.
-        plugins: how, by name; the selected one counts for what is prepared.
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed.
-    """
+    """Train with DeepSpeed, as the selected one of some plugins says when a model is prepared."""
 
     is_replicated = False
     checks_optimizers = True
@@ -145,15 +137,13 @@ class DeepSpeedStrategy(Strategy):
                 "bits. Write mixed_precision='bf16', or shard the model with fsdp_plugin instead of deepspeed_plugin."
             )
         configured = self.plugin.precision
-        if configured is not None and precision.name not in {"no", configured}:
+        is_off = precision.name != "no" and self.plugin.get_value(f"{precision.name}.enabled") is False
+        if precision.name not in {"no", configured or precision.name} or is_off:
             raise ConfigError(
                 f"mixed_precision={precision.name!r} was asked for, but the DeepSpeed configuration has "
-                f'{configured}.enabled true. Write one of the two, or "auto" in the configuration.'
-            )
-        if precision.name != "no" and self.plugin.get_value(f"{precision.name}.enabled") is False:
-            raise ConfigError(
-                f"mixed_precision={precision.name!r} was asked for, but the DeepSpeed configuration has "
-                f'{precision.name}.enabled false. Write one of the two, or "auto" in the configuration.'
+                f"{precision.name}.enabled false"
+                + (f" or {configured}.enabled true. " if configured else ". ")
+                + 'Write one of the two, or "auto" in the configuration.'
             )
         self._precision = configured or precision.name
         refuse_unsupported(self._precision)
@@ -172,7 +162,10 @@ class DeepSpeedStrategy(Strategy):
         for optimizer in optimizers:
             if id(optimizer) not in taken:
                 if gradients.engine_of(optimizer) is None:
-                    raise without_model(optimizer)
+                    raise ConfigError(
+                        f"A {type(optimizer).__name__} was prepared without its model. A DeepSpeed engine takes over "
+                        "both at once: model, optimizer = accelerator.prepare(model, optimizer)."
+                    )
                 taken[id(optimizer)] = optimizer  # of an engine that another Accelerator has made
         return prepared, [taken[id(optimizer)] for optimizer in optimizers]
 
@@ -242,22 +235,17 @@ class DeepSpeedStrategy(Strategy):
             self._deepspeed.init_distributed(verbose=False)
 
     def _set_leaves(self, model: nn.Module) -> None:
-        """Make stage 3 gather the layers whole that the plugin names.
-
-        Raises:
-            ConfigError: the model has none of a name.
-        """
-        names = self.plugin.transformer_moe_cls_names
-        if not names:
-            return
+        """Make stage 3 gather the layers whole that the plugin names."""
+        names = [name.strip() for name in (self.plugin.transformer_moe_cls_names or "").split(",") if name.strip()]
         known = {type(part).__name__: type(part) for part in model.modules()}
-        missing = [name for name in map(str.strip, names.split(",")) if name not in known]
+        missing = [name for name in names if name not in known]
         if missing:
             raise ConfigError(
                 f"transformer_moe_cls_names names {', '.join(missing)}, and {type(model).__name__} has no such layer. "
                 f"It has {', '.join(sorted(known))}."
             )
-        self._deepspeed.utils.set_z3_leaf_modules(model, [known[name.strip()] for name in names.split(",")])
+        if names:
+            self._deepspeed.utils.set_z3_leaf_modules(model, [known[name] for name in names])
 
     @override
     def engine_scheduler(self, scheduler: Any) -> Any | None:
