@@ -24,7 +24,7 @@ _VARIABLES = {
 _MESH_ORDER = ("dp_replicate", "dp_shard", "tp")
 """Dimensions of the mesh, outermost first: neighbouring ranks compute one layer together."""
 
-_NOT_YET = {"cp_size": "context parallelism", "sp_size": "sequence parallelism (Ulysses attention of DeepSpeed)"}
+_NOT_YET = {"cp_size": "context parallelism", "sp_size": "sequence parallelism"}
 
 
 @dataclass

@@ -215,18 +215,17 @@ class DDPStrategy(Strategy):
         if wrapped is None:
             yield
             return
-        model = wrapped
-        before = model.require_backward_grad_sync, model.require_forward_param_sync
-        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
+        wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
         # A forward outside of no_sync would have prepared the buckets. No outputs are given, so torch does not search
         # them for unused parameters: several forwards may share this backward.
-        model.reducer.prepare_for_backward([])
-        if isinstance(model, DistributedDataParallel):
-            model.note_prepared()
+        wrapped.reducer.prepare_for_backward([])
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.note_prepared()
         try:
             yield
         finally:
-            model.require_backward_grad_sync, model.require_forward_param_sync = before
+            wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = before
 
     @override
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from nb_accelerate.training.comm.data_parallel import between_groups
-from nb_accelerate.training.strategies.ddp import is_alive
+from nb_accelerate.training.strategies.mesh import has_groups
 from nb_accelerate.training.strategies.sharding import SHARDED_AS
 from nb_accelerate.training.strategies.shards import (
     gather_whole,
@@ -61,11 +61,7 @@ class DTensorStrategy(Strategy):
     @property
     @override
     def mesh(self) -> DeviceMesh:
-        try:
-            is_there = is_alive(self._mesh.get_group(0))
-        except (KeyError, ValueError, RuntimeError):  # torch has forgotten the group
-            is_there = False
-        if not is_there:
+        if not has_groups(self._mesh):
             self._mesh = self.layout.make(self.device.type)
         return self._mesh
 

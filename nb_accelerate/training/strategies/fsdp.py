@@ -22,9 +22,9 @@ from nb_accelerate.base.config.options import note_use
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
 from nb_accelerate.training.strategies.averaging import AlwaysAveraged, GradientAverage
-from nb_accelerate.training.strategies.ddp import is_alive
 from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shards
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
+from nb_accelerate.training.strategies.mesh import has_groups
 from nb_accelerate.training.strategies.model_memory import measure
 from nb_accelerate.training.strategies.sharding import is_sharded, shard_model
 from nb_accelerate.training.strategies.shards import is_shard
@@ -230,7 +230,7 @@ def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> No
 def _check_group(model: nn.Module) -> None:
     """Refuse a model whose process group has ended: shards of ranks that are gone are lost."""
     meshes = [mesh for one in model.parameters() if (mesh := getattr(one, "device_mesh", None)) is not None]
-    if meshes and not is_alive(meshes[0].get_group(0)):
+    if meshes and not has_groups(meshes[0]):
         raise ConfigError(
             f"This {type(model).__name__} was sharded over a process group that has ended, so its shards cannot be "
             "gathered. Make the model anew and load a checkpoint: model = accelerator.prepare(Model()), "

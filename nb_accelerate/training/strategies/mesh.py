@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from nb_accelerate.training.strategies.ddp import is_alive
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,3 +59,11 @@ def layout_of(parallelism: ParallelismConfig, topology: Topology) -> MeshLayout:
     """Return the layout that was asked for, if it is one of all ranks."""
     parallelism.check_ranks(topology.world_size)
     return MeshLayout(**parallelism.sizes)
+
+
+def has_groups(mesh: DeviceMesh) -> bool:
+    """Return whether the process groups of a mesh can still be used."""
+    try:
+        return is_alive(mesh.get_group(0))
+    except (KeyError, ValueError, RuntimeError):  # torch has forgotten the group
+        return False

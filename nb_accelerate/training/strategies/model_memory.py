@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ def measure(
     *,
     parameters: Sequence[Tensor] = (),
     gradients: Sequence[Tensor] = (),
-    states: Sequence[Tensor] = (),
+    states: Iterable[Tensor] = (),
 ) -> ModelMemory:
     """Return what is held for models and optimizers.
 
@@ -46,57 +47,45 @@ def measure(
         gradients: likewise.
         states: what an engine keeps for its optimizer, besides the optimizer's own state.
     """
-    seen: set[Any] = set()
-    trained: list[Tensor] = []
-    weights: list[Tensor] = [*parameters]
-    for model in models:
-        for parameter in model.parameters():
-            weights.append(parameter)
-            if parameter.requires_grad:
-                trained.append(parameter)
-    of_weights = _bytes(weights, seen)
-    found = [one.grad for one in trained if one.grad is not None]
     optimizers = list(optimizers)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    stepped: list[Tensor] = [one for group in groups for one in group["params"]]
-    found += [one.grad for one in stepped if one.grad is not None]
+    weights = [parameter for model in models for parameter in model.parameters()]
+    trained = [weight for weight in weights if weight.requires_grad]
+    stepped = _stepped(optimizers)
+    states = [*states, *stepped]
+    found = [one.grad for one in (*trained, *stepped) if one.grad is not None]
+    seen: set[Any] = set()  # what is in the same memory counts once, where it comes first
+    of_weights = _bytes([*parameters, *weights], seen)
     of_gradients = _bytes([*gradients, *found], seen)
-    kept: list[Tensor] = [*states, *stepped]
     pending = 0 if of_gradients else _bytes([one for one in stepped if one.requires_grad] or trained, set())
     for optimizer in optimizers:
-        own = list(tensors_in(list(optimizer.state.values())))
-        kept += own
+        own = tensors_in(list(optimizer.state.values()))
+        states += own
         if not own:
             pending += _expected(optimizer)
-    return ModelMemory(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(kept, seen), pending=pending)
+    return ModelMemory(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(states, seen), pending=pending)
 
 
 def describe_sharding(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """Return the axes of the mesh that models are sharded over: ``FSDP, dp_replicate 2 x dp_shard 4``; "" if none is.
 
-    Args:
-        optimizers: that train them; they know the shards also while a model is gathered.
+    Optimizers know the shards also while a model is gathered.
     """
-    stepped = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
-    for tensor in itertools.chain(stepped, (one for model in models for one in model.parameters())):
+    for tensor in itertools.chain(_stepped(optimizers), *(model.parameters() for model in models)):
         if _is_shard(tensor):
-            mesh: Any = tensor.device_mesh
+            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]  # of a DTensor
             names = mesh.mesh_dim_names or tuple(f"axis {number}" for number in range(mesh.ndim))
             axes = " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
             return f"FSDP, {axes}" if "dp_shard" in names else axes
     return ""
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors_in(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
+def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts, lists and tuples."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:

@@ -14,16 +14,9 @@ if TYPE_CHECKING:
 
 
 class OptimizerPart:
-    """An optimizer whose state is saved and loaded through its strategy.
+    """An optimizer, the one inside of the prepared one, whose state is saved and loaded through its strategy.
 
-    Args:
-        optimizer: the one inside of the prepared one.
-        strategy: knows how its state is spread over ranks.
-        models: the user's, which it may train.
-
-    Attributes:
-        optimizer: as given.
-        names: of its parameters, by group.
+    `names` are those of its parameters, by group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, strategy: Strategy, models: Sequence[nn.Module] = ()) -> None:
@@ -38,11 +31,7 @@ class OptimizerPart:
         return self.optimizer.param_groups
 
     def collect(self, *, keep: bool) -> None:
-        """Read the whole state, for `state_dict`. Collective where it is sharded, so it comes before any writing.
-
-        Args:
-            keep: whether this rank may write it.
-        """
+        """Read the whole state, for `state_dict`. Collective where it is sharded, so it comes before any writing."""
         self._whole = self._strategy.optimizer_state(self.optimizer, keep=keep)
 
     def state_dict(self) -> dict[str, Any]:

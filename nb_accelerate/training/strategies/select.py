@@ -77,11 +77,7 @@ class EngineOptions:
         """Return how gradients accumulate, where the configuration of an engine says a number too.
 
         Args:
-            chosen: by arguments and environment.
-            is_said: whether they say a number.
-
-        Raises:
-            ConfigError: they say different numbers.
+            is_said: whether arguments or environment, by which it was chosen, say a number.
         """
         plugin = self.selected_deepspeed
         configured = None if plugin is None else plugin.gradient_accumulation_steps
@@ -107,11 +103,14 @@ def resolve_engines(
     Args:
         plugins: arguments of the `Accelerator` by name, such as ``fsdp_plugin``; None for what was not given.
         before: the options of the newest `Accelerator` of this process, if it is to be followed.
-
-    Raises:
-        ConfigError: a value is not supported.
     """
-    fsdp, deepspeed, layout = plugins.get("fsdp_plugin"), _deepspeed_plugins(plugins), plugins.get("parallelism_config")
+    fsdp, deepspeed, layout = map(plugins.get, ("fsdp_plugin", "deepspeed_plugin", "parallelism_config"))
+    if plugins.get("deepspeed_plugins") is not None:
+        if deepspeed is not None:
+            raise ConfigError(
+                "deepspeed_plugin and deepspeed_plugins were given. Write all in deepspeed_plugins={...}."
+            )
+        deepspeed = plugins["deepspeed_plugins"]
     if fsdp is not None and deepspeed is not None:
         raise ConfigError(
             "fsdp_plugin and deepspeed_plugin were given, and a model is sharded by one of them. Leave one out."
@@ -145,18 +144,6 @@ def resolve_engines(
     return EngineOptions(ddp=ddp, fsdp=fsdp, parallelism=parallelism)
 
 
-def _deepspeed_plugins(plugins: Mapping[str, Any]) -> Any:
-    """Return what was given as ``deepspeed_plugin``, or as ``deepspeed_plugins``.
-
-    Raises:
-        ConfigError: both were.
-    """
-    one, several = plugins.get("deepspeed_plugin"), plugins.get("deepspeed_plugins")
-    if one is not None and several is not None:
-        raise ConfigError("deepspeed_plugin and deepspeed_plugins were given. Write all in deepspeed_plugins={...}.")
-    return several if one is None else one
-
-
 def select_collectives(process: ProcessContext) -> Collectives:
     """Return how this process exchanges data with the others; one without a process group exchanges none."""
     if process.kind.make_collectives is not None and process.topology.world_size > 1:
@@ -173,35 +160,10 @@ def select_collectives(process: ProcessContext) -> Collectives:
 
 
 def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy:
-    """Return how models are trained in this process.
-
-    Args:
-        engines: the options of each engine; which of them are given decides.
-
-    Raises:
-        ConfigError: an engine that was asked for does not run on such devices.
-    """
+    """Return how models are trained in this process: by the engines whose options are given."""
     collectives = select_collectives(process)
     if process.kind.make_strategy is not None:
-        if engines.deepspeed is not None:
-            raise ConfigError(
-                f"deepspeed_plugin was given, but DeepSpeed does not train on {process.kind.label}s. Leave it out, and "
-                "ACCELERATE_USE_DEEPSPEED too."
-            )
-        if engines.fsdp is not None and process.topology.world_size > 1:
-            raise ConfigError(
-                f"fsdp_plugin or parallelism_config was given, but models are not sharded over {process.kind.label}s. "
-                "Leave it out, and ACCELERATE_USE_FSDP or ACCELERATE_USE_PARALLELISM_CONFIG too. To shard a model, "
-                "start one process with all devices, num_processes=1, and call torch_xla.runtime.use_spmd() before "
-                "Accelerator()."
-            )
-        if engines.parallelism is not None and process.topology.world_size > 1:
-            if engines.parallelism.tp_enabled:
-                raise ConfigError(
-                    f"tp_size={engines.parallelism.tp_size} was given, but tensor parallelism is not supported on "
-                    f"{process.kind.label}s. Leave it out, and PARALLELISM_CONFIG_TP_SIZE too."
-                )
-            engines.parallelism.check_ranks(process.topology.world_size)
+        _check_engines_of_device(process, engines)
         strategy: Strategy = process.kind.make_strategy(process.device, collectives, process.distributed_type)
         return strategy
     if engines.deepspeed is not None:
@@ -233,6 +195,27 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
         process.distributed_type,
         options=engines.ddp,
         pass_device_ids=_device_ids(process) is not None,
+    )
+
+
+def _check_engines_of_device(process: ProcessContext, engines: EngineOptions) -> None:
+    """Refuse engines for devices that have a strategy of their own."""
+    layout = engines.parallelism
+    several = process.topology.world_size > 1
+    if engines.deepspeed is not None:
+        asked, variables = "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"
+    elif several and engines.fsdp is not None:
+        asked, variables = "fsdp_plugin or parallelism_config", "ACCELERATE_USE_FSDP, ACCELERATE_USE_PARALLELISM_CONFIG"
+    elif several and layout is not None and layout.tp_enabled:
+        asked, variables = f"tp_size={layout.tp_size}", "PARALLELISM_CONFIG_TP_SIZE"
+    else:
+        if several and layout is not None:
+            layout.check_ranks(process.topology.world_size)
+        return
+    raise ConfigError(
+        f"{asked} was given, but models are not trained so on {process.kind.label}s. Leave it out, and the variables "
+        f"{variables} too. To shard a model, start one process with all devices, num_processes=1, and call "
+        "torch_xla.runtime.use_spmd() before Accelerator()."
     )
 
 

@@ -21,11 +21,9 @@ def shard_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
 
 
 def shard_like(value: Any, like: Any) -> Any:
-    """Return this rank's shard of a tensor that all ranks have whole. Exchanges nothing.
+    """Return this rank's shard of a tensor that all ranks have whole, sharded like another one. Exchanges nothing.
 
-    Args:
-        value: a tensor of the shape of ``like``, or anything else, which is returned as it is.
-        like: decides how it is sharded; what is no DTensor is not sharded.
+    It is returned as it is where one of them is no tensor, or the other one no DTensor.
     """
     from torch.distributed.tensor import DTensor, Replicate
 

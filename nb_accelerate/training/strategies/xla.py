@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_xla
+from torch.utils._pytree import tree_map_only
 from torch_xla import runtime
 from torch_xla.debug import metrics
 from typing_extensions import override
 
-from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class XLAStrategy(Strategy):
     def prepare_model(self, request: ModelRequest) -> nn.Module:
         model = request.model
         if request.place:
-            _move(model, self.device)
+            with _swapping():
+                model.to(self.device)
         if self.collectives.world_size > 1:
             held = {id(one): one for one in (*model.parameters(), *model.buffers())}
             self.collectives.broadcast_([one.detach() for one in held.values() if one.device.type == "xla"])
@@ -146,20 +147,6 @@ def _swapping() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    try:
-        with _swapping():
-            model.to(device)
-    except RuntimeError as error:
-        if "swap" not in str(error):
-            raise
-        raise ConfigError(
-            f"The weights of {type(model).__name__} cannot be moved to {device} as the same objects, because something "
-            f"holds weak references to them ({error}). Move the model before its optimizer is made: "
-            "model.to(accelerator.device), then tie weights that share memory again."
-        ) from error
-
-
 def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
     """Give a new optimizer the parameters of models that the user has moved to the device after it was made.
 
@@ -188,15 +175,9 @@ def _on_host(state: Any) -> Any:
     """Return nested dicts and lists with all tensors on the CPU; what was one tensor stays one."""
     copies: dict[int, Tensor] = {}
 
-    def copied(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            if id(item) not in copies:
-                copies[id(item)] = item.detach().cpu()
-            return copies[id(item)]
-        if isinstance(item, dict):
-            return type(item)((key, copied(value)) for key, value in item.items())
-        if isinstance(item, (list, tuple)):
-            return type(item)(map(copied, item))
-        return item
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().cpu()
+        return copies[id(tensor)]
 
-    return copied(state)
+    return tree_map_only(torch.Tensor, copied, state)
