@@ -288,9 +288,9 @@ def _watching() -> list[str]:
         assert writer.stdout is not None
         writer.stdout.readline()
         stack.enter_context(_widgets_on(wire))
-        source = _Ranks(readers, writer.pid)
-        drawing = NotebookPanel(wire, _kernel(), range(RANKS), source, str)
-        panel = Panel(Facts(name="train", setup=(f"{RANKS} ranks", "CPU")), range(RANKS), drawing, source)
+        watched = _Ranks(readers, writer.pid)
+        drawing = NotebookPanel(wire, _kernel(), range(RANKS), watched)
+        panel = Panel(Facts(name="train", setup=(f"{RANKS} ranks", "CPU")), range(RANKS), drawing, watched)
         _refresh_for(panel, 3.0)  # until it is drawn, and the widgets are made
         before = wire.messages, wire.bytes
         began, used = time.monotonic(), time.process_time()

@@ -329,7 +329,7 @@ def test_in_a_kernel_that_cannot_answer_while_a_cell_runs_there_is_a_table_and_n
     run, wire = Run(2), Wire()
     run.begin_loop()
     run.train(2, shares=EVEN)
-    panel = NotebookPanel(wire, kernel, range(2), Nobody(), lambda dump: ([], []))  # type: ignore[arg-type]
+    panel = NotebookPanel(wire, kernel, range(2), Nobody())  # type: ignore[arg-type]
     panel.draw(run.view)
     panel.finish(run.end(), was_drawn=True)
     assert any("nba-rank" in one.get("text/html", "") for one in wire.shown)

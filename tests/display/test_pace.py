@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from fixtures.panels import EVEN, LOOK, MOSTLY_WAITS, WORKS, Run
+from fixtures.panels import LOOK, MOSTLY_WAITS, WORKS, Run
 
 from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.notebook.display.drawing import html
@@ -252,20 +252,6 @@ def test_one_rank_alone_is_never_slow():
     run.begin_loop()
     run.train(10.0, shares=WORKS)
     assert run.view.warnings == ()
-
-
-def test_the_slowest_of_all_is_remembered():
-    run = Run(4)
-    run.begin_loop()
-
-    def each() -> None:
-        run.step_of([0, 1, 2], shares=EVEN)
-        run.step_of([3], shares=WORKS)
-
-    run.wait(10.0, each)
-    remarks = run.end().remarks
-    assert remarks[0] == "4 ranks"
-    assert remarks[1] == "others waited for rank 3"
 
 
 def test_a_loop_over_all_epochs_tells_how_far_the_run_is_also_while_it_evaluates():

@@ -232,7 +232,7 @@ def test_ranks_that_wait_for_one_that_has_returned_are_told_so():
     assert run.view.warnings == ("Ranks 0 and 1 wait in gather for rank 2, which has returned.",)
     assert (run.row(2).kind, run.row(0).kind) == ("late", "")
     assert run.row(2).now.startswith("returned at step ")
-    run.state.tell_hang("ranks 0 and 1 wait.", "It ends by itself after 30 s.")
+    run.state.stuck.tell("ranks 0 and 1 wait.", "It ends by itself after 30 s.")
     (said,) = run.view.warnings
     assert said.endswith("which has returned. It ends by itself after 30 s.")
 
@@ -368,12 +368,12 @@ def test_a_hang_that_was_found_by_the_stacks_is_told_until_the_panel_can_or_a_ra
     run = Run(2)
     run.put(phase=Phase.RUNNING, request=1)
     run.look()
-    run.state.tell_hang("rank 0 waits")
+    run.state.stuck.tell("rank 0 waits", "")
     run.wait(1.0)
     assert run.view.warnings == ("Rank 0 waits",)
     run.put([0], phase=Phase.WAITING, waits_in=Collective.barrier)
     run.look()
     assert run.view.warnings == ()
-    run.state.tell_hang("rank 0 waits")
+    run.state.stuck.tell("rank 0 waits", "")
     run.wait(8.0)
     assert run.view.warnings == ("Rank 1 has not moved for 9 s; rank 0 waits for it in wait_for_everyone.",)

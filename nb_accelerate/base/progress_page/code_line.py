@@ -18,21 +18,13 @@ SIZE = _LAYOUT.size
 
 @dataclass(frozen=True, kw_only=True)
 class CodeLine:
-    """A line of the user's code, see `notebook.worker.stack_writer`.
+    """A line of the user's code, see `notebook.worker.stack_writer`."""
 
-    Attributes:
-        number: counts looks, from 1.
-        phase: the phase that the rank was in, as a number.
-        filename: of the code; the end of one that is very long.
-        lineno: from 1.
-        called: the function for communication between ranks that the line has called, as it stands there; else "".
-    """
-
-    number: int
-    phase: int
-    filename: str
+    number: int  # counts samples of the line, from 1
+    phase: int  # that the rank was in, as a number
+    filename: str  # the end of one that is very long
     lineno: int
-    called: str = ""
+    called: str = ""  # the function for communication that the line has called, as it stands there
 
     def write(self, memory: memoryview, at: int) -> None:
         """Write it to a progress page, from byte ``at`` on."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypedDict
 
 from nb_accelerate.base.progress_page import layout
 
@@ -92,17 +92,11 @@ class _Decision(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What the notebook tells a training loop.
-
-    Attributes:
-        kind: what to do.
-        value: the learning rate.
-        text: the folder of a checkpoint; "" for the next numbered one.
-    """
+    """What the notebook tells a training loop."""
 
     kind: CommandKind
-    value: float = 0.0
-    text: str = ""
+    value: float = 0.0  # the learning rate
+    text: str = ""  # the folder of a checkpoint; "" for the next numbered one
 
 
 class CommandReader:
@@ -182,53 +176,31 @@ class CommandReader:
         self._words[_EPOCH_LOOP] = 1 + is_on
 
     def note_end(self, after: int, epochs: int) -> None:
-        """Say that a loop over epochs was ended as asked, before its last one.
-
-        Args:
-            after: the epoch after which it was, from 1.
-        """
+        """Say that a loop over epochs was ended as asked, after an epoch (from 1) that is not its last one."""
         self._words[_ENDED_OF] = epochs
         self._words[_ENDED_AFTER] = after
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandState:
-    """What a rank says about a command.
+    """What a rank says about a command."""
 
-    Attributes:
-        is_there: the command is on the page; it is not if a call or cell has begun since it was written.
-        steps: optimizer steps that it has taken.
-        is_paused: it waits until it is told to go on.
-        has_agreed: it will obey, or does.
-        answer: what came of it; None before that.
-        has_failed: it could not be obeyed.
-    """
-
-    is_there: bool
-    steps: int
+    is_there: bool  # it is on the page; it is not if a call or cell has begun since it was written
+    steps: int  # optimizer steps that the rank has taken
     is_paused: bool
-    has_agreed: bool
-    answer: str | None
+    has_agreed: bool  # the rank will obey, or does
+    answer: str | None  # what came of it; None before that
     has_failed: bool
 
 
 class CommandWriter:
-    """The commands of a page, in the notebook.
-
-    Args:
-        memory: the whole page. It may be closed any time: all methods then raise ValueError.
-    """
+    """The commands of a page, in the notebook. All methods raise ValueError once the page is closed."""
 
     def __init__(self, memory: Buffer) -> None:
         self._memory = memory
 
     def write(self, number: int, command: Command, *, after: int) -> None:
-        """Write a command.
-
-        Args:
-            number: greater than those of all commands before.
-            after: optimizer step after which it is to be done.
-        """
+        """Write a command, with a greater number than all before it, to be obeyed after that optimizer step."""
         self._set(_KIND, command.kind)
         _REAL.pack_into(self._memory, _AT + 8 * _VALUE, command.value)
         _write_text(self._memory, _TEXT_AT, command.text)
@@ -263,23 +235,17 @@ class CommandWriter:
         _WORD.pack_into(self._memory, _AT + 8 * index, value)
 
 
-class TrainingState(NamedTuple):
+class TrainingState(TypedDict):
     """What the training loop of a page says about itself, for those who would give it a command.
 
-    Attributes:
-        paused: it waits until it is told to go on.
-        takes_commands: training has begun that obeys commands: a loop over a prepared loader, or an optimizer's step.
-        has_folder: numbered checkpoints of the process have a folder; None if that is not known.
-        has_epoch_loop: a loop over epochs is on that can be ended after an epoch; None if that is not known.
-        ended_after: the epoch, from 1, after which a loop over epochs was ended as asked, and their number; None if
-            none was.
+    `None` means not known, and of `ended_after` that no loop was ended early.
     """
 
     paused: bool
-    takes_commands: bool
-    has_folder: bool | None
-    has_epoch_loop: bool | None
-    ended_after: tuple[int, int] | None
+    takes_commands: bool  # training has begun that obeys: a loop over a prepared loader, or an optimizer's step
+    has_folder: bool | None  # numbered checkpoints have one
+    has_epoch_loop: bool | None  # a loop over epochs is on that can be ended after an epoch
+    ended_after: tuple[int, int] | None  # epoch after which a loop was ended as asked, and the number of its epochs
 
 
 def training_state(memory: Buffer) -> TrainingState:
@@ -287,20 +253,16 @@ def training_state(memory: Buffer) -> TrainingState:
     words = _WORDS.unpack_from(memory, _AT)  # all at once, since a panel does this for each rank several times a second
     after, epochs = words[_ENDED_AFTER], words[_ENDED_OF]
     return TrainingState(
-        bool(words[_PAUSED]),
-        bool(words[_FOLDER] or words[_STEPS]),
-        _known(words[_FOLDER]),
-        _known(words[_EPOCH_LOOP]),
-        (after, epochs) if 0 < after < epochs else None,
+        paused=bool(words[_PAUSED]),
+        takes_commands=bool(words[_FOLDER] or words[_STEPS]),
+        has_folder=_known(words[_FOLDER]),
+        has_epoch_loop=_known(words[_EPOCH_LOOP]),
+        ended_after=(after, epochs) if 0 < after < epochs else None,
     )
 
 
 def check_text(text: str) -> None:
-    """Check that a text fits into a command.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """Raise ValueError if a text does not fit into a command."""
     if len(text.encode()) >= _TEXT_SIZE or "\0" in text:
         raise ValueError(f"it has {len(text.encode())} bytes; {_TEXT_SIZE - 1} fit")
 

@@ -38,14 +38,12 @@ class ProgressPage:
         enter: takes the `Phase` that begins. A closure, since loops call it several times a step.
         step: takes the number of batches that the current loop has handed out.
         outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
-        commands: of the notebook to the training loop.
-        measure: takes nothing; notes with `rank_memory` what this process holds in memory now.
+        measure: notes with `rank_memory` what this process holds in memory now.
         is_read: somebody may read it: it lies in memory that was given.
         saw_forward: whether a prepared model has said, in this call or cell, that it was called; None if none is to.
         epochs_are_told: `tell_epoch` was called, so that the epochs of the run need not be inferred.
-        trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
-        times_waits: takes nothing; says that what follows the computation of gradients in backward is a phase of its
-            own, `Phase.WAITING`.
+        trains: says that the current loop trains. Other loops evaluate, or do something else.
+        times_waits: says that what follows the computation of gradients in backward is `Phase.WAITING`.
     """
 
     def __init__(self, memory: Buffer | None = None) -> None:
@@ -123,15 +121,7 @@ class ProgressPage:
         num_workers: int | None = None,
         spans_epochs: bool = False,
     ) -> Loop:
-        """Begin a loop over a loader, perhaps inside another one. Give what this returns to `end_loop`.
-
-        Args:
-            rows: rows of all ranks together in one batch.
-            epoch: which of the loader, from 1.
-            evaluates: no gradients are computed where it begins.
-            step: batches that are left out at its beginning.
-            spans_epochs: it goes over all epochs of the run: `total` and `step` are those of the run.
-        """
+        """Begin a loop over a loader, perhaps inside another one; see `Sample`. Give the result to `end_loop`."""
         words = self._words
         if self._loops:
             outer = self._loops[-1]
@@ -189,12 +179,7 @@ class ProgressPage:
             self._words[layout.TRAINED_EPOCH] = self._words[layout.EPOCH]
 
     def tell_epoch(self, number: int, epochs: int) -> None:
-        """Note that an epoch of the whole run begins, as the program says.
-
-        Args:
-            number: which, from 1.
-            epochs: how many there are; 0 if that is not known.
-        """
+        """Note that an epoch of the whole run begins, as the program says: its number, from 1, of how many, or of 0."""
         self.epochs_are_told = True
         self._note_epoch(number, epochs)
 
@@ -317,11 +302,7 @@ def _nothing() -> None:
 
 
 class Loop:
-    """A loop that has begun.
-
-    Attributes:
-        words: what stood on the page about it, those of `_LOOP_WORDS`, when another began inside it.
-    """
+    """A loop that has begun, with the `_LOOP_WORDS` that stood on the page when another began inside it."""
 
     __slots__ = ("words",)
 

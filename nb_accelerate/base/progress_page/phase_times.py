@@ -87,11 +87,7 @@ def clock_of(words: memoryview[int]) -> PhaseClock:
 
 
 def seconds_in(words: Sequence[int], now: int) -> dict[Phase, float]:
-    """Return the seconds that were spent in each phase of `WORK` that took any.
-
-    Args:
-        now: `time.monotonic_ns` of the machine that the rank is on.
-    """
+    """Return the seconds that were spent in each phase of `WORK` that took any; `now` is a `time.monotonic_ns`."""
     found = {}
     current, waiting = layout.NANOSECONDS + words[layout.PHASE], Phase.WAITING
     for phase, slot in _WORK_SLOTS:
@@ -108,13 +104,9 @@ def seconds_in(words: Sequence[int], now: int) -> dict[Phase, float]:
 def seconds_exchanging(words: Sequence[int], now: int) -> float:
     """Return the seconds spent in the exchange of gradients that were counted, see `seconds_in`."""
     spent = words[layout.EXCHANGING]
-    if _is_exchanging(words):
+    if words[layout.PHASE] == Phase.WAITING and words[layout.WAITS_IN] == Collective.backward:
         spent += _open(words, now)
     return spent / 1e9 if 0 < spent < _ENDLESS else 0.0
-
-
-def _is_exchanging(words: Sequence[int] | memoryview[int]) -> bool:
-    return words[layout.PHASE] == Phase.WAITING and words[layout.WAITS_IN] == Collective.backward
 
 
 def _open(words: Sequence[int] | memoryview[int], now: int) -> int:

@@ -19,29 +19,17 @@ SIZE = _LAYOUT.size
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What a rank held in memory when it was measured last. All numbers are bytes; 0 also means not known.
+    """What a rank held in memory when it was measured last. All numbers are bytes; 0 also means not known."""
 
-    Attributes:
-        parameters: of prepared models: its shards, where they are sharded.
-        gradients: of them.
-        optimizer: states of prepared optimizers, with weights that an engine keeps for them in float32.
-        pending: what gradients and states will take that come with the first backward and the first step.
-        base: what else it held when models had been prepared: libraries and data, on a device next to nothing.
-        used: all that it held.
-        limit: the most that it could hold.
-        peak: the most that it held.
-        sharding: how models are spread over ranks, in a few words; "" if they are not.
-    """
-
-    parameters: int = 0
+    parameters: int = 0  # of prepared models: its shards, where they are sharded
     gradients: int = 0
-    optimizer: int = 0
-    pending: int = 0
-    base: int = 0
-    used: int = 0
-    limit: int = 0
-    peak: int = 0
-    sharding: str = ""
+    optimizer: int = 0  # states, with weights that an engine keeps for them in float32
+    pending: int = 0  # what gradients and states will take that come with the first backward and the first step
+    base: int = 0  # what else it held when models had been prepared: libraries and data, on a device next to nothing
+    used: int = 0  # all that it held
+    limit: int = 0  # the most that it could hold
+    peak: int = 0  # the most that it held
+    sharding: str = ""  # how models are spread over ranks, in a few words; "" if they are not
 
     @property
     def states(self) -> int:

@@ -22,109 +22,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A progress bar.
-
-    Attributes:
-        label: what is counted.
-        count: how many so far.
-        total: of how many, or None.
-        seconds: since it began.
-        ended: nothing will be added.
-        level: how many bars it stands in.
-    """
+    """A progress bar."""
 
     label: str
     count: float
     total: float | None
-    seconds: float
+    seconds: float  # since it began
     ended: bool = False
-    level: int = 0
+    level: int = 0  # bars that it stands in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """How far a rank is.
+    """How far a rank is. None means not known, as 0 does of bytes, rows, epochs and numbers that count from 1."""
 
-    Attributes:
-        request: number of the call or cell.
-        phase: what it does.
-        step: batches of the current loop so far.
-        total: batches of the current loop; None if not known.
-        loop: number of the loop.
-        trains: there was a backward, or an optimizer's step, in the loop.
-        evaluates: the loop computes no gradients, or has gone on for a while without a backward.
-        in_loop: the loop has not ended.
-        epoch: of the loader that is trained with, from 1; 0 if there is none.
-        epochs: of the whole run; 0 if that is not known. If it is, `epoch` is that of the run.
-        steps_before: batches of training loops that have ended.
-        rows: rows of all ranks together in one batch; 0 if not known.
-        waits_in: the collective it waits in; None if in none of ours.
-        collectives: how many it has begun.
-        memory: bytes of the device in use; 0 if the device does not say.
-        peak: the most that was seen.
-        utilisation: part of the time, in percent, in which the device computed when a step last asked; None if it does
-            not say.
-        loss: the newest, or None.
-        scalars: what was logged last, by name.
-        bars: progress bars, outermost first.
-        saves: a checkpoint is written in the background.
-        other_group: it may be in a process group with processes outside of its launch.
-        paused: training waits until the notebook tells it to go on.
-        takes_commands: training has begun that obeys commands of the notebook.
-        has_folder: numbered checkpoints have a folder; None if not known.
-        has_epoch_loop: a loop over epochs is on that can be ended after an epoch; None if not known.
-        ended_after: epoch, from 1, after which the notebook had a loop over epochs end, and the number of its epochs;
-            None if no loop was ended before its last.
-        held: what it held in memory when that was measured last, maybe in an earlier call or cell.
-        seconds: spent in each phase so far, those that took no time left out.
-        exchanging: seconds of those in `Phase.WAITING` in which it waited for the exchange of gradients.
-        num_workers: of the current loop's loader; None if not known.
-        spans_epochs: the loop goes over all epochs of the run: `step` and `total` are those of the run.
-        times_waits: backward is over when the gradients of this rank are computed. The exchange that follows is then
-            a part of the phase `WAITING`; else it is one of `BACKWARD`.
-        compiled: programs that were compiled for the device, in loops.
-        compiling: seconds that took.
-        warning: a sentence about what is wrong; may be empty.
-        line: the line of the user's code that it was at when it was asked last; None if it was not.
-    """
-
-    request: int = 0
+    request: int = 0  # number of the call or cell
     phase: Phase = Phase.NOTHING
-    step: int = 0
+
+    # The current loop over a loader.
+    step: int = 0  # batches so far
     total: int | None = None
-    loop: int = 0
-    trains: bool = False
-    evaluates: bool = False
-    in_loop: bool = False
-    epoch: int = 0
+    loop: int = 0  # its number
+    trains: bool = False  # there was a backward, or an optimizer's step, in it
+    evaluates: bool = False  # it computes no gradients, or has gone on for a while without a backward
+    in_loop: bool = False  # it has not ended
+    spans_epochs: bool = False  # it goes over all epochs: `step` and `total` are those of the run
+    num_workers: int | None = None  # of the loader
+    rows: int = 0  # of all ranks together in one batch
+
+    # The run.
+    epoch: int = 0  # of the run if `epochs` is known, else of the loader that is trained with
     epochs: int = 0
-    steps_before: int = 0
-    rows: int = 0
+    steps_before: int = 0  # batches of training loops that have ended
+    ended_after: tuple[int, int] | None = None  # epoch after which the notebook had a loop over so many end early
     waits_in: Collective | None = None
-    collectives: int = 0
-    memory: int = 0
-    peak: int = 0
-    utilisation: int | None = None
-    loss: float | None = None
-    scalars: Mapping[str, float] = field(default_factory=dict)
-    bars: tuple[Bar, ...] = ()
-    saves: bool = False
-    other_group: bool = False
+    collectives: int = 0  # that have begun
+    other_group: bool = False  # it may be in a process group with processes outside of its launch
+    saves: bool = False  # a checkpoint is written in the background
+    compiled: int = 0  # programs, for the device, in loops
+    compiling: float = 0.0  # seconds that took
+    warning: str = ""
+
+    # What the loop says to those who would give it a command, see `TrainingState`.
     paused: bool = False
     takes_commands: bool = False
     has_folder: bool | None = None
     has_epoch_loop: bool | None = None
-    ended_after: tuple[int, int] | None = None
-    held: RankMemory = field(default_factory=RankMemory)
-    seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)  # changes from look to look
-    exchanging: float = field(default=0.0, compare=False)
-    num_workers: int | None = None
-    spans_epochs: bool = False
-    times_waits: bool = False
-    compiled: int = 0
-    compiling: float = 0.0
-    warning: str = ""
-    line: CodeLine | None = field(default=None, compare=False)  # changes from look to look
+
+    # Values.
+    memory: int = 0  # bytes of the device in use
+    peak: int = 0  # the most of them that was seen
+    utilisation: int | None = None  # percent of the time in which the device computed, when a step last asked
+    loss: float | None = None
+    scalars: Mapping[str, float] = field(default_factory=dict)  # logged last
+    bars: tuple[Bar, ...] = ()  # outermost first
+    held: RankMemory = field(default_factory=RankMemory)  # measured last, maybe in an earlier call or cell
+
+    # Where its time goes, and where it is: not compared, because they differ from sample to sample.
+    seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)
+    exchanging: float = field(default=0.0, compare=False)  # seconds of `Phase.WAITING`: exchange of gradients
+    times_waits: bool = False  # the exchange is a part of `Phase.WAITING`; else of `Phase.BACKWARD`
+    line: CodeLine | None = field(default=None, compare=False)
 
     @property
     def steps(self) -> int:
@@ -136,9 +94,8 @@ _T = TypeVar("_T")
 _SURE = 2
 """Steps after which a loop without a backward is no training."""
 
-_NAMED_COLLECTIVES = tuple(Collective)
-_NAMED_PHASES = tuple(Phase)
-_ALL = 100
+_COLLECTIVES = tuple(Collective)
+_PHASES = tuple(Phase)
 _ENDLESS = 1e18
 """Nothing counts so far."""
 
@@ -152,9 +109,8 @@ def read(memory: Buffer) -> Sample:
     trains = bool(words[layout.TRAINS])
     epochs, epoch_of_run = words[layout.EPOCHS], words[layout.EPOCH_OF_RUN]
     has_epochs = 0 < epoch_of_run <= epochs
-    training = training_state(memory)
     now = time.monotonic_ns()
-    phase = _named(_NAMED_PHASES, words[layout.PHASE]) or Phase.RUNNING
+    phase = _member(_PHASES, words[layout.PHASE]) or Phase.RUNNING
     return Sample(
         request=words[layout.REQUEST],
         phase=phase,
@@ -168,21 +124,17 @@ def read(memory: Buffer) -> Sample:
         epochs=epochs if has_epochs else 0,
         steps_before=max(0, words[layout.STEPS_BEFORE]),
         rows=max(0, words[layout.ROWS]),
-        waits_in=_named(_NAMED_COLLECTIVES, words[layout.WAITS_IN]) if phase is Phase.WAITING else None,
+        waits_in=_member(_COLLECTIVES, words[layout.WAITS_IN]) if phase is Phase.WAITING else None,
         collectives=words[layout.COLLECTIVES],
         memory=max(0, words[layout.MEMORY]),
         peak=max(0, words[layout.MEMORY_PEAK]),
-        utilisation=words[layout.UTILISATION] if 0 <= words[layout.UTILISATION] <= _ALL else None,
+        utilisation=words[layout.UTILISATION] if 0 <= words[layout.UTILISATION] <= 100 else None,
         loss=None if loss == layout.NO_LOSS else loss,
         scalars=_scalars(memory),
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
         saves=bool(words[layout.SAVES]),
         other_group=bool(words[layout.OTHER_GROUP]),
-        paused=training.paused,
-        takes_commands=training.takes_commands,
-        has_folder=training.has_folder,
-        has_epoch_loop=training.has_epoch_loop,
-        ended_after=training.ended_after,
+        **training_state(memory),
         held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),
         exchanging=seconds_exchanging(words, now),
@@ -196,8 +148,8 @@ def read(memory: Buffer) -> Sample:
     )
 
 
-def _named(names: tuple[_T, ...], number: int) -> _T | None:
-    return names[number] if 0 <= number < len(names) else None
+def _member(members: tuple[_T, ...], number: int) -> _T | None:
+    return members[number] if 0 <= number < len(members) else None
 
 
 def _scalars(memory: Buffer) -> dict[str, float]:
@@ -206,13 +158,8 @@ def _scalars(memory: Buffer) -> dict[str, float]:
         name, value = layout.SCALAR.unpack_from(memory, layout.SCALARS_AT + index * layout.SCALAR.size)
         if not name[0]:
             break
-        found[_name(name)] = value
+        found[_text(name)] = value
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def _name(raw: bytes) -> str:
-    return _text(raw)
 
 
 def _warning(memory: Buffer) -> str:
@@ -242,5 +189,6 @@ def _bars(memory: Buffer) -> tuple[Bar, ...]:
     return tuple(sorted(found, key=lambda bar: bar.level))
 
 
+@functools.lru_cache(maxsize=256)  # of few names and labels, read several times a second
 def _text(raw: bytes) -> str:
     return raw.split(b"\0", 1)[0].decode(errors="ignore")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.progress_page import RankMemory, Sample
 
-_HEAD = ("rank", "parameters", "gradients", "optimizer", "other", "peak", "limit")
+_COLUMNS = ("parameters", "gradients", "optimizer", "other", "peak", "limit")
 _MOST_ROWS = 8
 """Ranks in a table; of more, the first ones and the one that failed."""
 
@@ -30,21 +30,18 @@ _MOSTLY = 0.5
 
 def parts_of(held: RankMemory) -> str:
     """Return what a rank holds in one line: ``parameters 2.1 GB, gradients 2.1 GB, optimizer 4.2 GB``."""
-    named = (("parameters", held.parameters), ("gradients", held.gradients), ("optimizer", held.optimizer))
-    return ", ".join(f"{name} {words.size(number)}" for name, number in named if number)
+    return ", ".join(
+        f"{name} {words.size(number)}" for name, number in zip(_COLUMNS[:3], _numbers(held), strict=False) if number
+    )
 
 
 def sharded_line(held: Mapping[int, RankMemory]) -> str:
-    """Return how a model is spread over ranks and what each of them holds; "" if it is not spread.
-
-    Args:
-        held: by rank.
-    """
+    """Return how a model is spread over ranks and what each of them holds; "" if it is not spread."""
     known = {rank: one for rank, one in held.items() if one.sharding and one.states}
     if not known:
         return ""
     first = next(iter(known.values()))
-    least, most = min(known.values(), key=_states), max(known.values(), key=_states)
+    least, *_, most = sorted([first, *known.values()], key=lambda memory: memory.states)
     text = f"{first.sharding}: "
     if most.states - least.states <= _SAME * most.states:
         text += f"each rank holds {parts_of(most)}"
@@ -53,10 +50,6 @@ def sharded_line(held: Mapping[int, RankMemory]) -> str:
         text += f"a rank holds {words.size(least.states)} to {words.size(most.states)}; rank {rank} {parts_of(most)}"
     peak = max(one.peak for one in known.values())
     return text + (f"; peak {words.size(peak)}" if peak else "")
-
-
-def _states(held: RankMemory) -> int:
-    return held.states
 
 
 def shortage(samples: Mapping[int, Sample], *, failed: int | None, wanted: int) -> str:
@@ -79,7 +72,7 @@ def shortage(samples: Mapping[int, Sample], *, failed: int | None, wanted: int) 
 
 
 def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]:
-    """Return what makes a model fit, the most useful first; each is a sentence.
+    """Return sentences about what makes a model fit, the most useful first.
 
     Args:
         held: by the rank on which it did not.
@@ -164,7 +157,7 @@ def memory_table(known: Mapping[int, tuple[int, RankMemory]]) -> str:
     Args:
         known: bytes in use now, and what was held when that was measured last, by rank.
     """
-    titles = ("rank", "in use", *_HEAD[1:])
+    titles = ("rank", "in use", *_COLUMNS)
     rows = [(str(rank), *_sizes((now, *_numbers(held)))) for rank, (now, held) in sorted(known.items())]
     used = [0, *(column for column in range(1, len(titles)) if any(row[column] != "-" for row in rows))]
     if len(used) == 1:
@@ -174,16 +167,15 @@ def memory_table(known: Mapping[int, tuple[int, RankMemory]]) -> str:
 
 def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
     shown = [rank for number, rank in enumerate(held) if number < _MOST_ROWS or rank == failed]
-    heading, *rows = _aligned([_HEAD, *((str(rank), *_sizes(_numbers(held[rank]))) for rank in shown)])
-    marked = (f"  {row}{'  <- failed' if rank == failed else ''}" for rank, row in zip(shown, rows, strict=True))
-    lines = [f"  {heading}", *marked]
+    lines = _aligned([("rank", *_COLUMNS), *((str(rank), *_sizes(_numbers(held[rank]))) for rank in shown)])
+    lines[1 + shown.index(failed)] += "  <- failed"
     more = len(held) - len(shown)
-    return [*lines, *([f"  and {words.plural(more, 'more rank')}"] if more else [])]
+    return [f"  {line}" for line in (*lines, *([f"and {words.plural(more, 'more rank')}"] if more else []))]
 
 
-def _numbers(one: RankMemory) -> tuple[int, ...]:
-    """Return the bytes of the columns of `_HEAD`."""
-    return one.parameters, one.gradients, one.optimizer, one.base + one.activations, one.peak, one.limit
+def _numbers(held: RankMemory) -> tuple[int, ...]:
+    """Return the bytes of `_COLUMNS`."""
+    return held.parameters, held.gradients, held.optimizer, held.base + held.activations, held.peak, held.limit
 
 
 def _sizes(numbers: Iterable[int]) -> list[str]:
@@ -191,5 +183,5 @@ def _sizes(numbers: Iterable[int]) -> list[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.findings.slow import slowest_of_all
 from nb_accelerate.notebook.display.findings.stuck import STALL
 
 if TYPE_CHECKING:
@@ -120,8 +119,5 @@ def remarks(ranks: Ranks, peak: int) -> tuple[str, ...]:
         peak: most bytes that one of them used.
     """
     parts = [words.plural(len(ranks), "rank")]
-    slowest = slowest_of_all(ranks)
-    if slowest is not None:
-        parts.append(f"{'the other' if len(ranks) == 2 else 'others'} waited for rank {slowest}")
     parts += [f"peak {words.size(peak)}"] if peak else []
     return tuple(parts)

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY = 0.1
-_LOOKS_PER_SECOND = 160
-"""Samples of ranks that are taken in a second, at most: of many ranks, each is looked at less often."""
+_SAMPLE_EVERY = 0.1
+_SAMPLES_PER_SECOND = 160
+"""Samples of ranks that are taken in a second, at most: of many ranks, each is sampled less often."""
 
 _MANY = 16
 """Ranks from which on processes are inspected and the panel is drawn less often: nobody watches so many one by one."""
@@ -48,10 +48,10 @@ _ANSWER = 0.3
 """Seconds until stacks have arrived."""
 
 _LINES_EVERY = 0.4
-"""Seconds between two looks at the user's lines: each takes a rank some tens of microseconds."""
+"""Seconds between two questions for the user's lines: each takes a rank some tens of microseconds."""
 
 _ASK_EVERY = 5.0
-"""Seconds between two looks at the stacks of ranks that do not move."""
+"""Seconds between two questions for the stacks of ranks that do not move."""
 
 DELAY = 1.0
 """Seconds before a panel appears: what is over by then needs none."""
@@ -61,26 +61,14 @@ PAUSE, RESUME = "Pause", "Resume"
 """Titles of the button that pauses training, and of the same one while it is paused."""
 
 
-def _is_usable() -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Action:
-    """A button.
-
-    Attributes:
-        title: what stands on it.
-        hint: what it does.
-        do: does it. Called in any thread.
-        why_not: returns why it cannot be done now, and what to write; "" if it can be, or that is not known. It is
-            called for each drawing.
-    """
+    """A button."""
 
     title: str
-    hint: str
-    do: Callable[[], object]
-    why_not: Callable[[], str] = _is_usable
+    hint: str  # what it does
+    do: Callable[[], object]  # called in any thread
+    why_not: Callable[[], str] = lambda: ""  # why it cannot be done now, and what to write; "" if that is not known
 
 
 class PanelSource(Protocol):
@@ -109,19 +97,12 @@ class PanelSource(Protocol):
 
 
 class Drawing(Protocol):
-    """Where a panel is drawn.
+    """Where a panel is drawn."""
 
-    Attributes:
-        every: the least number of seconds between two drawings.
-        shows_rows: while the run is on, it shows what each rank does.
-        is_redrawn: a drawing takes the place of the one before, so that what was said can be taken back.
-        is_announced: something stands there already, which says that the run starts.
-    """
-
-    every: float
-    shows_rows: bool = True
-    is_announced: bool = False
-    is_redrawn: bool = False
+    every: float  # seconds between two drawings, at least
+    shows_rows: bool = True  # it shows what each rank does, while the run is on
+    is_announced: bool = False  # something stands there already, which says that the run starts
+    is_redrawn: bool = False  # a drawing takes the place of the one before, so what was said can be taken back
 
     def draw(self, view: View) -> None:
         """Draw a view of the run while it is on."""
@@ -131,7 +112,7 @@ class Drawing(Protocol):
 
 
 class Panel:
-    """A run, source.
+    """The panel of one run.
 
     Args:
         facts: what does not change.
@@ -156,7 +137,7 @@ class Panel:
         self._drawings = [drawing]  # the first is in the cell that runs it
         self._source: PanelSource | None = source
         many = len(ranks) > _MANY
-        self._look_every = min(max(_LOOK_EVERY, len(ranks) / _LOOKS_PER_SECOND), _DRAW_MANY_EVERY)
+        self._sample_every = min(max(_SAMPLE_EVERY, len(ranks) / _SAMPLES_PER_SECOND), _DRAW_MANY_EVERY)
         self._inspect_every = _INSPECT_EVERY * (2 if many else 1)
         self._draw_every = max(drawing.every, _DRAW_MANY_EVERY if many else 0.0)
         self._draw_at = now + DELAY
@@ -170,11 +151,11 @@ class Panel:
         self._processes: dict[int, psutil.Process] = {}
         self._was_drawn = False
         self._has_failed = False
-        self.due = now + self._look_every
+        self.due = now + self._sample_every
 
     @functools.cached_property
     def _state(self) -> PanelState:
-        """Make it at the first look: most cells end before."""
+        """Make it for the first sample: most cells end before."""
         return PanelState(self._facts, self.ranks, self._began)
 
     @property
@@ -187,9 +168,6 @@ class Panel:
 
     def attach(self, make: Callable[[PanelSource], Drawing]) -> bool:
         """Draw the panel in one more place from now on. Any thread.
-
-        Args:
-            make: makes the drawing, of what is source.
 
         Returns:
             False if the run is over, so that nothing will be drawn; `ended` and `logs` tell the rest.
@@ -213,9 +191,9 @@ class Panel:
             if not self._drawings or self._has_failed:
                 return False
             if self._drawings[0].is_redrawn:
-                self._state.tell_hang(text, outcome)
+                self._state.stuck.tell(text, outcome)
                 return True
-            return self._state.leave_standstill(time.monotonic())
+            return self._state.stuck.leave_out(self._state.ranks, time.monotonic())
 
     def refresh(self) -> None:
         """Take a sample of the ranks, and draw the panel if it is due."""
@@ -244,7 +222,7 @@ class Panel:
             logger.info("Where it failed:", exc_info=True)
 
     def _refresh(self, source: PanelSource, now: float) -> None:
-        self.due = now + self._look_every
+        self.due = now + self._sample_every
         self._observe(source, now)
         if now >= self._lines_at and any(drawing.shows_rows for drawing in self._drawings):
             self._lines_at = now + _LINES_EVERY

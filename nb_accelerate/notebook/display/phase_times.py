@@ -35,23 +35,14 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """What a rank spent its time on, from its first step to its last.
-
-    Attributes:
-        seconds: by phase.
-        steps: taken in that time.
-        exchanging: seconds of those in `Phase.WAITING` in which it waited for the exchange of gradients.
-        num_workers: of the loader that it trained with; None if not known.
-        times_waits: the wait for the exchange of gradients is in `Phase.WAITING`.
-        utilisation: mean part of the time, in percent, in which its device computed; None if the device does not say.
-    """
+    """What a rank spent its time on, from its first step to its last."""
 
     seconds: Mapping[Phase, float]
     steps: int
-    exchanging: float = 0.0
-    num_workers: int | None = None
-    times_waits: bool = False
-    utilisation: float | None = None
+    exchanging: float = 0.0  # seconds of those in `Phase.WAITING`: for the exchange of gradients
+    num_workers: int | None = None  # of the loader that it trained with; None if not known
+    times_waits: bool = False  # the wait for that exchange is in `Phase.WAITING`
+    utilisation: float | None = None  # mean percent of the time in which its device computed; None if not known
 
 
 class PhaseTimes:

@@ -78,21 +78,14 @@ class _Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What is seen of a rank from outside at one moment: what its progress page says, and its process.
-
-    Attributes:
-        state: ``starting``, ``running``, ``stopped`` (SIGSTOP), ``returned``, ``failed`` or ``ended``.
-        memory: bytes of its process.
-        cpu: percent of one core that its process used lately; None if that is not known.
-        pid: its process; None while it starts.
-    """
+    """What is seen of a rank from outside at one moment: what its progress page says, and its process."""
 
     rank: int
     sample: Sample = field(default_factory=Sample)
-    state: str = "running"
-    memory: int = 0
-    cpu: float | None = None
-    pid: int | None = None
+    state: str = "running"  # or ``starting``, ``stopped`` (SIGSTOP), ``returned``, ``failed``, ``ended``
+    memory: int = 0  # bytes of its process
+    cpu: float | None = None  # percent of one core that its process used lately; None if that is not known
+    pid: int | None = None  # None while it starts
 
 
 class RankHistory:
@@ -116,7 +109,6 @@ class RankHistory:
         self._waited_in: Collective | None = None
         self._progress = _progress(self.sample)
         self._moments: deque[_Moment] = deque()
-        self._in_loops: Counter[Phase] = Counter()
 
     @property
     def sample(self) -> Sample:
@@ -155,8 +147,6 @@ class RankHistory:
         self.whole = _whole(sample, self.whole)
         self._drop_cached()
         self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
-        if sample.in_loop:
-            self._in_loops[sample.phase] += 1
         while self._moments[0].time < now - _LONG:
             self._moments.popleft()
 
@@ -218,13 +208,10 @@ class RankHistory:
             return newest.phase
         if self.sample.evaluates and newest.phase is Phase.FORWARD:
             return Phase.EVALUATING
-        recent: dict[Phase, int] = {}
-        for time, _, _, phase in reversed(self._moments):
-            if time <= newest.time - _RECENT:
-                break
-            recent[phase] = recent.get(phase, 0) + 1
-        recent.pop(Phase.NOTHING, None)
-        return max(recent, key=recent.__getitem__)
+        since = newest.time - _RECENT
+        recent = Counter(phase for time, _, _, phase in reversed(self._moments) if time > since)
+        del recent[Phase.NOTHING]
+        return recent.most_common(1)[0][0]
 
     @property
     def doing(self) -> str:
@@ -261,9 +248,9 @@ class RankHistory:
         number = sum(length for _, length in stays)
         if number < _ENOUGH:
             return {}
-        found: dict[Phase, int] = {}
+        found: Counter[Phase] = Counter()
         for phase, length in stays:
-            found[phase] = found.get(phase, 0) + length
+            found[phase] += length
         return {phase: length / number for phase, length in found.items()}
 
     def time_left(self) -> str | None:
@@ -288,12 +275,8 @@ class RankHistory:
 
     def own_share(self) -> float | None:
         """Return the share of its recent time in which it cannot have waited for others; None if it is too early."""
-        return _own(self.shares())
-
-    def own_share_of_all(self) -> float | None:
-        """Return the share for all loops of the run, not the recent past alone; None if it is too early to say."""
-        number = self._in_loops.total()
-        return _own({phase: one / number for phase, one in self._in_loops.items()}) if number >= _ENOUGH else None
+        shares = self.shares()
+        return 1 - sum(shares.get(phase, 0.0) for phase in WITH_OTHERS) if shares else None
 
 
 @lru_cache(maxsize=256)
@@ -324,10 +307,6 @@ def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | 
         return None
     total = sample.epochs * sample.total
     return min((sample.epoch - 1) * sample.total + sample.step, total), total
-
-
-def _own(shares: Mapping[Phase, float]) -> float | None:
-    return 1 - sum(shares.get(phase, 0.0) for phase in WITH_OTHERS) if shares else None
 
 
 def _progress(sample: Sample) -> tuple[object, ...]:

@@ -39,6 +39,10 @@ class PanelState:
     Args:
         facts: what does not change.
         now: `time.monotonic` at the beginning.
+
+    Attributes:
+        ranks: what is known of each.
+        stuck: tells of ranks that do not move. Others may know more about them.
     """
 
     def __init__(self, facts: Facts, ranks: Sequence[int], now: float) -> None:
@@ -47,10 +51,10 @@ class PanelState:
         self._ended: float | None = None
         self._state: PanelStatus = "starting"
         self._failure: FailureSummary | None = None
-        self._ranks: Ranks = {rank: RankHistory(rank, now) for rank in ranks}
-        self._stuck, self._slow = Stuck(), Slow()
+        self.ranks: Ranks = {rank: RankHistory(rank, now) for rank in ranks}
+        self.stuck, self._slow = Stuck(), Slow()
         self._findings: tuple[Finding, ...] = (
-            self._stuck,
+            self.stuck,
             self._slow,
             RankWarnings(),
             NotFinite(),
@@ -67,37 +71,29 @@ class PanelState:
     def observe(self, now: float, seen: Sequence[RankStatus]) -> None:
         """Take what was seen of each rank at the time `now`."""
         for status in seen:
-            self._ranks[status.rank].add(now, status)
+            self.ranks[status.rank].add(now, status)
             if status.sample.trains:
                 self._rows_per_batch = status.sample.rows
             self._peak = max(self._peak, status.sample.peak or status.memory)
         if self._state == "starting" and any(status.state != "starting" for status in seen):
             self._state = "running"
         for finding in self._findings:
-            finding.observe(self._ranks, now)
-        steps = int(median(rank.sample.steps for rank in self._ranks.values()))
+            finding.observe(self.ranks, now)
+        steps = int(median(rank.sample.steps for rank in self.ranks.values()))
         self._pace.add(now, steps, is_paused=self._is_paused)
-        loss = mean_loss(self._ranks)
+        loss = mean_loss(self.ranks)
         if loss is not None:
             self._losses.add(*loss)
-        self._logged.add(self._ranks[min(self._ranks)].sample)
+        self._logged.add(self.ranks[min(self.ranks)].sample)
 
     def stalled(self, now: float) -> set[int]:
         """Return the ranks that have not moved for some time, and should have."""
-        return stalled_ranks(self._ranks, now)
+        return stalled_ranks(self.ranks, now)
 
     def explain(self, stacks: Mapping[int, str]) -> None:
         """Take dumps of the ranks' stacks, by rank, to say where the stalled ones are."""
-        for number, rank in self._ranks.items():
+        for number, rank in self.ranks.items():
             rank.stack = stacks.get(number, "")
-
-    def tell_hang(self, text: str, outcome: str = "") -> None:
-        """Take what is known of ranks that wait for others, see `Stuck.tell`."""
-        self._stuck.tell(text, outcome)
-
-    def leave_standstill(self, now: float) -> bool:
-        """Leave out the sentence about ranks that stand still, see `Stuck.leave_out`."""
-        return self._stuck.leave_out(self._ranks, now)
 
     def end(self, now: float, state: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Note how the launch or cell ended, and why if it failed."""
@@ -106,7 +102,7 @@ class PanelState:
     @property
     def has_content(self) -> bool:
         """Return whether a rank has told more than that it runs: a loop, a bar, a value, a warning."""
-        samples = [rank.sample for rank in self._ranks.values()]
+        samples = [rank.sample for rank in self.ranks.values()]
         return any(
             sample.loop or sample.bars or sample.scalars or sample.loss is not None or sample.compiled or sample.warning
             for sample in samples
@@ -116,7 +112,7 @@ class PanelState:
         """Return the panel as it is at the time `now`."""
         has_ended = self._ended is not None
         now = self._ended if self._ended is not None else now
-        ranks = self._ranks
+        ranks = self.ranks
         makes = Rows(
             ranks,
             now,
@@ -160,11 +156,11 @@ class PanelState:
 
     @property
     def _is_paused(self) -> bool:
-        return self._ended is None and all(rank.sample.paused for rank in self._ranks.values())
+        return self._ended is None and all(rank.sample.paused for rank in self.ranks.values())
 
     def _shown_columns(self) -> tuple[str, ...]:
         """Return the columns that have had a value, and that of the CPU at once where no device will have values."""
-        by_device = any(rank.is_on_device for rank in self._ranks.values())
+        by_device = any(rank.is_on_device for rank in self.ranks.values())
         says_cpu = "CPU" in self._facts.setup and not by_device
         return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
 
@@ -174,5 +170,5 @@ class PanelState:
             for finding in self._findings
             if finding.is_advice is is_advice
             if (finding.while_on if self._ended is None else finding.at_end)
-            for sentence in finding.sentences(self._ranks, now)
+            for sentence in finding.sentences(self.ranks, now)
         )

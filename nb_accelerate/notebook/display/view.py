@@ -37,60 +37,34 @@ FIGURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What does not change while it runs.
+    """What does not change while it runs."""
 
-    Attributes:
-        name: of the function, or of the cell.
-        setup: number of ranks, device, backend and precision in a few words each.
-        brief: the same in one line; said in the place of a panel that was never drawn.
-        details: the same with everything there is to know; shown on request.
-        cores: of this machine.
-    """
-
-    name: str
-    setup: tuple[str, ...]
-    brief: str = ""
-    details: str = ""
-    cores: int = 1
+    name: str  # of the function, or of the cell
+    setup: tuple[str, ...]  # number of ranks, device, backend and precision in a few words each
+    brief: str = ""  # the same in one line; said in the place of a panel that was never drawn
+    details: str = ""  # the same with everything there is to know; shown on request
+    cores: int = 1  # of this machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line: a rank, several ranks that do the same, or a progress bar of theirs. All texts may be empty.
+    """One line: a rank, several ranks that do the same, or a progress bar of theirs. All texts may be empty."""
 
-    Attributes:
-        ranks: numbers of the ranks, as text: ``0-3, 6``.
-        kind: whether it is late, has failed or is done; empty otherwise.
-        share: how much of it is done, from 0 to 1; None if that is not known.
-        step: steps taken, with the number of all if that is known.
-        epoch: the current one, from 1.
-        rate: steps per second.
-        loss: the newest.
-        memory: in use, with its unit.
-        held: what of it parameters, gradients and optimizer states are.
-        gpu: percent of its time in which the device computed.
-        cpu: percent of one core that the process used.
-        now: what it does, in words.
-        location: the line of the user's code at which it does that.
-        label: of a bar.
-        times: where its time goes: lately, and in a run that has ended, from the first step to the last.
-    """
-
-    ranks: str
+    ranks: str  # numbers: ``0-3, 6``
     kind: Kind = ""
-    share: float | None = None
-    step: str = ""
+    share: float | None = None  # of it that is done, from 0 to 1
+    step: str = ""  # with the number of all if that is known
     epoch: str = ""
-    rate: str = ""
+    rate: str = ""  # steps per second
     loss: str = ""
     memory: str = ""
-    held: str = ""
-    gpu: str = ""
-    cpu: str = ""
-    now: str = ""
-    location: str = ""
-    label: str = ""
-    times: str = ""
+    held: str = ""  # what of the memory parameters, gradients and optimizer states are
+    gpu: str = ""  # percent of its time in which the device computed
+    cpu: str = ""  # percent of one core that the process used
+    now: str = ""  # what it does
+    location: str = ""  # the line of the user's code at which it does that
+    label: str = ""  # of a bar
+    times: str = ""  # where its time goes: lately, and in a run that has ended, from the first step to the last
 
     @property
     def said(self) -> str:
@@ -110,29 +84,17 @@ class Dot:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSummary:
-    """Why it ended. The whole is told by the error that is raised.
+    """Why it ended. The whole is told by the error that is raised."""
 
-    Attributes:
-        ranks: those that failed with it; none if it is no rank's failure.
-        what: a few words for their rows: the type of an exception, say.
-        label: what `details` is.
-        details: several lines, a traceback say, where no error is raised; may be empty.
-    """
-
-    ranks: tuple[int, ...] = ()
-    what: str = ""
-    label: str = ""
-    details: str = ""
+    ranks: tuple[int, ...] = ()  # that failed with it; none if it is no rank's failure
+    what: str = ""  # for their rows: the type of an exception, say
+    label: str = ""  # of the details
+    details: str = ""  # several lines, a traceback say, where no error is raised
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Values that were logged under a name.
-
-    Attributes:
-        curve: those of the run that is on.
-        earlier: those of runs before it.
-    """
+    """Values that were logged under a name, with those of earlier runs."""
 
     curve: Curve
     earlier: tuple[Curve, ...] = ()
@@ -140,55 +102,30 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A panel at one moment.
-
-    Attributes:
-        state: of the whole.
-        facts: what does not change.
-        is_paused: all its ranks wait until they are told to go on.
-        elapsed: since it began.
-        outlook: what else is known about the whole: how long it will take, samples a second.
-        summary: of a run that has ended, in one line.
-        remarks: about its ranks.
-        bars: progress bars.
-        rows: the ranks, or those of many that stand out.
-        columns: names of the figures that have a column in any case, so that none comes and goes while one watches.
-        dots: all ranks, if they are too many for a row each.
-        curve: (step, loss), in order; nan where no rank had a finite one.
-        logged: what else was logged, by step.
-        before: losses of earlier runs.
-        charts: what was logged to be drawn here.
-        held: how the model is spread over ranks, and what they hold of it; empty if it is not spread.
-        memory: what each rank holds, as a table of text; empty if nothing is known.
-        warnings: sentences about what is wrong.
-        times: where the time of all ranks together goes, as in `Row`.
-        advice: a sentence about what slowed down a run that has ended, and what to try; "" if nothing is worth one.
-        failure: why it ended, if it failed.
-        key: of this panel, other than those of all others in the notebook; "" if it is drawn once.
-    """
+    """A panel at one moment."""
 
     state: PanelStatus
     facts: Facts
     elapsed: str
-    is_paused: bool = False
-    outlook: tuple[str, ...] = ()
-    summary: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
+    is_paused: bool = False  # all its ranks wait until they are told to go on
+    outlook: tuple[str, ...] = ()  # how long it will take, samples a second
+    summary: tuple[str, ...] = ()  # of a run that has ended
+    remarks: tuple[str, ...] = ()  # about its ranks, when it has ended
     bars: tuple[Row, ...] = ()
-    rows: tuple[Row, ...] = ()
-    columns: tuple[str, ...] = ()
-    dots: tuple[Dot, ...] = ()
-    curve: Points = ()
-    logged: tuple[Curve, ...] = ()
-    before: tuple[Curve, ...] = ()
-    charts: tuple[Chart, ...] = ()
-    held: str = ""
-    memory: str = ""
-    warnings: tuple[str, ...] = ()
-    times: str = ""
-    advice: str = ""
+    rows: tuple[Row, ...] = ()  # the ranks, or of many those that stand out
+    columns: tuple[str, ...] = ()  # figures that have a column in any case, so that none comes and goes
+    dots: tuple[Dot, ...] = ()  # all ranks, if they are too many for a row each
+    curve: Points = ()  # losses; nan where no rank had a finite one
+    logged: tuple[Curve, ...] = ()  # what else was logged
+    before: tuple[Curve, ...] = ()  # losses of earlier runs
+    charts: tuple[Chart, ...] = ()  # what was logged to be drawn here
+    held: str = ""  # how the model is spread over ranks, and what they hold of it
+    memory: str = ""  # what each rank holds, as a table of text
+    warnings: tuple[str, ...] = ()  # sentences
+    times: str = ""  # of all ranks together, as in `Row`
+    advice: str = ""  # what slowed down a run that has ended, and what to try
     failure: FailureSummary | None = None
-    key: str = ""
+    key: str = ""  # of this panel alone; "" if it is drawn once
 
     @property
     def mark(self) -> str:

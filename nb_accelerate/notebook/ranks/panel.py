@@ -7,7 +7,6 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import Sample
-from nb_accelerate.notebook.diagnostics.stacks import listed
 from nb_accelerate.notebook.display.drawing.block import Block, can_redraw
 from nb_accelerate.notebook.display.drawing.lines import Lines
 from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
@@ -119,7 +118,7 @@ def make_drawing(
 ) -> Drawing:
     """Return what draws a panel, unless the front end is ``"off"``. The arguments are those of `make_panel`."""
     if front_end == "widget" and isinstance(sink, CellSink) and not sink.is_captured:
-        return NotebookPanel(sink, sink.kernel, ranks, source, listed, place=display_id)
+        return NotebookPanel(sink, sink.kernel, ranks, source, display_id=display_id)
     if front_end == "terminal" and isinstance(sink, CellSink):
         return Relay(sink)
     if isinstance(sink, StreamSink) and can_redraw(sys.stdout):

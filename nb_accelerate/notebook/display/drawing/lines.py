@@ -20,14 +20,10 @@ _CHANGES = re.compile(r"\d+\.\d+x")
 """How much slower, in a warning that is otherwise the same. Seconds come after what is compared."""
 
 
-class Paper(Protocol):
-    """Where lines and displays go: a sink of a launch.
+class Output(Protocol):
+    """Where lines and displays go."""
 
-    Attributes:
-        own_stream: the stream for lines of this package's own.
-    """
-
-    own_stream: Any
+    own_stream: Any  # for lines of this package's own
 
     def write(self, stream: Any, text: str) -> None:
         """Take lines."""
@@ -48,8 +44,8 @@ class Lines(Drawing):
     every = 1.0
     shows_rows = False
 
-    def __init__(self, paper: Paper, *, is_notebook: bool) -> None:
-        self._paper = paper
+    def __init__(self, output: Output, *, is_notebook: bool) -> None:
+        self._output = output
         self._is_notebook = is_notebook
         self._said: set[str] = set()
         self._calls = 0.0
@@ -64,7 +60,7 @@ class Lines(Drawing):
         self._warn(view)
         if self._calls >= self._next and view.has_steps:
             self._next = self._calls + min(self._calls, _LONGEST)
-            self._paper.write(self._paper.own_stream, f"{text.line(view)}\n")
+            self._output.write(self._output.own_stream, f"{text.line(view)}\n")
             self._wrote = True
 
     def _warn(self, view: View) -> None:
@@ -72,7 +68,7 @@ class Lines(Drawing):
             cause = _CHANGES.sub("", warning.split(" for ")[0].split(":")[0])
             if cause not in self._said:
                 self._said.add(cause)
-                self._paper.write("stderr", f"{warning}\n")
+                self._output.write("stderr", f"{warning}\n")
         if not view.warnings:
             self._said.clear()
 
@@ -82,9 +78,9 @@ class Lines(Drawing):
         if not (self._wrote or view.bars or view.charts):
             return
         if self._is_notebook:
-            self._paper.display("display_data", bundle(view))
+            self._output.display("display_data", bundle(view))
         else:
-            self._paper.write(self._paper.own_stream, f"{text.line(view)}\n")
+            self._output.write(self._output.own_stream, f"{text.line(view)}\n")
 
 
 def bundle(view: View, *, with_style: bool = True) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from nb_accelerate.notebook.display.widgets.controls import Controls
 from nb_accelerate.notebook.display.widgets.shell_channel import answer_messages, can_answer, stop_answering
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from nb_accelerate.notebook.display.drawing.lines import Paper
+    from nb_accelerate.notebook.display.drawing.lines import Output
     from nb_accelerate.notebook.display.panel import PanelSource
     from nb_accelerate.notebook.display.view import View
 
@@ -47,8 +47,7 @@ class NotebookPanel(Drawing):
 
     Args:
         ranks: those whose log one can look at.
-        where: returns the frames of a rank, users' and others, innermost first, from a dump of its stacks.
-        place: id of a display that this takes the place of; "" for a new one.
+        display_id: of a display that this takes the place of; "" for a new one.
     """
 
     every = 0.5
@@ -56,28 +55,27 @@ class NotebookPanel(Drawing):
 
     def __init__(
         self,
-        paper: Paper,
+        output: Output,
         kernel: Any,
         ranks: Sequence[int],
         source: PanelSource,
-        where: Callable[[str], tuple[list[str], list[str]]],
         *,
-        place: str = "",
+        display_id: str = "",
     ) -> None:
-        self._paper = paper
+        self._output = output
         self._kernel = kernel
-        self._id = place or uuid.uuid4().hex
+        self._id = display_id or uuid.uuid4().hex
         self._buttons_id = uuid.uuid4().hex
         self._style_id = uuid.uuid4().hex
-        self._controls = Controls(kernel, ranks, source, where) if can_answer(kernel) else None
+        self._controls = Controls(kernel, ranks, source) if can_answer(kernel) else None
         self._last: dict[str, Any] = {}
-        self._is_shown = self.is_announced = bool(place)
+        self._is_shown = self.is_announced = bool(display_id)
         self._draws = 0
         self._is_made = self._has_buttons = False
         self._thread: HelperThread | None = None
         if self.is_announced:  # the table has its place already, and what ranks print before it is drawn goes below
-            self._keep_place(self._buttons_id)
-            self._keep_place(self._style_id)
+            self._reserve(self._buttons_id)
+            self._reserve(self._style_id)
 
     @override
     def draw(self, view: View) -> None:
@@ -96,7 +94,7 @@ class NotebookPanel(Drawing):
                 self._last = content
                 self._show(content["data"])
         if self._draws == 1 and not self.is_announced:
-            self._keep_place(self._buttons_id)
+            self._reserve(self._buttons_id)
         if self._controls is None or not self._is_made:
             return
         self._controls.draw(view)
@@ -126,14 +124,14 @@ class NotebookPanel(Drawing):
         controls.make()
         self._is_made = True
 
-    def _keep_place(self, place: str) -> None:
+    def _reserve(self, display_id: str) -> None:
         """Display nothing, below the table, where something comes to stand whatever is printed until it is made."""
-        self._send("display_data", place, {})
+        self._send("display_data", display_id, {})
 
     def _show(self, data: dict[str, Any]) -> None:
         kind = "update_display_data" if self._is_shown else "display_data"
         self._is_shown = True
         self._send(kind, self._id, data)
 
-    def _send(self, kind: str, place: str, data: dict[str, Any]) -> None:
-        self._paper.display(kind, {"data": data, "metadata": {}, "transient": {"display_id": place}})
+    def _send(self, kind: str, display_id: str, data: dict[str, Any]) -> None:
+        self._output.display(kind, {"data": data, "metadata": {}, "transient": {"display_id": display_id}})

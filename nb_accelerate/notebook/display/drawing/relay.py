@@ -19,7 +19,7 @@ from nb_accelerate.notebook.display.drawing.lines import bundle
 from nb_accelerate.notebook.display.panel import Drawing
 
 if TYPE_CHECKING:
-    from nb_accelerate.notebook.display.drawing.lines import Paper
+    from nb_accelerate.notebook.display.drawing.lines import Output
     from nb_accelerate.notebook.display.view import View
 
 PANEL = "application/vnd.nb_accelerate.panel+json"
@@ -32,8 +32,8 @@ class Relay(Drawing):
 
     every = Block.every
 
-    def __init__(self, paper: Paper) -> None:
-        self._paper = paper
+    def __init__(self, output: Output) -> None:
+        self._output = output
         self._id = uuid.uuid4().hex
         self._lines: list[str] = []
 
@@ -51,4 +51,4 @@ class Relay(Drawing):
 
     def _send(self, content: dict[str, Any], lines: list[str]) -> None:
         panel = {"id": self._id, "lines": lines}
-        self._paper.display("display_data", {**content, "data": {**content["data"], PANEL: panel}})
+        self._output.display("display_data", {**content, "data": {**content["data"], PANEL: panel}})

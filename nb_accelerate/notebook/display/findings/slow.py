@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 _FACTOR = 1.3
 """Time of a rank for a step, as a multiple of the others', from which on it counts as slow."""
 
-_WORTH_SAYING = 0.05
-"""Smallest excess of the slowest rank, as a part of the median, that the summary of a run mentions."""
-
 _MOST_SENTENCES = 3
 
 _COMPARE_EVERY = 1.0
@@ -104,16 +101,6 @@ def _stragglers(ranks: Ranks) -> dict[int, Straggler]:
         if factor > _FACTOR:
             found[number] = Straggler(factor=min(factor, 99.0), why=_why(ranks[number]))
     return found if len(found) <= len(own) // 2 else {}
-
-
-def slowest_of_all(ranks: Ranks) -> int | None:
-    """Return the rank that worked longest by itself in the whole run; None if none did."""
-    own = {number: share for number, rank in ranks.items() if (share := rank.own_share_of_all()) is not None}
-    if len(own) < 2:
-        return None
-    slowest = max(own, key=lambda number: own[number])
-    factor = _factor(own[slowest], [share for other, share in own.items() if other != slowest])
-    return slowest if factor > 1 + _WORTH_SAYING else None
 
 
 def _factor(share: float, others: Sequence[float]) -> float:

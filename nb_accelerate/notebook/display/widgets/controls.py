@@ -1,7 +1,7 @@
 """The widgets below a panel in a cell: its buttons, what they open, and what draws it in a page that was loaded anew.
 
-Each widget is a message when it is made and another when it is closed, and so is each look of one (layout, style).
-Therefore widgets share their looks, and what a button opens is made when it is pressed for the first time.
+Each widget is a message when it is made and another when it is closed, and so is the layout and the style of each.
+Therefore widgets share these, and what a button opens is made when it is pressed for the first time.
 
 Clicks are answered in the thread that reads the shell channel (`notebook.display.widgets.shell_channel`): what they do
 must not hold it up.
@@ -14,6 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.notebook.diagnostics.stacks import listed
 from nb_accelerate.notebook.display.drawing import html
 from nb_accelerate.notebook.display.panel import PAUSE, RESUME
 from nb_accelerate.notebook.display.widgets import asides
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.view import View
 
 _ACTIONS_EVERY = 2.0
-"""Seconds between two looks whether buttons can be pressed: each reads the pages of all ranks."""
+"""Seconds between two checks whether buttons can be pressed: each reads the pages of all ranks."""
 
 _ASK_EVERY = 3.0
 """Seconds between two questions for the stacks that are shown."""
@@ -49,31 +50,22 @@ class Controls:
 
     Args:
         ranks: those whose log one can look at.
-        where: returns the frames of a rank, users' and others, innermost first, from a dump of its stacks.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        ranks: Sequence[int],
-        source: PanelSource,
-        where: Callable[[str], tuple[list[str], list[str]]],
-    ) -> None:
+    def __init__(self, kernel: Any, ranks: Sequence[int], source: PanelSource) -> None:
         self._kernel = kernel
         self._ranks = ranks
         self._source = source
-        self._where = where
         self._widgets: list[Any] = []
         self._lock = threading.Lock()  # held where widgets are made, by a click say, changed by it, or closed
         self._is_over = False
         self._aside: Any = None
         self._rank_field: Any = None
-        self._look_at_actions = 0.0
+        self._check_actions_at = 0.0
         self._memory_table = ""
         self._shown: Callable[[], str] | None = None
         self._ask_at = 0.0
         self._log_of = min(ranks)
-        self._has_opened_log = False
 
     def make(self) -> None:
         """Make all that is there from the beginning."""
@@ -82,7 +74,7 @@ class Controls:
         self._plain = ipywidgets.Layout()
         self._one_line = ipywidgets.Layout(width="auto", flex="0 0 auto")
         self._again = self._add(_html_of_new_pages(self._plain))
-        self._button_look: dict[str, Any] = {"layout": self._one_line}
+        self._shared: dict[str, Any] = {"layout": self._one_line}
         self._actions = [
             (action, self._button(action.title, action.hint, action.do)) for action in self._source.actions()
         ]
@@ -108,18 +100,16 @@ class Controls:
         self._memory_table = view.memory
         if self._pause is not None:
             _change(self._pause, description=RESUME if view.is_paused else PAUSE)
-        if time.monotonic() >= self._look_at_actions:
-            self._look_at_actions = time.monotonic() + _ACTIONS_EVERY
+        if time.monotonic() >= self._check_actions_at:
+            self._check_actions_at = time.monotonic() + _ACTIONS_EVERY
             for action, button in self._actions:
                 why_not = action.why_not()
                 _change(button, disabled=bool(why_not), tooltip=why_not or action.hint)
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S on %d %B")
-            missing = _LINES_MISSING if self._has_log else ""
+            has_log = any(self._source.log(rank) for rank in self._ranks)
+            missing = _LINES_MISSING if has_log else ""
             self._again.value = html.render(view, at=at) + html.render_charts(view) + missing
-            if missing and not self._has_opened_log:  # once: who closes it wants it closed
-                self._has_opened_log = True
-                self._open_log()
         self._draw_aside()
 
     def close(self, view: View) -> None:
@@ -131,22 +121,10 @@ class Controls:
             logs = asides.logs({rank: asides.last_lines(self._source.log(rank)) for rank in self._ranks})
             self._again.value = html.style() + html.render(view) + html.render_charts(view) + logs + _TO_KEEP
             self._box.children = (self._again,)
-            kept = [*_with_looks(self._box), *_with_looks(self._again)]
-        for widget in self._widgets:
-            for one in _with_looks(widget):
-                if one not in kept:
-                    with contextlib.suppress(Exception):  # the front end may be gone
-                        one.close()
-
-    @property
-    def _has_log(self) -> bool:
-        return any(self._source.log(rank) for rank in self._ranks)
-
-    def _open_log(self) -> None:
-        """Show what ranks print, unless the user looks at something else."""
-        if self._shown is None:
-            self._log_of = next(rank for rank in self._ranks if self._source.log(rank))
-            self._open(self._log)
+            kept = [*_with_styles(self._box), *_with_styles(self._again)]
+        for widget in (part for whole in self._widgets for part in _with_styles(whole) if part not in kept):
+            with contextlib.suppress(Exception):  # the front end may be gone
+                widget.close()
 
     def _draw_aside(self) -> None:
         shown = self._shown
@@ -164,16 +142,11 @@ class Controls:
         answer_widgets(self._kernel, [widget])
         return widget
 
-    def _html(self, value: str, layout: Any) -> Any:
-        import ipywidgets
-
-        return self._add(ipywidgets.HTML(value, layout=layout, style=self._again.style))
-
     def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
         import ipywidgets
 
-        button = self._add(ipywidgets.Button(description=title, tooltip=hint, **self._button_look))
-        self._button_look["style"] = button.style
+        button = self._add(ipywidgets.Button(description=title, tooltip=hint, **self._shared))
+        self._shared["style"] = button.style
         button.on_click(lambda _: action())
         return button
 
@@ -186,7 +159,9 @@ class Controls:
             if self._is_over:
                 return
             if self._aside is None:
-                self._aside = self._html("", self._plain)
+                import ipywidgets
+
+                self._aside = self._add(ipywidgets.HTML("", layout=self._plain, style=self._again.style))
                 self._box.children = (self._again, self._controls, self._aside)
             chooses_rank = aside == self._log and len(self._ranks) > 1
             self._controls.children = (*self._row, self._field_of_rank()) if chooses_rank else self._row
@@ -226,7 +201,7 @@ class Controls:
         self._source.ask()
 
     def _stacks(self) -> str:
-        found = {rank: self._where(dump) for rank, dump in self._source.stacks().items() if dump}
+        found = {rank: listed(dump) for rank, dump in self._source.stacks().items() if dump}
         return asides.stacks(found)
 
     def _memory(self) -> str:
@@ -261,6 +236,6 @@ def _change(widget: Any, **values: object) -> None:
                 setattr(widget, name, value)
 
 
-def _with_looks(widget: Any) -> list[Any]:
-    """Return a widget and its looks, which are widgets as well."""
+def _with_styles(widget: Any) -> list[Any]:
+    """Return a widget with its layout and its style, which are widgets as well."""
     return [widget, *(getattr(widget, name) for name in ("layout", "style") if hasattr(widget, name))]
