@@ -273,19 +273,17 @@ def test_up_to_twelve_ranks_have_a_row_each(number: int):
     run.begin_loop()
     run.train(3.0)
     assert [row.ranks for row in run.view.rows] == [str(rank) for rank in range(number)]
-    assert run.view.dots == ()
 
 
 @pytest.mark.parametrize("number", [13, 64])
-def test_more_are_folded_into_one_row_and_a_dot_each(number: int):
+def test_more_are_folded_into_one_row(number: int):
     run = Run(number)
     run.begin_loop(total=80)
     run.train(5.0)
     (row,) = run.view.rows
     assert row.ranks == f"0-{number - 1}"
     assert row.step == "40 / 80"
-    assert [dot.rank for dot in run.view.dots] == list(range(number))
-    assert {dot.share for dot in run.view.dots} == {0.5}
+    assert row.share == 0.5
 
 
 def test_of_many_ranks_those_that_stand_out_have_rows():
@@ -305,7 +303,6 @@ def test_of_many_ranks_those_that_stand_out_have_rows():
     assert first.now in ("forward", "backward", "loading data")
     assert [(row.ranks, row.kind) for row in bad] == [("7", "bad"), ("40", "bad")], "what is worst comes first"
     assert (slow.ranks, slow.kind) == ("20", "late")
-    assert {dot.rank: dot.kind for dot in view.dots if dot.kind} == {7: "bad", 20: "late", 40: "bad"}
     assert slow.now.endswith("x slower")
     assert [one for one in view.warnings if one.startswith("Rank 20 is ")]
 
@@ -317,7 +314,7 @@ def test_when_half_of_many_are_bad_a_few_have_rows():
     run.put(range(40), loss=float("nan"))
     run.look()
     assert len(run.view.rows) == 7
-    assert sum(dot.kind == "bad" for dot in run.view.dots) == 40
+    assert run.view.warnings[0].endswith(" on ranks 0-39."), "a sentence names all of them"
 
 
 # The whole run, before its first step.

@@ -61,7 +61,7 @@ def test_memory_is_that_of_the_device_and_its_peak_is_kept():
     assert run.row(0).memory == "3.0 GB"
     run.put([0], memory=1_000_000_000)
     run.train(1.0)
-    assert "peak 11.2 GB" in run.end().remarks
+    assert run.end().peak == "11.2 GB"
 
 
 def test_each_device_says_how_busy_it_is_and_nothing_is_said_of_the_cpu_then():

@@ -63,7 +63,7 @@ class ProgressPage:
         self.epochs_are_told = False
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
-        self._looks = 0
+        self._lines_noted = 0
         self._reals[layout.LOSS] = layout.NO_LOSS
 
     @property
@@ -237,8 +237,8 @@ class ProgressPage:
 
     def note_line(self, *, phase: int, filename: str, lineno: int, called: str) -> None:
         """Note the line of the user's code that the main thread is at; see `CodeLine`. One other thread calls this."""
-        self._looks += 1
-        line = CodeLine(number=self._looks, phase=phase, filename=filename, lineno=lineno, called=called)
+        self._lines_noted += 1
+        line = CodeLine(number=self._lines_noted, phase=phase, filename=filename, lineno=lineno, called=called)
         line.write(self._memory, layout.LINE_AT)
 
     # Waiting.

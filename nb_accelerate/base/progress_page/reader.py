@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class PageReader:
     """The memory of a progress page, for reading. `close` it.
 
-    Args:
-        fd: descriptor of an empty file, taken over. One without a name is gone with the last process that holds it.
+    It takes over the descriptor of an empty file. One without a name is gone with the last process that holds it.
     """
 
     def __init__(self, fd: int) -> None:

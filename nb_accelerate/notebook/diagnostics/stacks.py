@@ -37,7 +37,6 @@ _WRAPPERS = ("wrapper", "inner", "decorate_context")
 
 _WORKER = re.compile(r"nb_accelerate/notebook/(?:worker|launch|diagnostics|protocol)/[\w/]+\.py$|^<string>$")
 
-
 ONE_THREAD = "Only one thread runs code of users.\n"
 """First line of a dump of such a rank, unless `faulthandler` has written it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,12 +31,7 @@ _WAITS_WITH_AN_END = ("init_process_group", "new_group", "monitored_barrier")
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """What the stacks of some ranks say.
-
-    Attributes:
-        waiting: ranks inside a collective, by the place.
-        elsewhere: the others, by the place.
-    """
+    """What the stacks of some ranks say: which are inside a collective and which elsewhere, by the place."""
 
     waiting: Mapping[str, list[int]]
     elsewhere: Mapping[str, list[int]]
@@ -48,18 +42,13 @@ class Waits:
         return bool(self.waiting) and not self.elsewhere
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Return where most of them are, in a few words."""
-        places = Counter({place: len(ranks) for place, ranks in (*self.waiting.items(), *self.elsewhere.items())})
-        return places.most_common(1)[0][0] if places else ""
+        return max((*self.waiting.items(), *self.elsewhere.items()), key=lambda item: len(item[1]))[0]
 
 
 def who_waits(dumps: Mapping[int, str]) -> Waits:
-    """Sort ranks by where they are.
-
-    Args:
-        dumps: stacks of the ranks, by rank.
-    """
+    """Sort ranks by where they are, by their stacks."""
     waiting: dict[str, list[int]] = {}
     elsewhere: dict[str, list[int]] = {}
     for rank, dump in sorted(dumps.items()):

@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from nb_accelerate.base.progress_page import CodeLine, Phase
     from nb_accelerate.notebook.protocol.messages import Frame
 
-_LOOKS = 10
-"""Looks back. The line that is shown is the most frequent one: what changes with each look is no news, but flicker."""
+_KEPT = 10
+"""Lines. The most frequent one is shown: what changes each time is no news, but flicker."""
 
 
 class CodeLines:
     """The recent lines of a rank."""
 
     def __init__(self) -> None:
-        self._recent: deque[CodeLine] = deque(maxlen=_LOOKS)
+        self._recent: deque[CodeLine] = deque(maxlen=_KEPT)
 
     def add(self, line: CodeLine | None) -> None:
-        """Add what a sample says; the same look counts once."""
+        """Add what a sample says; the same one counts once."""
         if line is None:  # of a call or cell that has just begun
             self._recent.clear()
         elif not self._recent or line.number != self._recent[-1].number:

@@ -26,7 +26,7 @@ _earlier: list[tuple[str, Curve]] = []
 
 
 class LoggedValues:
-    """Collects the values that a rank logs, as seen on its page: of several between two looks the last."""
+    """Collects the values that a rank logs, as seen on its page: of several between two samples the last."""
 
     def __init__(self) -> None:
         self._histories: dict[str, ThinnedCurve] = {}

@@ -123,10 +123,6 @@ def rows_that_fit(held: RankMemory, *, rows: int, wanted: int) -> int | None:
 
     What does not depend on the batch is subtracted, and the rest taken to grow with the number of rows. The step that
     failed had not come to its peak, so it is the most that may fit, and never more than half of the rows.
-
-    Args:
-        held: by the rank on which it did not fit.
-        wanted: bytes that could not be had.
     """
     of_rows = held.activations + wanted
     if not rows or not held.limit or not held.used or of_rows <= 0:

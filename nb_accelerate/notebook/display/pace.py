@@ -96,7 +96,7 @@ def summary(ranks: Ranks, rate: float | None, rows: int) -> tuple[str, ...]:
     """Return what a run came to: whether it ended early as asked, steps, samples per second, loss, compiled programs.
 
     Args:
-        rate: steps per second.
+        rate: steps per second; None if not known.
         rows: of all ranks together in one step; 0 if not known.
     """
     samples = [rank.sample for rank in ranks.values()]
@@ -109,15 +109,4 @@ def summary(ranks: Ranks, rate: float | None, rows: int) -> tuple[str, ...]:
     parts += [f"loss {words.measured(sum(losses) / len(losses))}"] if losses else []
     programs, seconds = max((sample.compiled, sample.compiling) for sample in samples)
     parts += [f"{words.plural(programs, 'program')} compiled in {words.brief(seconds)}"] if programs else []
-    return tuple(parts)
-
-
-def remarks(ranks: Ranks, peak: int) -> tuple[str, ...]:
-    """Return what there is to say about the ranks of a run that has ended.
-
-    Args:
-        peak: most bytes that one of them used.
-    """
-    parts = [words.plural(len(ranks), "rank")]
-    parts += [f"peak {words.size(peak)}"] if peak else []
     return tuple(parts)

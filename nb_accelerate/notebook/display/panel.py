@@ -114,13 +114,8 @@ class Drawing(Protocol):
 class Panel:
     """The panel of one run.
 
-    Args:
-        facts: what does not change.
-
     Attributes:
         due: `time.monotonic` at which `refresh` wants to be called.
-        name: of what runs.
-        ranks: that are seen.
         logs: what each rank printed last, once it has ended.
     """
 

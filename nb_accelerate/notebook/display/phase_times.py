@@ -98,11 +98,7 @@ class PhaseTimes:
 
 
 def in_words(times: Iterable[Mapping[Phase, float]]) -> str:
-    """Return where the time of ranks went, all together: ``loading data 3 %, forward 30 %``. Less than 1 % is left out.
-
-    Args:
-        times: seconds by phase, of each rank.
-    """
+    """Return where the time of ranks went together: ``loading data 3 %, forward 30 %``. Less than 1 % is left out."""
     spent = dict.fromkeys(WORK, 0.0)
     for seconds in times:
         for phase in seconds:

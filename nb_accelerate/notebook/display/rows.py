@@ -13,7 +13,6 @@ from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.base.topology.rank_lists import ranges
 from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.findings import stuck
-from nb_accelerate.notebook.display.memory import parts_of
 from nb_accelerate.notebook.display.pace import compiling
 from nb_accelerate.notebook.display.phase_times import in_words
 from nb_accelerate.notebook.display.rank_history import METHODS
@@ -35,22 +34,15 @@ _OUTLIERS = 6
 
 @dataclass(frozen=True)
 class Rows:
-    """Makes rows of what is known at one moment.
-
-    Attributes:
-        state: of the whole run.
-        stalled: ranks that have not moved for some time.
-        slow: ranks that are slower than the others, by rank.
-        rate: mean steps per second of the run; None if there were none yet.
-    """
+    """Makes rows of what is known at one moment."""
 
     ranks: Ranks
     now: float
-    state: PanelStatus
+    state: PanelStatus  # of the whole run
     failure: FailureSummary | None
-    stalled: set[int]
+    stalled: set[int]  # ranks that have not moved for some time
     slow: Mapping[int, Straggler]
-    rate: float | None
+    rate: float | None  # mean steps per second of the run; None if there were none yet
 
     @property
     def has_ended(self) -> bool:
@@ -87,7 +79,6 @@ class Rows:
             kind="done" if all(kinds[number] == "done" for number in others) else "",
             loss=words.measured(sum(losses) / len(losses)) if losses else "",
             memory=words.size(memory) if memory else "",
-            held="",
             gpu=self._gpu(others),
             cpu=self._cpu(others),
             now=Counter(self._activity(number) for number in others).most_common(1)[0][0],
@@ -150,7 +141,6 @@ class Rows:
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss="" if rank.loss is None else words.measured(rank.loss),
             memory=words.size(rank.memory) if rank.memory else "",
-            held=parts_of(sample.held),
             gpu=self._gpu([number]),
             cpu=self._cpu([number]),
             now=self._activity(number),

@@ -50,27 +50,13 @@ def take(data: bytes) -> str | None:
     return key
 
 
-def record_of(key: str) -> RunRecord:
-    """Return a run by its id."""
-    return _records[key]
-
-
-def earlier(key: str, most: int) -> list[RunRecord]:
-    """Return the last few runs of the same project before one."""
-    before = list(_records)[: list(_records).index(key)]
-    return [_records[other] for other in before if _projects[other] == _projects[key]][-most:]
-
-
 def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
-    """Return charts of what runs have logged, each value beside those of earlier runs of the project.
-
-    Args:
-        keys: ids of the runs, as `take` returns them.
-    """
+    """Return charts of what runs (by id) have logged, each value beside those of earlier runs of the project."""
     found = []
     for key in keys:
-        record = record_of(key)
-        before = earlier(key, _EARLIER_RUNS)
+        record = _records[key]
+        older = list(_records)[: list(_records).index(key)]
+        before = [_records[old] for old in older if _projects[old] == _projects[key]][-_EARLIER_RUNS:]
         for name in record.columns:
             others = tuple(Curve(old.name, tuple(old.column(name))) for old in before if name in old.columns)
             found.append(Chart(curve=Curve(name, tuple(record.column(name))), earlier=others))

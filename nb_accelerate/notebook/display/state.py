@@ -15,12 +15,12 @@ from nb_accelerate.notebook.display.findings.slow import Slow
 from nb_accelerate.notebook.display.findings.stuck import Stuck, stalled_ranks
 from nb_accelerate.notebook.display.logged_values import LoggedValues
 from nb_accelerate.notebook.display.memory import memory_table, sharded_line
-from nb_accelerate.notebook.display.pace import Pace, outlook, remarks, summary
+from nb_accelerate.notebook.display.pace import Pace, outlook, summary
 from nb_accelerate.notebook.display.phase_times import in_words
 from nb_accelerate.notebook.display.rank_history import RankHistory, mean_loss
 from nb_accelerate.notebook.display.rows import MOST_ROWS, Rows
 from nb_accelerate.notebook.display.thinned_curve import ThinnedCurve
-from nb_accelerate.notebook.display.view import FIGURES, Dot, View
+from nb_accelerate.notebook.display.view import FIGURES, View
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -122,15 +122,11 @@ class PanelState:
             {} if has_ended else self._slow.stragglers,
             self._pace.rate,
         )
-        steps, kinds = makes.steps, makes.kinds
-        has_steps = any(step for step, _ in steps.values())
+        has_steps = any(step for step, _ in makes.steps.values())
         bars = bar_rows({number: rank.sample for number, rank in ranks.items()})
         rows: tuple[Row, ...] = ()
-        dots: tuple[Dot, ...] = ()
-        if not bars or has_steps or {"late", "bad"} & {*kinds.values()}:  # else the bars say it all
+        if not bars or has_steps or {"late", "bad"} & {*makes.kinds.values()}:  # else the bars say it all
             rows = makes.folded() if len(ranks) > MOST_ROWS else makes.each()
-            if len(ranks) > MOST_ROWS:
-                dots = tuple(Dot(rank=number, share=steps[number][1] or 0.0, kind=kinds[number]) for number in ranks)
         self._columns.update(name for row in rows for name, _ in FIGURES if getattr(row, name))
         return View(
             state=self._state,
@@ -139,11 +135,10 @@ class PanelState:
             elapsed=words.duration(now - self._began),
             outlook=() if has_ended else outlook(ranks, self._pace, now),
             summary=summary(ranks, self._pace.rate, self._rows_per_batch) if has_ended else (),
-            remarks=remarks(ranks, self._peak) if has_ended else (),
+            peak=words.size(self._peak) if has_ended and self._peak else "",
             bars=bars,
             rows=rows,
             columns=self._shown_columns() if has_steps or not has_ended else (),
-            dots=dots,
             curve=self._losses.points,
             held=sharded_line({number: rank.sample.held for number, rank in ranks.items()}),
             memory=memory_table({number: (rank.memory, rank.sample.held) for number, rank in ranks.items()}),

@@ -58,7 +58,6 @@ class Row:
     rate: str = ""  # steps per second
     loss: str = ""
     memory: str = ""
-    held: str = ""  # what of the memory parameters, gradients and optimizer states are
     gpu: str = ""  # percent of its time in which the device computed
     cpu: str = ""  # percent of one core that the process used
     now: str = ""  # what it does
@@ -71,15 +70,6 @@ class Row:
         """Return the label of a bar, and what it does now and where, as one text."""
         doing = ", ".join(part for part in (self.now, self.location) if part)
         return " · ".join(part for part in (self.label, doing) if part)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dot:
-    """One rank in a panel that has too many for a row each."""
-
-    rank: int
-    share: float
-    kind: Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +100,10 @@ class View:
     is_paused: bool = False  # all its ranks wait until they are told to go on
     outlook: tuple[str, ...] = ()  # how long it will take, samples a second
     summary: tuple[str, ...] = ()  # of a run that has ended
-    remarks: tuple[str, ...] = ()  # about its ranks, when it has ended
+    peak: str = ""  # most memory that a rank used, when it has ended
     bars: tuple[Row, ...] = ()
     rows: tuple[Row, ...] = ()  # the ranks, or of many those that stand out
     columns: tuple[str, ...] = ()  # figures that have a column in any case, so that none comes and goes
-    dots: tuple[Dot, ...] = ()  # all ranks, if they are too many for a row each
     curve: Points = ()  # losses; nan where no rank had a finite one
     logged: tuple[Curve, ...] = ()  # what else was logged
     before: tuple[Curve, ...] = ()  # losses of earlier runs

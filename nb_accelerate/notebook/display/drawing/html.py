@@ -66,7 +66,7 @@ def render_charts(view: View) -> str:
     """Return the charts of what was logged; "" if nothing was."""
     if not view.charts:
         return ""
-    return f'<div class="nba nba-charts">{"".join(draw(one.curve, one.earlier) for one in view.charts)}</div>'
+    return f'<div class="nba nba-charts">{"".join(draw(chart.curve, chart.earlier) for chart in view.charts)}</div>'
 
 
 def _header(view: View) -> str:
@@ -118,12 +118,11 @@ def _body(view: View) -> str:
     times = f'<p class="nba-dim">{_prose(f"time: {view.times}")}</p>' if view.times else ""
     failed = view.state == "failed"
     if view.state == "done" and view.rows:
-        folded = (
-            f"<details><summary>{escape(_remarks(view))}</summary>{_table(view.rows, view.columns)}{times}</details>"
-        )
+        summary = f"ranks: peak {view.peak}" if view.peak else "ranks"
+        folded = f"<details><summary>{summary}</summary>{_table(view.rows, view.columns)}{times}</details>"
         table = _table(view.bars) + folded if view.bars else folded
     else:
-        table = _dots(view) + _table((*view.bars, *view.rows), view.columns, failed=failed) + times
+        table = _table((*view.bars, *view.rows), view.columns, failed=failed) + times
     advice = f'<p class="nba-advice">{_prose(view.advice)}</p>' if view.advice else ""
     warnings = "".join(f'<p class="nba-warn">{_prose(sentence)}</p>' for sentence in view.warnings)
     held = f'<p class="nba-dim">{_prose(view.held)}</p>' if view.held else ""
@@ -133,12 +132,6 @@ def _body(view: View) -> str:
 def _prose(text: str) -> str:
     """Return text that may have several lines. No line begins with the sign of a percentage."""
     return escape(re.sub(r"(?<=\d) %", "\u00a0%", text))
-
-
-def _remarks(view: View) -> str:
-    """Return what is said of the ranks of a run that is done, without their number, which the header has."""
-    remarks = [one for one in view.remarks if one not in view.facts.setup]
-    return f"ranks: {' · '.join(remarks)}" if remarks else "ranks"
 
 
 def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False) -> str:
@@ -152,7 +145,7 @@ def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = 
         return ""
     columns = [(name, title) for name, title in FIGURES if name in standing or any(getattr(row, name) for row in rows)]
     has_bars = bool(standing) or any(row.share is not None for row in rows)
-    head = "".join(f'<th class="nba-{name}"{_hint(name)}>{title}</th>' for name, title in columns)
+    head = "".join(f'<th class="nba-{name}"{_title(_HINTS.get(name))}>{title}</th>' for name, title in columns)
     bar = '<th class="nba-bar"></th>' if has_bars else ""
     lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed) for row in rows)
     return (
@@ -162,17 +155,15 @@ def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = 
     )
 
 
-def _hint(name: str) -> str:
-    return _title(_HINTS.get(name))
-
-
 def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool) -> str:
-    hints = {"memory": row.held, "step": row.step}
     texts = {name: escape(getattr(row, name)) for name in columns} | {"step": _step(row)}
     is_finite = row.loss.lstrip("-") not in _NOT_FINITE
-    looks = {"loss": "nba-loss" if is_finite else "nba-loss nba-not-finite"}
+    classes = {name: f"nba-{name}" for name in columns}
+    if not is_finite:
+        classes["loss"] = "nba-loss nba-not-finite"
     cells = "".join(
-        f'<td class="{looks.get(name, f"nba-{name}")}"{_title(hints.get(name))}>{texts[name]}</td>' for name in columns
+        f'<td class="{classes[name]}"{_title(row.step if name == "step" else None)}>{texts[name]}</td>'
+        for name in columns
     )
     kind = f"nba-{row.kind}" if row.kind else ""
     if row.kind == "bad" and not (is_finite or failed or row.now == "failed"):
@@ -215,18 +206,6 @@ def _bar(row: Row) -> str:
         f'<td class="nba-bar"{times}><div class="nba-track" role="progressbar" aria-valuenow="{percent}" '
         f'aria-valuemin="0" aria-valuemax="100" aria-label="rank {row.ranks}">{fill}</div></td>'
     )
-
-
-def _dots(view: View) -> str:
-    if not view.dots:
-        return ""
-    dots = "".join(
-        f'<div class="{" nba-".join(filter(None, ("nba-dot", dot.kind)))}" '
-        f'title="rank {dot.rank}: {100 * dot.share:.0f} %">'
-        f'<i style="height:{100 * dot.share:.0f}%"></i></div>'
-        for dot in view.dots
-    )
-    return f'<div class="nba-dots" aria-hidden="true">{dots}</div>'
 
 
 def _failure(view: View) -> str:

@@ -46,7 +46,7 @@ class NotebookPanel(Drawing):
     """A panel in a cell.
 
     Args:
-        ranks: those whose log one can look at.
+        ranks: those whose log can be shown.
         display_id: of a display that this takes the place of; "" for a new one.
     """
 

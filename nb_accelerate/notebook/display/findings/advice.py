@@ -70,11 +70,7 @@ class _Loss:
 
 
 class Advice(Finding):
-    """What slowed a run down most.
-
-    Args:
-        cores: of this machine.
-    """
+    """What slowed a run down most."""
 
     while_on = False
     is_advice = True

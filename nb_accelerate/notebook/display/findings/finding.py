@@ -11,17 +11,11 @@ if TYPE_CHECKING:
 
 
 class Finding:
-    """Something that is told of the ranks of a run, when it is so.
+    """Something that is told of the ranks of a run, when it is so."""
 
-    Attributes:
-        while_on: it is told while the run is on.
-        at_end: it is told of a run that has ended.
-        is_advice: it says what to try, and is no sign that something is wrong.
-    """
-
-    while_on = True
-    at_end = True
-    is_advice = False
+    while_on = True  # it is told while the run is on
+    at_end = True  # it is told of a run that has ended
+    is_advice = False  # it says what to try, and is no sign that something is wrong
 
     def observe(self, ranks: Ranks, now: float) -> None:
         """Take the newest samples of the ranks."""

@@ -32,7 +32,7 @@ _COMPARE_EVERY = 1.0
 """Seconds between two comparisons of the ranks."""
 
 _NOISE = 2.0
-"""Four standard deviations of a share that was seen at one look: of 64 equal ranks some are always off by three."""
+"""Four standard deviations of a share that was sampled once: of 64 equal ranks some are always off by three."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,7 @@ def _location(ranks: Ranks, numbers: Sequence[int], before: str = " ") -> str:
     """Return where most of some ranks are: by their stacks, else by the collective that all of them wait in."""
     dumps = {number: ranks[number].stack for number in numbers if ranks[number].stack}
     if dumps:
-        return before + who_waits(dumps).place
+        return before + who_waits(dumps).location
     inside = {collective for number in numbers if (collective := ranks[number].sample.waits_in) is not None}
     return f"{before}in {METHODS[inside.pop()]}" if len(inside) == 1 else ""
 

@@ -18,14 +18,9 @@ _KEPT_LINES = 200
 
 
 def stacks(frames: Mapping[int, tuple[list[str], list[str]]]) -> str:
-    """Return where ranks are: users' frames a line each, then those of libraries, which unfold.
-
-    Args:
-        frames: users' and others, innermost first, by rank.
-    """
-    if not frames:
-        return _pre("no answer yet", "where ranks are")
-    return _pre("".join(_stack(rank, *both) for rank, both in sorted(frames.items())), "where ranks are")
+    """Return where ranks are: users' frames a line each, then those of libraries, which unfold."""
+    found = "".join(_stack(rank, users, others) for rank, (users, others) in sorted(frames.items()))
+    return _pre(found or "no answer yet", "where ranks are")
 
 
 def _stack(rank: int, users: list[str], others: list[str]) -> str:
@@ -38,11 +33,7 @@ def _stack(rank: int, users: list[str], others: list[str]) -> str:
 
 
 def memory(table: str) -> str:
-    """Return what ranks hold.
-
-    Args:
-        table: see `notebook.display.memory.memory_table`.
-    """
+    """Return what ranks hold, as `notebook.display.memory.memory_table` says it."""
     return _pre(escape(table or "nothing is known yet"), "memory of ranks", "nba-table")
 
 

@@ -46,11 +46,7 @@ _LINES_MISSING = (
 
 
 class Controls:
-    """The widgets of a panel. `make` them, in any thread; the rest is for the thread that draws, but for clicks.
-
-    Args:
-        ranks: those whose log one can look at.
-    """
+    """The widgets of a panel. `make` them, in any thread; the rest is for the thread that draws, but for clicks."""
 
     def __init__(self, kernel: Any, ranks: Sequence[int], source: PanelSource) -> None:
         self._kernel = kernel

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READ_EVERY = 0.1
-"""Seconds between two looks of a waiting cell into the channel."""
+"""Seconds between two times that a waiting cell reads the channel."""
 
 _LINGER = 10.0
 """Seconds after the end of the last panel in which clicks on it still come: the kernel would say that there is "No such
@@ -74,11 +74,7 @@ def read_shell_channel() -> float:
 
 
 class _Channel:
-    """The shell channel of a kernel.
-
-    Attributes:
-        answers: what is answered here.
-    """
+    """The shell channel of a kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self._users = self._changes = 0
