@@ -372,15 +372,15 @@ class TestDisplayIds:
         ids = DisplayIds()
         shown = ids.shown({0: "a", 1: "b"})
         place = ids.update({0: "a", 1: "b"})
-        assert (place.id, place.is_new) == (shown, False)
+        assert place == (shown, False)
 
     def test_an_update_by_some_of_them_is_a_display_of_its_own(self):
         ids = DisplayIds()
         shown = ids.shown({0: "a", 1: "b"})
         place = ids.update({1: "b"})
-        assert place.is_new
-        assert place.id != shown
-        assert not ids.update({1: "b"}).is_new
+        assert place[1]
+        assert place[0] != shown
+        assert not ids.update({1: "b"})[1]
 
 
 class TestArguments:

@@ -7,7 +7,7 @@ from fixtures.actor_ranks import SOON, ActorRank
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.notebook.ranks.failing.errors import error_of
 from nb_accelerate.notebook.ranks.failing.incidents import STOPPED, Incident, IncidentKind, Wording
-from nb_accelerate.notebook.ranks.failing.outcome import ended_as
+from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Request
@@ -24,7 +24,7 @@ def test_in_a_deadlock_the_rank_that_left_is_marked_and_not_the_one_that_waits(l
             ranks=ranks, send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=2, on_host=True
         )
         request.abandon(DeadlockError("they wait", stacks=dict.fromkeys(waiting, "in barrier")))
-        status, summary = ended_as(request)
+        status, summary = outcome_of(request)
         assert summary is not None
         return status, summary.ranks, summary.what
 
@@ -41,7 +41,7 @@ def test_a_panel_says_whether_the_user_has_interrupted_or_stopped(loop: RankLoop
             ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1, on_host=True
         )
         request.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=0.0, how=how))
-        return ended_as(request)[0], str(error_of(request)).rpartition(" ")[2]
+        return outcome_of(request)[0], str(error_of(request)).rpartition(" ")[2]
 
     assert end("interrupted") == ("interrupted", "interrupted")
     assert end(STOPPED) == ("stopped", "stopped")

@@ -35,7 +35,7 @@ from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.messages import Call
 from nb_accelerate.notebook.ranks.failing.errors import error_of, interrupted, summary
 from nb_accelerate.notebook.ranks.failing.incidents import INTERRUPTED, STOPPED, Wording
-from nb_accelerate.notebook.ranks.failing.outcome import ended_as
+from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
@@ -153,7 +153,7 @@ class Launch(Steerable):
             return "done"
         if isinstance(self._error, KeyboardInterrupt) and (self._stopped or not self._requests):
             return self._stopped or INTERRUPTED
-        return ended_as(*self._requests, error=self._error)[0] if self._requests else "failed"
+        return outcome_of(*self._requests, error=self._error)[0] if self._requests else "failed"
 
     def output(self, rank: int) -> str:
         """Return the last thousand lines that a rank has printed, of both streams.
@@ -372,7 +372,7 @@ class Launch(Steerable):
         def finish_panel(error: BaseException | None = None) -> None:
             if calling.panel is not None:
                 with output.guard:
-                    calling.panel.finish(*ended_as(calling, leaving, error=error))
+                    calling.panel.finish(*outcome_of(calling, leaving, error=error))
 
         try:
             with interrupts_call(self._interrupt_requests):

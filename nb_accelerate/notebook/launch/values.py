@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,5 @@ def _unpack_each(request: Request) -> tuple[dict[int, Any], list[Exception]]:
 
 
 def _attach(error: BaseException, results: dict[int, Any]) -> None:
-    try:
+    with contextlib.suppress(AttributeError):  # a type with slots
         error.results = results  # type: ignore[attr-defined]
-    except AttributeError:  # a type with slots
-        return

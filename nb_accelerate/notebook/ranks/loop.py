@@ -29,7 +29,7 @@ from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.display.widgets.shell_channel import read_shell_channel
 from nb_accelerate.notebook.protocol.messages import DebuggerResumed, InputRequest, Ready
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
-from nb_accelerate.notebook.ranks.failing.outcome import ended_as
+from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.failing.shortage import oom_kills
 from nb_accelerate.notebook.ranks.input_requests import PendingInput
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard, short_text
@@ -448,4 +448,4 @@ class RankLoop(RankEvents):
 def _finish_panel(request: Request) -> None:
     """Have the panel of a request show its end, unless the panel outlives it."""
     if request.panel is not None and not request.keeps_panel:
-        request.panel.finish(*ended_as(request))
+        request.panel.finish(*outcome_of(request))

@@ -24,29 +24,6 @@ _END_TIMEOUT = 1.0
 """Seconds for the threads of buttons to notice that training has ended."""
 
 
-class RequestSteering(Steerable):
-    """Steers the ranks of a request, and says what it has done by `say`, in any thread."""
-
-    _at_end = ""  # a cell has no object to call .result() on
-
-    def __init__(self, request: Request, world_size: int, say: Callable[[str], object]) -> None:
-        self._request = request
-        self._world_size = world_size
-        self._show = say
-
-    @override
-    def _steered(self) -> tuple[Request | None, int]:
-        return self._request, self._world_size
-
-    @override
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._request.done.wait(timeout)
-
-    @override
-    def _show_here(self, text: str) -> None:
-        self._show(text)
-
-
 def steering_actions(
     request: Request, world_size: int, *, note: Callable[[str], object], say: Callable[[str], object]
 ) -> tuple[Action, ...]:
@@ -63,30 +40,60 @@ def steering_actions(
         return ()
     buttons = _Buttons(request, world_size, note, say)
     request.callbacks.append(buttons.tell_end)
-    return buttons.actions
+    return (
+        buttons.action(PAUSE, "pause training before its next batch, or go on", buttons.pause_or_resume, _why_no_pause),
+        buttons.action("Save", "save a checkpoint now", buttons.save, _why_no_save),
+        buttons.action("Stop after epoch", "end training when this epoch does", buttons.stop_after_epoch, _why_no_stop),
+    )
 
 
-class _Buttons:
-    """The buttons of a panel, and the commands that they gave. The arguments are those of `steering_actions`."""
+class _Buttons(Steerable):
+    """Gives the commands of buttons, and remembers those that had no effect."""
+
+    _at_end = ""  # a cell has no object to call .result() on
 
     def __init__(
         self, request: Request, world_size: int, note: Callable[[str], object], say: Callable[[str], object]
     ) -> None:
         self._request = request
-        self._steered = RequestSteering(request, world_size, note)
+        self._world_size = world_size
         self._note, self._say = note, say
         self._threads: list[HelperThread] = []
         self._without_effect: list[str] = []
-        self.actions = (
-            self._button(PAUSE, "pause training before its next batch, or go on", self._pause, self._why_no_pause),
-            self._button("Save", "save a checkpoint now", self._save, self._why_no_save),
-            self._button(
-                "Stop after epoch",
-                "end training when this epoch does",
-                self._steered.stop_after_epoch,
-                self._why_no_stop,
-            ),
-        )
+
+    @override
+    def _steered(self) -> tuple[Request | None, int]:
+        return self._request, self._world_size
+
+    @override
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._request.done.wait(timeout)
+
+    @override
+    def _show_here(self, text: str) -> None:
+        self._note(text)
+
+    def pause_or_resume(self) -> None:
+        """Pause training, or have it go on if it is paused."""
+        (self.resume if self.is_paused else self.pause)()
+
+    def save(self) -> None:
+        """Save a checkpoint, and say where."""
+        self._note(f"saved {self.save_checkpoint()}")
+
+    def action(
+        self, title: str, hint: str, give: Callable[[], None], why_not: Callable[[Sequence[Sample]], str]
+    ) -> Action:
+        """Return a button that gives a command in a thread of its own."""
+
+        def start() -> HelperThread:
+            name = RESUME if title == PAUSE and self.is_paused else title
+            thread = HelperThread(self._run, name.lower(), give, name="steering", on_failure=self._failed)
+            self._threads.append(thread)
+            thread.start()
+            return thread
+
+        return Action(title, hint, start, lambda: why_not(_busy(self._request)))
 
     def tell_end(self) -> None:
         """Name the commands that had no effect, when all ranks have answered or ended. In the thread of the loop."""
@@ -100,19 +107,9 @@ class _Buttons:
             why = "training ended before its next batch" if has_begun else "no loop over a prepared loader has begun"
             self._say(f"{names} had no effect: {why}")
 
-    def _button(self, title: str, hint: str, give: Callable[[], None], why_not: Callable[[], str]) -> Action:
-        def start() -> HelperThread:
-            name = RESUME if title == PAUSE and self._steered.is_paused else title
-            thread = HelperThread(self._run, name.lower(), give, name="steering", on_failure=self._failed)
-            self._threads.append(thread)
-            thread.start()
-            return thread
-
-        return Action(title, hint, start, why_not)
-
     def _run(self, name: str, give: Callable[[], None]) -> None:
         try:
-            if self._why_no_pause():
+            if _why_no_pause(_busy(self._request)):
                 self._note(f"{name}: no loop over a prepared loader has begun yet; the command waits for one")
             give()
         except LaunchError as error:
@@ -126,32 +123,6 @@ class _Buttons:
     def _failed(self, _: str, error: BaseException) -> None:
         self._say(f"the command could not be given ({type(error).__name__}: {error})")
 
-    def _pause(self) -> None:
-        (self._steered.resume if self._steered.is_paused else self._steered.pause)()
-
-    def _save(self) -> None:
-        self._note(f"saved {self._steered.save_checkpoint()}")
-
-    def _stop(self) -> None:
-        self._steered.stop_after_epoch()
-
-    def _why_no_pause(self) -> str:
-        return _no_loop(_busy(self._request))
-
-    def _why_no_save(self) -> str:
-        busy = _busy(self._request)
-        return _no_loop(busy) or (NO_FOLDER if any(sample.has_folder is False for sample in busy) else "")
-
-    def _why_no_stop(self) -> str:
-        busy = _busy(self._request)
-        # Before the first step, the loop over epochs may be still to come.
-        lacks_loop = any(sample.has_epoch_loop is False and sample.steps for sample in busy)
-        return _no_loop(busy) or (NO_EPOCH_LOOP if lacks_loop else "")
-
-
-def _no_loop(busy: Sequence[Sample]) -> str:
-    return NO_LOOP if busy and not any(sample.takes_commands for sample in busy) else ""
-
 
 def _samples(request: Request) -> list[Sample]:
     try:
@@ -163,3 +134,17 @@ def _samples(request: Request) -> list[Sample]:
 def _busy(request: Request) -> list[Sample]:
     """Return the samples of ranks whose page does not show a call or cell that is over, maybe the one before."""
     return [sample for sample in _samples(request) if sample.phase is not Phase.ENDED]
+
+
+def _why_no_pause(busy: Sequence[Sample]) -> str:
+    return NO_LOOP if busy and not any(sample.takes_commands for sample in busy) else ""
+
+
+def _why_no_save(busy: Sequence[Sample]) -> str:
+    return _why_no_pause(busy) or (NO_FOLDER if any(sample.has_folder is False for sample in busy) else "")
+
+
+def _why_no_stop(busy: Sequence[Sample]) -> str:
+    # Before the first step, the loop over epochs may be still to come.
+    lacks_loop = any(sample.has_epoch_loop is False and sample.steps for sample in busy)
+    return _why_no_pause(busy) or (NO_EPOCH_LOOP if lacks_loop else "")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.request import Request
 
 
-def ended_as(
+def outcome_of(
     request: Request, *others: Request, error: BaseException | None = None
 ) -> tuple[PanelStatus, FailureSummary | None]:
     """Return how a request has ended, for its panel: the ranks that failed, and the traceback if no error is raised.

@@ -6,16 +6,6 @@ updates arrive under the id of each rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class NotebookDisplay:
-    """A display of the notebook. A new one has to be shown first: the one that there is belongs to other ranks too."""
-
-    id: str
-    is_new: bool
-
 
 class DisplayIds:
     """Remembers the displays of some ranks, for as long as the ranks live."""
@@ -36,17 +26,20 @@ class DisplayIds:
             self._shown[rank, own_id] = first
         return first
 
-    def update(self, own: dict[int, str]) -> NotebookDisplay:
-        """Return the display that some ranks want to update. `own` has the ranks' ids of it, by rank."""
+    def update(self, own: dict[int, str]) -> tuple[str, bool]:
+        """Return the id in the notebook of the display that some ranks want to update, by the ranks' ids of it.
+
+        And whether it has to be shown first: the display that there is belongs to other ranks too, and is not updated.
+        """
         first = own[min(own)]
-        place = self._shown.get((min(own), first))
-        if place is None:
-            return NotebookDisplay(first, is_new=False)
-        meant_by = {rank for (rank, _), shown in self._shown.items() if shown == place}
+        shared = self._shown.get((min(own), first))
+        if shared is None:
+            return first, False
+        meant_by = {rank for (rank, _), shown in self._shown.items() if shown == shared}
         if meant_by == own.keys():
-            return NotebookDisplay(place, is_new=False)
+            return shared, False
         # Other ranks share that display and do not update it in the same way, so these get one of their own.
-        separate = f"{place}-{'-'.join(map(str, sorted(own)))}"
+        separate = f"{shared}-{'-'.join(map(str, sorted(own)))}"
         for rank, own_id in own.items():
             self._shown[rank, own_id] = separate
-        return NotebookDisplay(separate, is_new=True)
+        return separate, True

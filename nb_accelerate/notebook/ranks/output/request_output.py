@@ -148,8 +148,8 @@ class RequestOutput:
             self._publish((rank,), [_Shown(display.kind, "", content)])
             return
         own = content["transient"].get("display_id")
-        place = "" if own is None else self._ids.order(rank, own)
-        looks = json.dumps([place, content["data"], content["metadata"]], sort_keys=True)
+        order = "" if own is None else self._ids.order(rank, own)
+        looks = json.dumps([order, content["data"], content["metadata"]], sort_keys=True)
         self._add(rank, [_Shown(display.kind, looks, content)])
 
     @guarded
@@ -259,9 +259,9 @@ class RequestOutput:
             if kind == "display_data":
                 content["transient"] = {"display_id": self._ids.shown(own)}
             else:
-                place = self._ids.update(own)
-                content["transient"] = {"display_id": place.id}
-                kind = "display_data" if place.is_new else kind
+                display_id, is_new = self._ids.update(own)
+                content["transient"] = {"display_id": display_id}
+                kind = "display_data" if is_new else kind
         if whose and kind == "display_data":
             self._sink.write("stdout", whose + "\n")
         del content["wait"]
