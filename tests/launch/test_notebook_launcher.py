@@ -188,24 +188,6 @@ def test_exiting_with_code_0_is_returning(notebook: Kernel) -> None:
     assert notebook.run("print(launch(lambda: sys.exit(0), (), 2))").ok().stdout == "[None, None]\n"
 
 
-@pytest.mark.parametrize(
-    ("leaving", "told"),
-    [
-        ((), []),
-        ((1,), ["rank 1 ended with sys.exit(), so its value is None"]),
-        ((0, 2), ["ranks 0 and 2 ended with sys.exit(), so their values are None"]),
-        ((0, 1, 2), []),
-    ],
-)
-def test_ranks_that_exit_while_others_return_are_told(
-    notebook: Kernel, leaving: tuple[int, ...], told: list[str]
-) -> None:
-    notebook.run(f"def leaves():\n    if rank() in {leaving}: sys.exit()\n    return rank()").ok()
-    cell = notebook.run("print(launch(leaves, (), 3))").ok()
-    assert cell.stdout == f"{[None if rank in leaving else rank for rank in range(3)]}\n"
-    assert [one["text/plain"] for one in cell.displays if "sys.exit" in str(one)] == told
-
-
 def test_an_interrupt_ends_the_cell_and_the_ranks_and_the_kernel_goes_on(notebook: Kernel) -> None:
     cell = notebook.start(
         "def waits():\n    print('here', rank(), flush=True)\n    time.sleep(600)\nlaunch(waits, (), 2)"

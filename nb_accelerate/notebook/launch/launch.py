@@ -30,7 +30,7 @@ from nb_accelerate.notebook.launch.servers import one_at_a_time
 from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
 from nb_accelerate.notebook.launch.starters import open_server
 from nb_accelerate.notebook.launch.starting import started_ranks
-from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
+from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, pack_call, unpack_values
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.messages import Call
 from nb_accelerate.notebook.ranks.failing.errors import error_of, interrupted, summary
@@ -389,8 +389,6 @@ class Launch(Steerable):
                 loop.begin(leaving)
                 loop.run(leaving)
                 if note := note_of_dropped(calling, self._name):
-                    output.note(note)
-                if not self._exit_returns and (note := note_of_exits(calling)):
                     output.note(note)
                 output.finish()
             error = error_of(calling, leaving)

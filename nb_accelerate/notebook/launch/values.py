@@ -7,7 +7,6 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.errors.traceback_lines import short_lines, show_instead
 from nb_accelerate.notebook.protocol.main_module import Globals
@@ -88,15 +87,6 @@ def note_of_dropped(request: Request, function: str) -> str:
         f"{ending} with `return accelerator.get_state_dict({first})`, and write "
         f"`{first}.load_state_dict(notebook_launcher(...)[0])`"
     )
-
-
-def note_of_exits(request: Request) -> str:
-    """Return what is to be said of ranks that ended with ``sys.exit()`` where others returned; "" if nothing is."""
-    exited = [rank for rank, (answer, _) in request.answers.items() if isinstance(answer, Result) and answer.exited]
-    if not exited or len(exited) == len(request.answers):
-        return ""
-    values = "its value is" if len(exited) == 1 else "their values are"
-    return f"{named(sorted(exited))} ended with sys.exit(), so {values} None"
 
 
 def keep_values(error: BaseException, request: Request) -> None:

@@ -101,12 +101,10 @@ class Result:
     Attributes:
         parcel: holds its value.
         dropped: names of models of the notebook that it has trained and not returned.
-        exited: it ended with ``sys.exit()``, and its value is None.
     """
 
     parcel: Parcel
     dropped: tuple[str, ...] = ()
-    exited: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

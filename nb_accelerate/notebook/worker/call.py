@@ -38,7 +38,6 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     page = here()
     page.begin_request()
     dropped: tuple[str, ...] = ()
-    exited = False
     try:
         with gate:
             function, args, kwargs = load()
@@ -50,7 +49,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             except SystemExit as error:
                 if not exits_well(error):
                     raise
-                value, exited = None, True
+                value = None
             call_returned.fire()
             dropped = models.dropped(value)
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
@@ -58,13 +57,13 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             if issubclass(type(error), KeyboardInterrupt):
                 call_interrupted.fire()
             return fail(error)
-        value, exited = None, True
+        value = None
     page.end_request()
     try:
         packed = pack(value, name="the returned value", advice=f"Send back {RETURNABLE}.")
     except BaseException as error:  # users' code takes part: it may also exit
         return fail(error, returned=True)
-    return Result(parcel=packed.parcel, dropped=dropped, exited=exited), packed
+    return Result(parcel=packed.parcel, dropped=dropped), packed
 
 
 def exits_well(error: BaseException) -> bool:
