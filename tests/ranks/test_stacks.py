@@ -188,49 +188,52 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
 
     ranks[2].stacks[:] = IDLE.encode()
     both = {0: WAITS, 1: WAITS}
-    assert watch().look(both) == 0.0
-    assert watch().look({0: WAITS, 1: LOADS}) is None
-    assert watch().look({0: WAITS, 1: JOINS}) is None  # perhaps with a process outside
-    assert watch().look({0: WAITS, 1: ""}) is None
-    assert watch().look({0: WAITS, 1: STOPPED}) is None
-    assert watch().look({0: WAITS, 1: CALLS}) is None
+    assert watch().measure(both) == 0.0
+    assert watch().measure({0: WAITS, 1: LOADS}) is None
+    assert watch().measure({0: WAITS, 1: JOINS}) is None  # perhaps with a process outside
+    assert watch().measure({0: WAITS, 1: ""}) is None
+    assert watch().measure({0: WAITS, 1: STOPPED}) is None
+    assert watch().measure({0: WAITS, 1: CALLS}) is None
     assert (
-        watch().look({0: WAITS, 1: CALLS.replace("/torch/distributed/rpc/api", "/me/torch/distributed/train")}) is None
+        watch().measure({0: WAITS, 1: CALLS.replace("/torch/distributed/rpc/api", "/me/torch/distributed/train")})
+        is None
     )
-    assert watch(on_host=False).look(both) is None  # of devices nothing is known
-    assert watch(size=5).look(both) is None  # the others are on another machine
-    assert watch(finished=()).look({**both, 2: WAITS}) is None  # in different collectives: perhaps a library's own
-    assert watch().look({0: WAITS, 1: WAITS.removeprefix(ONE_THREAD)}) is None  # a thread may bring what it waits for
+    assert watch(on_host=False).measure(both) is None  # of devices nothing is known
+    assert watch(size=5).measure(both) is None  # the others are on another machine
+    assert watch(finished=()).measure({**both, 2: WAITS}) is None  # in different collectives: perhaps a library's own
+    assert (
+        watch().measure({0: WAITS, 1: WAITS.removeprefix(ONE_THREAD)}) is None
+    )  # a thread may bring what it waits for
     ranks[2].stacks[:] = IDLE.removeprefix(ONE_THREAD).encode()
-    assert watch().look(both) is None  # one of the rank that has come to the end may, too
+    assert watch().measure(both) is None  # one of the rank that has come to the end may, too
     ranks[2].stacks[:] = IDLE.encode()
 
     page = ProgressPage(mmap.mmap(ranks[1].handle.page.fd, layout.SIZE))
     page.note_other_group()
     page.begin_request()
-    assert watch().look(both) is None  # perhaps for processes of another launch
+    assert watch().measure(both) is None  # perhaps for processes of another launch
     page._words[layout.OTHER_GROUP] = 0
 
     one = watch()
-    one.look(both)
+    one.measure(both)
     now += 10.0
     used += 0.1
-    assert one.look(both) == 10.0
+    assert one.measure(both) == 10.0
     now += 1.0
-    assert one.look({0: WAITS, 1: ""}) is None
-    assert one.look(both) == 10.0  # where it was meanwhile is not known
+    assert one.measure({0: WAITS, 1: ""}) is None
+    assert one.measure(both) == 10.0  # where it was meanwhile is not known
     now += 1000.0  # the machine was suspended
-    assert one.look(both) == 30.0
+    assert one.measure(both) == 30.0
     one.moved()
-    assert one.look(both) == 0.0
+    assert one.measure(both) == 0.0
     now += 10.0
-    assert one.look({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0
+    assert one.measure({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0
     now += 10.0
     used += 3.0
-    assert one.look({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0  # something is computed or transferred
+    assert one.measure({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0  # something is computed or transferred
     monkeypatch.setattr(ActorRank, "processor_time", lambda _: None)
     now += 10.0
-    assert one.look({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0
+    assert one.measure({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0
 
 
 def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(

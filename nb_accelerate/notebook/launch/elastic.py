@@ -68,8 +68,8 @@ _CONNECT_LIMIT = 2.0
 _RETRY_INTERVAL = 0.2
 """Seconds between two attempts to connect."""
 
-_LOOK_INTERVAL = 0.05
-"""Seconds between two looks whether a wait is to end."""
+_CHECK_INTERVAL = 0.05
+"""Seconds between two checks whether a wait is to end."""
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's variable. Without it, a machine that joins in a later round waits for an address that only the first round
@@ -259,7 +259,7 @@ class ElasticRendezvous:
             while self._is_first and last is not None and time.monotonic() < until:
                 if all(machine in self._lost for machine in last.without("ended")):
                     break
-                time.sleep(_LOOK_INTERVAL)
+                time.sleep(_CHECK_INTERVAL)
 
     def _forget(self) -> None:
         self._handler = self._state = self._store = self.round = None
@@ -279,7 +279,7 @@ class ElasticRendezvous:
         until = time.monotonic() + self._seconds + _GRACE
         try:
             while thread.is_alive():
-                thread.join(_LOOK_INTERVAL)
+                thread.join(_CHECK_INTERVAL)
                 self._check()
                 if time.monotonic() > until:
                     raise no_first_machine(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.local import LocalRank
 
 _STOPPED_INTERVAL = 0.1
-"""Seconds between two looks whether the server was stopped (SIGSTOP) while it is waited for."""
+"""Seconds between two checks whether the server was stopped (SIGSTOP) while it is waited for."""
 
 
 class ForkedServer(RankServer):

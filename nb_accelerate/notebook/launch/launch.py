@@ -244,8 +244,7 @@ class Launch(Steerable):
             self._error, self._traceback = error, error.__traceback__
             if tell:
                 hint = "" if isinstance(error, KeyboardInterrupt) else "; .result() raises it here"
-                with OutputGuard(self._sink):
-                    self._sink.write("stderr", f"{summary(error).removesuffix('.')}{hint}\n")
+                self._tell(f"{summary(error).removesuffix('.')}{hint}")
         finally:
             self._seconds = time.monotonic() - self._began
             with contextlib.suppress(Exception):
@@ -310,7 +309,7 @@ class Launch(Steerable):
                         started_ranks(server, options, plan, rendezvous, wants_rows=wants_rows)
                     )
                 with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
-                    loop = RankLoop(monitor_interval=options.monitor_interval, monitor=self._look_at_machines)
+                    loop = RankLoop(monitor_interval=options.monitor_interval, monitor=self._check_machines)
                     stack.callback(loop.close)
                 # A script seeds by itself, as with torchrun.
                 notebook = stack.enter_context(pack_notebook(shares_random=not self._exit_returns))
@@ -413,9 +412,9 @@ class Launch(Steerable):
         if self._loop is not None and not self._done.is_set():
             self._loop.interrupt(*self._requests, kind=kind, how=how)
 
-    def _look_at_machines(self) -> None:
+    def _check_machines(self) -> None:
         if self._machines is not None:
-            self._machines.look()
+            self._machines.check()
 
     def _panel(self, request: Request, *, is_first: bool) -> Panel | None:
         facts = facts_of(self._name, self._plan)

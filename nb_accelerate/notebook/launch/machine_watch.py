@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.machines import Machine
     from nb_accelerate.notebook.ranks.request import Request
 
-_LOOK_INTERVAL = 0.5
-"""Seconds between two looks at the store."""
+_CHECK_INTERVAL = 0.5
+"""Seconds between two checks of the store."""
 
 _ANSWER_LIMIT = 2.0
-"""Seconds for another launch to answer, which it does at its next look."""
+"""Seconds for another launch to answer, which it does at its next check."""
 
 _REASON_LIMIT = 5.0
 """Seconds for another machine to say why its ranks have gone, when those of this one have lost them."""
@@ -49,7 +49,7 @@ class MachineWatch:
         self._unreachable: Exception | None = None
         self._silent: list[Machine] = []
         self._told: list[str] = []
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._asked: float | None = None
         self._is_over = False
         self._is_closed = False
@@ -57,7 +57,7 @@ class MachineWatch:
         self._thread = HelperThread(self._run, name="machines", on_failure=self._failed)
         self._thread.start()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Tell the others of a failure here, or abandon the request because of one there; in the loop's thread."""
         if self._is_over or self._request.done.is_set():
             return
@@ -85,7 +85,7 @@ class MachineWatch:
         return error
 
     def close(self) -> None:
-        """Look no more. What the others are to be told is told."""
+        """Check no more. What the others are to be told is told."""
         self._is_closed = True
         self._wake.set()
         self._thread.join(_CLOSING_LIMIT)
@@ -105,7 +105,7 @@ class MachineWatch:
     def _tell_silence(self) -> None:
         limit = self._elastic.silence_limit
         silent = [str(machine) for machine in self._silent]
-        if self._unreachable is None and time.monotonic() > self._looked + limit:
+        if self._unreachable is None and time.monotonic() > self._checked_at + limit:
             silent.append(self._elastic.where)
         for machine in silent:
             if machine not in self._told:
@@ -120,7 +120,7 @@ class MachineWatch:
     def _run(self) -> None:
         asked = None
         while True:
-            is_last = self._is_closed  # before the look, which tells what was to be told
+            is_last = self._is_closed  # before the check, which tells what was to be told
             self._news = self._news or self._elastic.news()
             self._silent = self._elastic.silent()
             if self._asked is not None and self._elastic.round is not None:
@@ -129,10 +129,10 @@ class MachineWatch:
                     self._elastic.round.ask_who_is_here()
                 elif time.monotonic() > asked + _ANSWER_LIMIT:
                     self._news = self._news or self._elastic.lost()
-            self._looked = time.monotonic()
+            self._checked_at = time.monotonic()
             if is_last:
                 return
-            self._wake.wait(_LOOK_INTERVAL)
+            self._wake.wait(_CHECK_INTERVAL)
             self._wake.clear()
 
     def _failed(self, _: str, error: BaseException) -> None:

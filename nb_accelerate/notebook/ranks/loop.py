@@ -69,9 +69,9 @@ class RankLoop(RankEvents):
     """Waits for ranks that were added, and carries requests to them. `close` it.
 
     Args:
-        monitor_interval: seconds between two looks for ranks that were suspended (SIGSTOP), which sends no event; None
+        monitor_interval: seconds between two checks for ranks that were suspended (SIGSTOP), which sends no event; None
             looks only while ranks are being ended.
-        monitor: called at each of these looks.
+        monitor: called at each of these checks.
         on_rank_end: called, in the thread, when a rank has ended.
 
     Attributes:
@@ -81,7 +81,7 @@ class RankLoop(RankEvents):
         failure: the exception that has ended its thread, if there was one.
         post: runs an action in the thread; see `PostedActions.post`.
         ended: set when its thread has ended.
-        observers: called in the thread after each event, before deadlines are looked at: for tests, and for whoever
+        observers: called in the thread after each event, before deadlines are checked: for tests, and for whoever
             wants to act when something has happened and not at a time.
     """
 
@@ -242,7 +242,7 @@ class RankLoop(RankEvents):
     def _wait_once(self) -> None:
         """Wait for one event or deadline, and handle it. It may end the loop, or the request that it runs for."""
         if any(request.is_being_ended for request in self.requests):
-            self._processes.look_soon()
+            self._processes.check_soon()
         until_read = read_shell_channel()
         seconds = self._next_deadline() - time.monotonic()
         self._sources.wait(min(seconds, until_read))
@@ -349,7 +349,7 @@ class RankLoop(RankEvents):
                 request.act()
         for request, hang in list(self._hangs.items()):
             if hang.due <= now:
-                self._attempt("the look for ranks that hang", hang.act)
+                self._attempt("the watch for ranks that hang", hang.act)
                 if hang.due <= now:  # it has failed, and would do so again at once
                     del self._hangs[request]
         if self.output is not None and self.output.due <= now:
@@ -358,13 +358,13 @@ class RankLoop(RankEvents):
             if request.panel is not None and request.panel.due <= now:
                 request.panel.refresh()
         if self._processes.due <= now:
-            self._look_at_processes()
+            self._check_processes()
 
-    def _look_at_processes(self) -> None:
+    def _check_processes(self) -> None:
         has_panel = any(request.panel is not None for request in self.requests)
         is_ending = any(request.is_being_ended for request in self.requests)
         say = (lambda _: None) if has_panel else self.say  # a panel shows by itself that a rank is stopped
-        for rank in self._processes.look([*self.ranks.values()], say, is_ending=is_ending):
+        for rank in self._processes.check([*self.ranks.values()], say, is_ending=is_ending):
             self.on_end(rank)
 
     def _attempt(self, what: str, action: Callable[..., object], *arguments: Any) -> None:

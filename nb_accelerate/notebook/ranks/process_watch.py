@@ -1,4 +1,4 @@
-"""Look at the processes of ranks for what sends no event: that one was suspended, or ended without a report."""
+"""Check the processes of ranks for what sends no event: that one was suspended, or ended without a report."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.proxy import RankProxy
 
 _INTERVAL_WHILE_ENDING = 0.1
-"""Seconds between two looks while ranks are being ended."""
+"""Seconds between two checks while ranks are being ended."""
 
 
 class ProcessWatch:
-    """Looks at the processes of ranks from time to time. The arguments are those of `RankLoop`."""
+    """Checks the processes of ranks from time to time. The arguments are those of `RankLoop`."""
 
     def __init__(self, interval: float | None, monitor: Callable[[], object]) -> None:
         self._interval = NEVER if interval is None else interval
         self._monitor = monitor
         self.due = time.monotonic() + self._interval
 
-    def look_soon(self) -> None:
-        """Have the next look soon: ranks are being ended."""
+    def check_soon(self) -> None:
+        """Have the next check soon: ranks are being ended."""
         self.due = min(self.due, time.monotonic() + _INTERVAL_WHILE_ENDING)
 
-    def look(self, ranks: Iterable[RankProxy], say: Callable[[str], object], *, is_ending: bool) -> list[RankProxy]:
-        """Look at the processes of ranks. Return those whose end nobody will report, and which were given up.
+    def check(self, ranks: Iterable[RankProxy], say: Callable[[str], object], *, is_ending: bool) -> list[RankProxy]:
+        """Check the processes of ranks. Return those whose end nobody will report, and which were given up.
 
         Args:
             is_ending: whether ranks are being ended; then it does not matter if one is suspended.
@@ -39,14 +39,14 @@ class ProcessWatch:
         lost = []
         for rank in ranks:
             if not is_ending and not rank.is_gone:
-                look_whether_stopped(rank, say)
+                note_if_stopped(rank, say)
             if not rank.is_gone and rank.handle.is_lost():
                 rank.handle.give_up()
                 lost.append(rank)
         return lost
 
 
-def look_whether_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
+def note_if_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
     """Note whether a rank is suspended, and say so if that has changed."""
     pid = rank.handle.pid
     if pid is None:

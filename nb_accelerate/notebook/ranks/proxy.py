@@ -59,6 +59,11 @@ class RankProxy:
         """Whether it has ended, or is of no use any more."""
         return self.handle.ended or bool(self.why_lost)
 
+    @property
+    def dump(self) -> str:
+        """What it has written of its stacks, as text."""
+        return bytes(self.stacks).decode(errors="replace")
+
     def ask_for_stacks(self) -> None:
         """Have it write where its main thread is, and forget what it wrote before. For the loop's thread.
 

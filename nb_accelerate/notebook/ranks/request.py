@@ -33,7 +33,7 @@ from nb_accelerate.notebook.protocol.messages import CellEnd, Failure, Parcel, R
 from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.shortage import oom_kills, shortage_on
 from nb_accelerate.notebook.ranks.input_requests import InputRequests
-from nb_accelerate.notebook.ranks.process_watch import look_whether_stopped
+from nb_accelerate.notebook.ranks.process_watch import note_if_stopped
 from nb_accelerate.notebook.ranks.steps import StepKind, ask_for_stacks, saves_in_background
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 
@@ -170,7 +170,7 @@ class Request:
     def stacks(self) -> dict[int, str]:
         """Stacks of the ranks that were asked for them and have not answered by themselves since, by rank."""
         return {
-            rank.rank: STOPPED if rank.is_stopped else bytes(rank.stacks).decode(errors="replace")
+            rank.rank: STOPPED if rank.is_stopped else rank.dump
             for rank in self.ranks
             if (rank.stacks or rank.is_stopped) and rank.rank not in self._unaided
         }
@@ -327,7 +327,7 @@ class Request:
         self.incidents.append(incident)
         if self.step is None and not goes_on:
             for rank in self.waiting:
-                look_whether_stopped(rank, self._say_without_panel)
+                note_if_stopped(rank, self._say_without_panel)
             self._enter(self.steps[0].kind)
 
     def _say_without_panel(self, line: str) -> None:

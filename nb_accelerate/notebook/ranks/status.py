@@ -90,5 +90,5 @@ def locate_ranks(
     for rank in asked:
         rank.has_stacks.wait(max(0.0, deadline - time.monotonic()))
     found = {number: "ended" if rank.handle.ended else "idle" for number, rank in sorted(ranks.items())}
-    found.update((rank.rank, where(bytes(rank.stacks).decode(errors="replace"))) for rank in asked)
+    found.update((rank.rank, where(rank.dump)) for rank in asked)
     return found

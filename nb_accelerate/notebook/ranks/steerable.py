@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from nb_accelerate.base.progress_page.commands import CommandState, CommandWriter
     from nb_accelerate.notebook.ranks.request import Request
 
-_LOOK = 0.002
-"""Seconds between two looks at what the ranks say."""
+_INTERVAL = 0.002
+"""Seconds between two readings of what the ranks say."""
 
-_START_LOOK = 0.02
-"""Seconds between two looks whether ranks have been started."""
+_START_INTERVAL = 0.02
+"""Seconds between two checks whether ranks have been started."""
 
 _AHEAD = 0.05
 """Seconds of steps between the newest one and that after which a command is obeyed: ranks agree meanwhile, and none has
@@ -174,7 +174,7 @@ class Steerable(ABC):
         while (steered := self._steered())[0] is None:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{_named(command)}: the ranks have not been started within {timeout:g} s.")
-            if self.wait(_START_LOOK) and self._steered()[0] is None:
+            if self.wait(_START_INTERVAL) and self._steered()[0] is None:
                 raise LaunchError(f"{_named(command)}: the launch has ended before its ranks were started.")
         request, world_size = steered
         assert request is not None
@@ -275,7 +275,7 @@ class _GivenCommand:
                     waits_since = waits_since or now
                     if now - waits_since > hold:
                         return False
-                time.sleep(_LOOK)
+                time.sleep(_INTERVAL)
         finally:
             with interrupts_later():  # a rank that is told nothing would wait for its decision
                 for page in self._pages.values():
@@ -295,7 +295,7 @@ class _GivenCommand:
             if time.monotonic() > self._deadline:
                 what = _named(self._command)
                 raise DeadlineError(f"Ranks do this ({what}), and have not ended it within {self._timeout:g} s.")
-            time.sleep(_LOOK)
+            time.sleep(_INTERVAL)
         failed = [state.answer for state in states if state.has_failed]
         if failed:
             error = CheckpointError if self._command.kind is CommandKind.SAVE else ConfigError

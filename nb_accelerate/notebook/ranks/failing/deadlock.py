@@ -33,22 +33,22 @@ class DeadlockWatch:
     ranks use devices: waits for those may take no time of a processor.
 
     Args:
-        longest: seconds between two looks that count, at most. More pass where this process was suspended.
+        longest: seconds between two measurements that count, at most. More pass where this process was suspended.
     """
 
     def __init__(self, request: Request, *, longest: float) -> None:
         self._request = request
         self._longest = longest
         self._seconds = 0.0
-        self._looked_at: float | None = None
-        self._places: dict[int, tuple[Frame, ...]] = {}
+        self._measured_at: float | None = None
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
         self._used: dict[int, float | None] = {}
 
     def moved(self) -> None:
         """Note that a rank has made progress."""
-        self._seconds, self._looked_at, self._places = 0.0, None, {}
+        self._seconds, self._measured_at, self._stacks = 0.0, None, {}
 
-    def look(self, dumps: Mapping[int, str], others: Sequence[RankProxy]) -> float | None:
+    def measure(self, dumps: Mapping[int, str], others: Sequence[RankProxy]) -> float | None:
         """Return the seconds since the deadlock began; None if there is none, or a rank has not sent its stacks.
 
         Args:
@@ -57,23 +57,23 @@ class DeadlockWatch:
         """
         stacks = [
             *dumps.values(),
-            *(bytes(rank.stacks).decode(errors="replace") for rank in others if not rank.is_gone),
+            *(rank.dump for rank in others if not rank.is_gone),
         ]
         if "" in stacks:
-            self._looked_at = None
+            self._measured_at = None
             return None
         if not self._can_be(dumps, others) or not all(map(has_one_thread, stacks)):
             self.moved()
             return None
         now = time.monotonic()
-        since_last = 0.0 if self._looked_at is None else min(now - self._looked_at, self._longest)
-        places = {rank: main_thread(dump) for rank, dump in dumps.items()}
+        since_last = 0.0 if self._measured_at is None else min(now - self._measured_at, self._longest)
+        stacks_by_rank = {rank: main_thread(dump) for rank, dump in dumps.items()}
         used = {rank.rank: rank.handle.processor_time() for rank in (*self._request.waiting, *others)}
-        if places == self._places and self._are_idle(used, self._seconds + since_last):
+        if stacks_by_rank == self._stacks and self._are_idle(used, self._seconds + since_last):
             self._seconds += since_last
         else:
-            self._seconds, self._places, self._used = 0.0, places, used
-        self._looked_at = now
+            self._seconds, self._stacks, self._used = 0.0, stacks_by_rank, used
+        self._measured_at = now
         return self._seconds
 
     def _can_be(self, dumps: Mapping[int, str], others: Sequence[RankProxy]) -> bool:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _LONGEST_QUIET = 60.0
 """Seconds without movement after which ranks are asked for their stacks, however slowly they move otherwise."""
 
-_DEADLOCK_LOOKS = 6
-"""How often stacks are looked at, at least, before a request is ended as deadlocked."""
+_DEADLOCK_CHECKS = 6
+"""How often stacks are read, at least, before a request is ended as deadlocked."""
 
 
 class HangWatch:
@@ -54,7 +54,7 @@ class HangWatch:
         self._seen: Mapping[int, str] = {}
         self._waiting_since: float | None = None
         self._said = False
-        longest = timeouts.deadlock / (_DEADLOCK_LOOKS - 1) + timeouts.stacks
+        longest = timeouts.deadlock / (_DEADLOCK_CHECKS - 1) + timeouts.stacks
         self._deadlock = DeadlockWatch(request, longest=longest)
         self._progress: tuple[object, ...] | None = None
         self.due = time.monotonic() + timeouts.quiet / 2  # when the progress pages are read for the first time
@@ -68,16 +68,16 @@ class HangWatch:
             self.due = now + self._quiet
 
     def act(self) -> None:
-        """Read the progress pages, ask the ranks for their stacks, or look at the stacks that have come."""
+        """Read the progress pages, ask the ranks for their stacks, or read the stacks that have come."""
         request, now = self._request, time.monotonic()
         if request.step is not None:
             self.due = NEVER
         elif self._asked:
             self._asked = False
-            is_deadlocked = self._look(now)
+            is_deadlocked = self._read_stacks(now)
             pauses = [self._quiet]
             if is_deadlocked:
-                pauses.append(self._timeouts.deadlock / _DEADLOCK_LOOKS)
+                pauses.append(self._timeouts.deadlock / _DEADLOCK_CHECKS)
             if self._waiting_since is not None and not self._said:
                 pauses.append(max(0.0, self._waiting_since + self._timeouts.told - now))
             self.due = now + min(pauses)
@@ -113,16 +113,13 @@ class HangWatch:
         answered = [rank for rank in self._request.ranks if rank.rank in self._request.answers]
         return [*answered, *(self._request.idle() if self._request.attended else ())]
 
-    def _look(self, now: float) -> bool:
-        """Look at the stacks, and return whether the ranks seem to wait for ever."""
+    def _read_stacks(self, now: float) -> bool:
+        """Read the stacks, and return whether the ranks seem to wait for ever."""
         request = self._request
-        dumps = {
-            rank.rank: STOPPED if rank.is_stopped else bytes(rank.stacks).decode(errors="replace")
-            for rank in request.waiting
-        }
+        dumps = {rank.rank: STOPPED if rank.is_stopped else rank.dump for rank in request.waiting}
         places = {rank: where(dump) for rank, dump in dumps.items()}
         finished = sorted(request.answers)
-        deadlocked = self._deadlock.look(dumps, self._others())
+        deadlocked = self._deadlock.measure(dumps, self._others())
         # Idle ranks are named only if all others are in a collective: one that is in backward may be computing.
         idle = (
             [rank.rank for rank in request.idle()] if request.attended and all(map(in_exchange, dumps.values())) else ()

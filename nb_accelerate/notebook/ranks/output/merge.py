@@ -168,15 +168,15 @@ class Merge(Generic[T]):
         The same place on all ranks is preferred. Otherwise it is the item that the last of them reaches first.
         """
         queues = list(self._waiting.values())
-        first_places: dict[tuple[T, int], dict[int, int]] = {}
-        for place, column in enumerate(zip_longest(*(queue.numbered() for queue in queues))):
+        first_positions: dict[tuple[T, int], dict[int, int]] = {}
+        for position, column in enumerate(zip_longest(*(queue.numbered() for queue in queues))):
             if column.count(column[0]) == len(column):
-                return [place] * len(queues)
+                return [position] * len(queues)
             for number, item in enumerate(column):
                 if item is None:  # this rank has no more
                     continue
-                places = first_places.setdefault(item, {})
-                places.setdefault(number, place)
-                if len(places) == len(queues):
-                    return [places[number] for number in range(len(queues))]
+                positions = first_positions.setdefault(item, {})
+                positions.setdefault(number, position)
+                if len(positions) == len(queues):
+                    return [positions[number] for number in range(len(queues))]
         return [len(queue.items) for queue in queues]
