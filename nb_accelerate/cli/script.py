@@ -15,9 +15,9 @@ from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.cli.closed_output import discard_stdout
 from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError
 from nb_accelerate.notebook.display.frontend import choose_front_end
+from nb_accelerate.notebook.launch.description import announce
 from nb_accelerate.notebook.launch.launch import Launch
 from nb_accelerate.notebook.launch.neighbours import gpu_warnings
-from nb_accelerate.notebook.launch.panel import announce
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.sinks import StreamSink
 

@@ -30,7 +30,7 @@ def notebook(shared_kernel: Kernel) -> Kernel:
 
 
 def test_without_a_run_there_is_a_sentence(notebook: Kernel) -> None:
-    notebook.run("from nb_accelerate.notebook.ranks.panel import recent; recent.clear()").ok()
+    notebook.run("from nb_accelerate.notebook.ranks.request_panel import recent; recent.clear()").ok()
     assert "There was none yet" in notebook.run("attach()").message
 
 

@@ -224,7 +224,7 @@ notebook_launcher(train_in_epochs, (4.0,), 2, progress='widget')"""
 
 
 GIVES_COMMANDS = """
-from nb_accelerate.notebook.ranks.panel import recent
+from nb_accelerate.notebook.ranks.request_panel import recent
 before = recent[-1]
 
 def press_all():

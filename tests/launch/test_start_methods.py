@@ -24,7 +24,7 @@ from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch import Launch, notebook_launcher
 from nb_accelerate.notebook.launch.local import LocalRank
-from nb_accelerate.notebook.ranks.panel import make_panel
+from nb_accelerate.notebook.ranks.request_panel import make_panel
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow), "inline"]
 

@@ -27,9 +27,9 @@ from nb_accelerate.notebook.ranks.failing.deadlock import DeadlockWatch
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
-from nb_accelerate.notebook.ranks.panel import RequestView
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Request
+from nb_accelerate.notebook.ranks.request_panel import RequestView
 from nb_accelerate.notebook.ranks.status import locate_ranks
 from nb_accelerate.notebook.ranks.steps import call_steps
 from nb_accelerate.notebook.ranks.timeouts import Timeouts

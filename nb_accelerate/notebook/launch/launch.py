@@ -22,9 +22,9 @@ from nb_accelerate.errors import (
     UnknownArgumentError,
 )
 from nb_accelerate.notebook.display.panel import Action
+from nb_accelerate.notebook.launch.description import facts_of, line_prefix
 from nb_accelerate.notebook.launch.elastic import MachineJoinedError
 from nb_accelerate.notebook.launch.machine_watch import MachineWatch
-from nb_accelerate.notebook.launch.panel import facts_of, line_prefix
 from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
 from nb_accelerate.notebook.launch.servers import one_at_a_time
 from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
@@ -39,9 +39,9 @@ from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
-from nb_accelerate.notebook.ranks.panel import RequestView, make_panel
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
+from nb_accelerate.notebook.ranks.request_panel import RequestView, make_panel
 from nb_accelerate.notebook.ranks.status import RankStatus, state_of
 from nb_accelerate.notebook.ranks.steerable import Steerable
 from nb_accelerate.notebook.ranks.steering_buttons import steering_actions

@@ -12,11 +12,11 @@ from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
+from nb_accelerate.notebook.launch.description import announce
 from nb_accelerate.notebook.launch.inline import run_inline
 from nb_accelerate.notebook.launch.launch import Launch
 from nb_accelerate.notebook.launch.machine import facts_here
 from nb_accelerate.notebook.launch.neighbours import gpu_warnings
-from nb_accelerate.notebook.launch.panel import announce
 from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.launch.servers import warm_server
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback

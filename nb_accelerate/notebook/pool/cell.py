@@ -11,12 +11,12 @@ from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.errors.traceback_lines import cell_name
 from nb_accelerate.notebook.display.frontend import choose_front_end
 from nb_accelerate.notebook.display.panel import Action
-from nb_accelerate.notebook.launch.panel import facts_of
+from nb_accelerate.notebook.launch.description import facts_of
 from nb_accelerate.notebook.pool.namespace_sync import Sent
 from nb_accelerate.notebook.protocol.messages import RunCell
 from nb_accelerate.notebook.ranks.failing.errors import said_of
 from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
-from nb_accelerate.notebook.ranks.panel import RequestView, make_panel
+from nb_accelerate.notebook.ranks.request_panel import RequestView, make_panel
 from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
 
 if TYPE_CHECKING:

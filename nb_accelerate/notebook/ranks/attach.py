@@ -11,7 +11,7 @@ from nb_accelerate.notebook.display.drawing.lines import bundle
 from nb_accelerate.notebook.display.frontend import choose_front_end
 from nb_accelerate.notebook.display.widgets import asides
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
-from nb_accelerate.notebook.ranks.panel import make_drawing, recent
+from nb_accelerate.notebook.ranks.request_panel import make_drawing, recent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
