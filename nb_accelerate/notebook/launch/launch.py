@@ -266,6 +266,8 @@ class Launch(Steerable):
                 )
             meet = stack.enter_context(repeated_rendezvous(options, plan, self._check_goes_on))
             attempt = 0
+            # Until the values are there, or an error is final: another machine that joins is no failure, and what is
+            # written in the program comes back in every attempt.
             while True:
                 try:
                     return self._attempt(server, meet, call, attempt)

@@ -194,6 +194,7 @@ def _ranks_and_devices(
     """Return the number of ranks on this machine, their devices, and the variables that select them."""
     kind, names = devices.kind, devices.names
     visibility: dict[str, str] = {}
+    # On processors: as many as were asked for. Devices that were not are hidden.
     if kind.is_host:
         if options.devices is not None:
             visibility = {row.visibility: row.hidden for row in DEVICE_KINDS if row.hidden is not None}
@@ -203,6 +204,7 @@ def _ranks_and_devices(
             f"num_nodes={options.num_nodes}, but {kind.label}s of several machines are connected by their own runtime, "
             "which is not supported. Leave num_nodes out"
         )
+    # Devices that were chosen by number.
     if options.devices is not None and not isinstance(options.devices, str):
         if kind.all_or_one:
             raise ConfigError(
@@ -219,6 +221,7 @@ def _ranks_and_devices(
         names = tuple(names[number] for number in options.devices)
         if kind.visibility:
             visibility = {kind.visibility: ",".join(names)}
+    # As many ranks as there are devices, which need a backend to be more than one.
     available = len(names) if kind.backend else 1
     number = options.num_processes or available
     if number > available:

@@ -273,6 +273,7 @@ class Request:
     def act(self) -> None:
         """Go to the next step, note what is late, or nudge ranks, as is due."""
         now = time.monotonic()
+        # Ranks were not ready, or have not answered, in time.
         if now >= min(self._start_ends, self._late_at):
             kind = IncidentKind.NOT_STARTED if now >= self._start_ends else IncidentKind.LATE
             self._start_ends = self._late_at = NEVER
@@ -280,6 +281,7 @@ class Request:
             self._add(Incident(kind=kind, when=now, late=tuple(rank.rank for rank in late)))
         if self.step is None:
             return
+        # The time of the step is over; or, within it, ranks are asked once more what they have not heard.
         if now >= self._step_ends:
             if self._lacks_a_cause(now) or self._is_saving(now):
                 self._step_ends = now + self.step.seconds

@@ -70,6 +70,8 @@ class HangWatch:
     def act(self) -> None:
         """Read the progress pages, ask the ranks for their stacks, or read the stacks that have come."""
         request, now = self._request, time.monotonic()
+        # Nothing to watch once the request is being ended; else stacks that were asked for are read, or pages are
+        # compared with the last reading, and ranks that show no progress are asked for their stacks.
         if request.step is not None:
             self.due = NEVER
         elif self._asked:

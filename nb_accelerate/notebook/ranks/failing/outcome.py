@@ -28,6 +28,7 @@ def outcome_of(
     """
     failure = next((asked.failure for asked in (request, *others) if asked.failure is not None), None)
     incidents = [incident for asked in (request, *others) for incident in asked.incidents]
+    # Nothing went wrong on a rank: all is well, or the loop has ended, or a value cannot be unpickled here.
     if failure is not None or not incidents:
         error = failure or error
         if error is None:
@@ -42,10 +43,12 @@ def outcome_of(
         what = "returned early" if early else "deadlocked"
         return "failed", FailureSummary(ranks=early or tuple(waiting), what=what)
     ranks = tuple(failed_alike(cause, incidents))
+    # A rank has ended, was late, or could not be asked.
     if cause.failure is None:
         exitcode = None if cause.rank is None else cause.rank.handle.exitcode
         what = "" if exitcode is None else f"exit code {exitcode}" if exitcode >= 0 else f"{signal_name(-exitcode)}"
         return "failed", FailureSummary(ranks=ranks, what=what)
+    # A rank has answered with an exception.
     report = cause.failure[0].report
     title = whose(list(ranks), request.world_size)
     details = "" if request.is_raised else render_report(report, title=title)

@@ -56,7 +56,7 @@ class _Shown:
     """A display of a rank: ``result`` or the type of a Jupyter message, text that is equal for equal ones, content."""
 
     kind: str
-    looks: str
+    appearance: str
     content: dict[str, Any] = field(compare=False)
 
 
@@ -149,8 +149,8 @@ class RequestOutput:
             return
         own = content["transient"].get("display_id")
         order = "" if own is None else self._ids.order(rank, own)
-        looks = json.dumps([order, content["data"], content["metadata"]], sort_keys=True)
-        self._add(rank, [_Shown(display.kind, looks, content)])
+        appearance = json.dumps([order, content["data"], content["metadata"]], sort_keys=True)
+        self._add(rank, [_Shown(display.kind, appearance, content)])
 
     @guarded
     def say(self, line: str) -> None:
