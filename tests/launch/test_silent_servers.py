@@ -208,13 +208,8 @@ def test_folders_that_torch_makes_when_it_is_imported_end_with_the_server() -> N
     assert os.listdir(tempfile.gettempdir()) == before
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "nb_accelerate.training.checkpoint.sharded",
-        pytest.param("nb_accelerate.training.accelerator", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["nb_accelerate.training.checkpoint.sharded", "nb_accelerate.training.accelerator"])
 def test_a_module_that_the_server_cannot_import_fails_only_who_needs_it(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

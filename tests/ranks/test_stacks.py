@@ -183,7 +183,7 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
         request.answers.update({rank: (Result(parcel=Parcel()), ()) for rank in finished})
         one = DeadlockWatch(request, longest=20.0)
         others = [rank for rank in ranks if rank.rank in finished]
-        monkeypatch.setattr(one, "look", functools.partial(one.look, others=others))
+        monkeypatch.setattr(one, "measure", functools.partial(one.measure, others=others))
         return one
 
     ranks[2].stacks[:] = IDLE.encode()
@@ -194,16 +194,12 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     assert watch().measure({0: WAITS, 1: ""}) is None
     assert watch().measure({0: WAITS, 1: STOPPED}) is None
     assert watch().measure({0: WAITS, 1: CALLS}) is None
-    assert (
-        watch().measure({0: WAITS, 1: CALLS.replace("/torch/distributed/rpc/api", "/me/torch/distributed/train")})
-        is None
-    )
+    mine = CALLS.replace("/torch/distributed/rpc/api", "/me/torch/distributed/train")
+    assert watch().measure({0: WAITS, 1: mine}) is None
     assert watch(on_host=False).measure(both) is None  # of devices nothing is known
     assert watch(size=5).measure(both) is None  # the others are on another machine
     assert watch(finished=()).measure({**both, 2: WAITS}) is None  # in different collectives: perhaps a library's own
-    assert (
-        watch().measure({0: WAITS, 1: WAITS.removeprefix(ONE_THREAD)}) is None
-    )  # a thread may bring what it waits for
+    assert watch().measure({0: WAITS, 1: WAITS.removeprefix(ONE_THREAD)}) is None  # a thread may bring it
     ranks[2].stacks[:] = IDLE.removeprefix(ONE_THREAD).encode()
     assert watch().measure(both) is None  # one of the rank that has come to the end may, too
     ranks[2].stacks[:] = IDLE.encode()
