@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from nb_accelerate.base.progress_page import PageReader
 from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.notebook.launch.owner import is_stopped
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
@@ -74,7 +75,6 @@ class LocalRank(RankHandle):
         self.lost = "the process it was forked from has ended"
         self.is_lost_with_others = True
         self.closed = False
-        self._pid: int | None = None
         self._process = -1
         self._is_other_users = False
         self._is_to_end = False
@@ -125,14 +125,9 @@ class LocalRank(RankHandle):
         """Descriptors for the process that starts the rank: the write end of its status pipe, then its `RankEnds`."""
         return (self._status_end, *self._ends.as_tuple())
 
-    @property
     @override
-    def pid(self) -> int | None:
-        return self._pid
-
-    @pid.setter
-    def pid(self, pid: int) -> None:
-        self._pid = pid
+    def note_pid(self, pid: int) -> None:
+        super().note_pid(pid)
         process = open_process(pid)
         # It may have ended meanwhile, and another process may have its id.
         if process >= 0 and not self._is_child(pid):
@@ -153,7 +148,7 @@ class LocalRank(RankHandle):
             self._killed_at = min(self._killed_at, time.monotonic())
         if self._process < 0:
             self._signal(signum)
-        elif self._pid is not None and not send_signal(self._pid, signum, process=self._process):
+        elif self.pid is not None and not send_signal(self.pid, signum, process=self._process):
             self._is_other_users = True
 
     @override
@@ -163,7 +158,7 @@ class LocalRank(RankHandle):
 
     @override
     def interrupt(self) -> None:
-        self._is_to_end = self._is_to_end or self._pid is None
+        self._is_to_end = self._is_to_end or self.pid is None
         self.announce_interrupt()
         self.signal(signal.SIGINT)
 
@@ -194,11 +189,11 @@ class LocalRank(RankHandle):
 
     @override
     def processor_time(self) -> float | None:
-        if self._pid is None or self.exitcode is not None:
+        if self.pid is None or self.exitcode is not None:
             return 0.0
         seconds = 0.0
         with contextlib.suppress(psutil.Error):  # one has just ended
-            process = psutil.Process(self._pid)
+            process = psutil.Process(self.pid)
             for member in (process, *process.children(recursive=True)):
                 with member.oneshot():
                     if member.status() in _WORKING:
@@ -209,7 +204,7 @@ class LocalRank(RankHandle):
 
     @override
     def terminate(self) -> None:
-        self._is_to_end = self._is_to_end or self._pid is None
+        self._is_to_end = self._is_to_end or self.pid is None
         self.signal(signal.SIGTERM)
 
     @override
@@ -219,10 +214,7 @@ class LocalRank(RankHandle):
 
     @override
     def is_stopped(self) -> bool:
-        try:
-            return self._pid is not None and bool(psutil.Process(self._pid).status() == psutil.STATUS_STOPPED)
-        except psutil.Error:
-            return False
+        return self.pid is not None and is_stopped(self.pid)
 
     @override
     def is_lost(self) -> bool:

@@ -63,10 +63,7 @@ class Owner:
 
     def is_stopped(self) -> bool:
         """Return whether it is stopped, as by SIGSTOP."""
-        try:
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
-        except psutil.Error:
-            return False
+        return is_stopped(self.pid)
 
     def silence(self) -> str:
         """Return why it cannot answer now, as the end of a sentence; "" if it can, or has ended."""
@@ -103,3 +100,11 @@ class Owner:
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False

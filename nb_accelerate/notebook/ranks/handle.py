@@ -27,6 +27,7 @@ class RankHandle(ABC):
         stderr: descriptor with what C code writes to descriptor 2.
         stacks: descriptor with the stack of its main thread, after `dump_stacks`.
         status: descriptor that becomes readable when the rank has ended; see `read_end`.
+        pid: its process id; None until it is ready.
         ended: whether it has ended, or was given up.
         exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
         lost: why its exit code is not known.
@@ -42,19 +43,15 @@ class RankHandle(ABC):
     stderr: int
     stacks: int
     status: int
+    pid: int | None = None
     ended: bool = False
     exitcode: int | None = None
     lost: str = ""
     is_lost_with_others: bool = False
 
-    @property
-    @abstractmethod
-    def pid(self) -> int | None:
-        """Its process id; None until it is ready. The loop sets it, from the rank's `Ready`."""
-
-    @pid.setter
-    @abstractmethod
-    def pid(self, pid: int) -> None: ...
+    def note_pid(self, pid: int) -> None:
+        """Note its process id, which it sends when it is ready."""
+        self.pid = pid
 
     @abstractmethod
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:

@@ -389,7 +389,7 @@ class RankLoop(RankEvents):
         request = self._request_of(rank)
         if isinstance(message, Ready):
             rank.is_ready = True
-            rank.handle.pid = message.pid
+            rank.handle.note_pid(message.pid)
             if request is not None:
                 request.ready(rank)
         elif isinstance(message, InputRequest):

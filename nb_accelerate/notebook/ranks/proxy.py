@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.notebook.diagnostics.stacks import is_whole
+from nb_accelerate.notebook.diagnostics.stacks import STOPPED, is_whole
 from nb_accelerate.notebook.protocol.messages import Quit
 from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
 from nb_accelerate.notebook.ranks.timeouts import NEVER
@@ -61,8 +61,8 @@ class RankProxy:
 
     @property
     def dump(self) -> str:
-        """What it has written of its stacks, as text."""
-        return bytes(self.stacks).decode(errors="replace")
+        """What it has written of its stacks, as text; `STOPPED` if it was suspended."""
+        return STOPPED if self.is_stopped else bytes(self.stacks).decode(errors="replace")
 
     def ask_for_stacks(self) -> None:
         """Have it write where its main thread is, and forget what it wrote before. For the loop's thread.

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label
-from nb_accelerate.notebook.diagnostics.stacks import STOPPED
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure, Parcel, Result
 from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.shortage import oom_kills, shortage_on
@@ -169,11 +168,7 @@ class Request:
     @property
     def stacks(self) -> dict[int, str]:
         """Stacks of the ranks that were asked for them and have not answered by themselves since, by rank."""
-        return {
-            rank.rank: STOPPED if rank.is_stopped else rank.dump
-            for rank in self.ranks
-            if (rank.stacks or rank.is_stopped) and rank.rank not in self._unaided
-        }
+        return {rank.rank: rank.dump for rank in self.ranks if rank.dump and rank.rank not in self._unaided}
 
     # Events.
 

@@ -60,12 +60,10 @@ def state_of(rank: RankProxy, request: Request) -> str:
 
 def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
     """Look at the process of a rank of a pool that has not ended."""
-    state, memory = "running" if busy else "idle", 0
+    state = "stopped" if rank.handle.is_stopped() else "running" if busy else "idle"
+    memory = 0
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(rank.handle.pid)
-        memory = process.memory_info().rss
-        if process.status() == psutil.STATUS_STOPPED:
-            state = "stopped"
+        memory = psutil.Process(rank.handle.pid).memory_info().rss
     held = RankMemory()
     with contextlib.suppress(ValueError):  # it has just ended, and its page was closed
         held = rank.handle.page.read().held

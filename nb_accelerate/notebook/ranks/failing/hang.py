@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.errors import DeadlockError
-from nb_accelerate.notebook.diagnostics.stacks import STOPPED, where
+from nb_accelerate.notebook.diagnostics.stacks import where
 from nb_accelerate.notebook.diagnostics.waits import in_exchange, who_waits
 from nb_accelerate.notebook.ranks.failing.deadlock import DeadlockWatch
 from nb_accelerate.notebook.ranks.steps import ask_for_stacks
@@ -118,7 +118,7 @@ class HangWatch:
     def _read_stacks(self, now: float) -> bool:
         """Read the stacks, and return whether the ranks seem to wait for ever."""
         request = self._request
-        dumps = {rank.rank: STOPPED if rank.is_stopped else rank.dump for rank in request.waiting}
+        dumps = {rank.rank: rank.dump for rank in request.waiting}
         places = {rank: where(dump) for rank, dump in dumps.items()}
         finished = sorted(request.answers)
         deadlocked = self._deadlock.measure(dumps, self._others())
@@ -171,14 +171,10 @@ def sentence(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[i
     """Return where the ranks are, as a sentence without its end. The arguments are those of `verdict`."""
     waits = who_waits(dumps)
     waiting, elsewhere = waits.waiting, waits.elsewhere
-    parts = [f"{label(ranks)} wait{_s(ranks)} {place}" for place, ranks in waiting.items()]
+    parts = [f"{label(ranks)} wait{'s' if len(ranks) == 1 else ''} {place}" for place, ranks in waiting.items()]
     parts += [f"{label(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in elsewhere.items()]
     if finished:
         parts.append(f"{label(finished)} {'has' if len(finished) == 1 else 'have'} finished")
     if idle:
         parts.append(f"{label(idle)} {'does' if len(idle) == 1 else 'do'} not run this")
     return "; ".join(parts)
-
-
-def _s(ranks: Sequence[int]) -> str:
-    return "s" if len(ranks) == 1 else ""
