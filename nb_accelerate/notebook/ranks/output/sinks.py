@@ -9,9 +9,11 @@ Text that cannot be shown as it is, because a console lacks a letter for example
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 import time
+from operator import itemgetter
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
@@ -193,16 +195,10 @@ class CellSink(Sink):
         self.due = self._overflow.due
 
     def _send_pending(self) -> None:
-        merged: list[tuple[StreamName, list[str]]] = []
-        for stream, text in self._pending:
-            if not merged or merged[-1][0] != stream:
-                merged.append((stream, []))
-            merged[-1][1].append(text)
-        self._pending.clear()
-        self._pending_size = 0
-        for stream, texts in merged:
-            if any(texts):
-                self._send("stream", {"name": stream, "text": "".join(texts)})
+        pending, self._pending, self._pending_size = self._pending, [], 0
+        for stream, pieces in itertools.groupby(pending, key=itemgetter(0)):
+            if text := "".join(text for _, text in pieces):
+                self._send("stream", {"name": stream, "text": text})
 
     def _begin(self) -> None:
         """Before the first output of ranks, flush what the cell itself has printed."""
