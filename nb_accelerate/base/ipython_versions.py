@@ -51,14 +51,7 @@ def _names_of(get_code_name: Callable[[str, str, int], str], code: str, number: 
 
 
 class Cursor(NamedTuple):
-    """Where somebody types and asks for completions.
-
-    Attributes:
-        text: all of the cell.
-        line: number of the line, from 0.
-        column: characters of that line before the cursor.
-        token: what is to be completed.
-    """
+    """Where somebody types and asks for completions: in the text of a cell, in a line counted from 0, after a token."""
 
     text: str
     line: int
@@ -81,14 +74,7 @@ class Completions(NamedTuple):
 
 
 def add_completer(shell: InteractiveShell, complete: Callable[[Cursor], Completions]) -> Callable[[], None]:
-    """Have a shell ask for completions too.
-
-    Args:
-        complete: is called each time that somebody asks.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Have a shell ask for completions too. Return a function that undoes it."""
     completer: Any = getattr(shell, "Completer", None)
     if completer is None:
         return lambda: None

@@ -77,11 +77,7 @@ def public_names(package: str) -> list[str]:
 
 @functools.cache
 def table(package: str) -> dict[str, tuple[str, str]]:
-    """Return for each name of a package its module, and its name there; ``""`` there for a module itself.
-
-    Raises:
-        OSError: the package has no stub.
-    """
+    """Return for each name of a package its module, and its name there; ``""`` there for a module itself."""
     return _read(package, "__init__.pyi")
 
 

@@ -14,7 +14,6 @@ class Conditions:
     """What a start method depends on.
 
     Attributes:
-        can_fork: the operating system has ``fork``.
         device: what users call the device of the ranks, such as ``"CUDA"``.
         is_host: ranks compute on the processor.
         in_use: why a rank forked from this process could not use its device; "" if it could.
@@ -33,16 +32,13 @@ class StartMethod:
     """One row.
 
     Attributes:
-        name: what users write.
         starter: ``module:function`` that takes the `LaunchOptions` and returns a context manager with the `RankServer`;
             "" for the method that runs its one rank in this process.
-        is_automatic: ``"auto"`` may choose it.
         device: torch's name of the only type of device that it is for; "" for all types.
         forks: ranks are forked from a process that has imported torch.
         copies_notebook: that process is the notebook. Its data is shared, so that nothing is pickled. Ranks have one
             intra-op thread, because they inherit the state of OpenMP without its threads.
-        max_ranks: on one machine; None if there is no limit.
-        max_nodes: machines; None if there is no limit.
+        max_ranks: on one machine.
     """
 
     name: str
@@ -59,13 +55,9 @@ class StartMethod:
         """Whether ranks may stay for the cells of a notebook. A copy of it would be out of date with the next cell."""
         return bool(self.starter) and not self.copies_notebook
 
-    def suits(self, conditions: Conditions) -> bool:
-        """Return whether it is for this type of device."""
-        return self.device in ("", conditions.device.lower())
-
     def obstacle(self, conditions: Conditions) -> str:
         """Return why it cannot work, or ""."""
-        if not self.suits(conditions):
+        if self.device not in ("", conditions.device.lower()):
             return f"it starts ranks on {self.device.upper()} devices, and these are to run on {conditions.device}"
         if self.forks and not conditions.can_fork:
             return "no fork here"
@@ -74,12 +66,6 @@ class StartMethod:
     def drawback(self, conditions: Conditions) -> str:
         """Return why ``"auto"`` had better choose another, although it might work; or ""."""
         return conditions.forbids_fork if self.forks else ""
-
-    def advantage(self, conditions: Conditions) -> str:
-        """Return what the user gains by it, in a few words; or ""."""
-        if not self.copies_notebook:
-            return ""
-        return f"{conditions.device} is untouched here, so data in memory is shared"
 
 
 START_METHODS: dict[str, StartMethod] = {
@@ -117,20 +103,19 @@ START_METHODS: dict[str, StartMethod] = {
 def choose_method(conditions: Conditions, *, may_copy: bool = True) -> tuple[StartMethod, str]:
     """Choose the first start method that suits, as ``"auto"`` does.
 
-    Args:
-        may_copy: ranks may have a copy of this process.
-
     Returns:
         The method, and why this one; "" where it is what one expects.
     """
     reason = ""
     for method in START_METHODS.values():
-        if not method.is_automatic or (method.copies_notebook and not may_copy) or not method.suits(conditions):
+        if not method.is_automatic or method.device not in ("", conditions.device.lower()):
             continue
-        if method.copies_notebook and conditions.is_host:  # a large operation here, and a forked rank would hang
+        # After a large operation here, a forked rank that computes on the processor would hang.
+        if method.copies_notebook and (conditions.is_host or not may_copy):
             continue
         why_not = method.drawback(conditions) or method.obstacle(conditions)
         if not why_not:
-            return method, method.advantage(conditions) or reason
+            shares = f"{conditions.device} is untouched here, so data in memory is shared"
+            return method, shares if method.copies_notebook else reason
         reason = why_not
     raise AssertionError("no start method of the table works everywhere")

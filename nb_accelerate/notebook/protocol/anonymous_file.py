@@ -11,9 +11,6 @@ def anonymous_file() -> int:
     """Return a descriptor of a new file without a name, which is gone when its last descriptor is closed.
 
     It is in memory where the system can do that and lets this process do it, else in the folder for temporary files.
-
-    Raises:
-        OSError: there is no room for it, or too many files are open.
     """
     with contextlib.suppress(AttributeError, OSError):  # not on macOS; refused by some sandboxes
         return os.memfd_create("nb_accelerate", os.MFD_CLOEXEC)

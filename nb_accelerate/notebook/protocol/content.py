@@ -63,8 +63,7 @@ _NO_ATTRIBUTES = frozenset({"__dict__", "__weakref__", "_abc_impl"})
 class Numbers:
     """Gives each object that has weak references a number, which no other object ever gets.
 
-    Args:
-        first: the first of them. Larger than what users have in their objects.
+    The first number is larger than what users have in their objects.
 
     Attributes:
         slow: those of objects that take long to read.
@@ -116,10 +115,9 @@ class Snapshot:
 
     Args:
         deep: read the objects in it too, and what they hold.
-        moves: a tensor that is moved to another place in memory has not changed.
+        moves: a tensor that is moved to another address has not changed.
 
     Attributes:
-        value: as given.
         tokens: all that was read.
         objects: those that were read, by number.
         held: addresses of the containers, and of other objects without numbers, that were read.
@@ -170,8 +168,8 @@ class Snapshot:
     def codes(self) -> list[types.CodeType]:
         """Return the code of the functions of ``__main__`` that were read."""
         main = main_globals()
-        functions = [one for one in self.objects.values() if type(one) is types.FunctionType]
-        return [one.__code__ for one in functions if one.__globals__ is main]
+        functions = [value for value in self.objects.values() if type(value) is types.FunctionType]
+        return [function.__code__ for function in functions if function.__globals__ is main]
 
     def add(self, value: Any) -> None:
         """Read a part of an object."""
@@ -195,7 +193,7 @@ class Snapshot:
                 _reader(kind)(self, value)
 
     def read_later(self, value: Any) -> int | None:
-        """Have an object read after this one. Returns its number; None if it has none, and is not read."""
+        """Have an object read after this one. Return its number; None if it has none, and is not read."""
         number = self.numbers.of(value)
         if number is not None and number not in self.objects:
             self.objects[number] = value
@@ -270,16 +268,16 @@ def _tensor(snapshot: Snapshot, value: Any) -> None:
     try:
         if snapshot.moves:
             first = value.detach()[(slice(0, 2),) * value.ndim].tolist()
-            place, head = 0, zlib.crc32(str(first).encode())
+            address, head = 0, zlib.crc32(str(first).encode())
         else:
-            place, heads = value.data_ptr(), snapshot.numbers.heads
+            address, heads = value.data_ptr(), snapshot.numbers.heads
             known, reader = heads.get(id(value), (0, None))
-            if known != place:
+            if known != address:
                 reader = None
                 if value.is_cpu and value.is_contiguous() and value.nbytes >= 4:
-                    heads[id(value)] = place, (reader := ctypes.c_uint32.from_address(place))
+                    heads[id(value)] = address, (reader := ctypes.c_uint32.from_address(address))
             head = reader.value if reader is not None else 0
-        snapshot.tokens += (value._version, value.requires_grad, place, head)  # noqa: SLF001 - there is no public name
+        snapshot.tokens += (value._version, value.requires_grad, address, head)  # noqa: SLF001 - there is no public name
     except Exception:  # of inference mode, not initialized, or without memory of its own
         snapshot.tokens.append(value.requires_grad)
         snapshot.is_partial = True
@@ -339,7 +337,7 @@ def _are_atoms(values: tuple[Any, ...]) -> bool:
             return True
     except TypeError:  # one has no hash
         return False
-    each = itertools.chain.from_iterable(one if type(one) is tuple else (one,) for one in values)
+    each = itertools.chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
     if not ATOMS.issuperset(map(type, each)):
         return False
     if len(_atoms) < _MAX_ITEMS:
@@ -441,25 +439,14 @@ def _leave_out(snapshot: Snapshot) -> None:
 
 
 class Checksum:
-    """A file that sums up what is written to it.
-
-    Args:
-        limit: bytes that it takes.
-
-    Attributes:
-        value: the sum.
-    """
+    """A file that sums up what is written to it, up to a limit in bytes."""
 
     def __init__(self, limit: int) -> None:
         self.value = 0
         self._left = limit
 
     def write(self, data: Any) -> int:
-        """Take data.
-
-        Raises:
-            OverflowError: it is too much.
-        """
+        """Take data. OverflowError: it is too much."""
         size = memoryview(data).nbytes
         self._left -= size
         if self._left < 0:
@@ -478,14 +465,14 @@ class _Summing(pickle.Pickler):
 
     def __init__(self, snapshot: Snapshot, value: object, checksum: Checksum) -> None:
         super().__init__(checksum, protocol=5, buffer_callback=checksum.take)
-        self._look = snapshot
+        self._snapshot = snapshot
         self._value = value
 
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) in ATOMS or obj is self._value or not is_apart(obj):
             return None
         # Not by its number: one that is made to be pickled has another each time.
-        return None if self._look.read_later(obj) is None else 0
+        return None if self._snapshot.read_later(obj) is None else 0
 
 
 _APART = frozenset({_tensor, _module, _optimizer, _attributes})

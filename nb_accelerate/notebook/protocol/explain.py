@@ -30,8 +30,7 @@ def find_unpicklable(
     """Find the smallest part of a value that cannot be pickled.
 
     Returns:
-        Its path (``args[0].lock``), a short description of it, the reason, and the error of this package that is the
-        reason, if it is one: it says what to write instead.
+        Its path (``args[0].lock``), a short description, the reason, and that error if it is of this package.
     """
     path = name
     seen = {id(value)}

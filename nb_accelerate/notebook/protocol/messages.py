@@ -48,16 +48,14 @@ class Setup:
     """Set up a rank, before it runs anything.
 
     Attributes:
-        rank: its number among all ranks.
         environ: its whole environment, not a difference.
         cwd: working directory; "" if that of the kernel has been deleted.
         sys_path: the module search path of the kernel as it is now.
-        argv: `sys.argv`.
         num_threads: intra-op threads of torch.
         notebook: text of its cells by file name, so that tracebacks and `inspect.getsource` find them, and its
             `RandomStates` or None; a parcel, since a long notebook is more than a socket's buffer takes.
         store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
-        shows_displays: what a launched function displays can be shown as it is, by a notebook; else it is printed.
+        shows_displays: a notebook can show what a launched function displays; else it is printed.
     """
 
     rank: int
@@ -122,7 +120,6 @@ class ErrorReport:
 
     Attributes:
         type_name: qualified name of its type.
-        message: its text.
         frames: outermost first; frames of the worker itself are left out.
         notes: PEP 678 notes.
         cause: what it was raised from, or while handling.
@@ -148,7 +145,6 @@ class Failure:
     """The function raised, or the rank could not do what it was told.
 
     Attributes:
-        report: the exception as data.
         parcel: the exception itself, or None if it cannot be pickled.
         when: `time.monotonic` on this machine at which it was caught, to order failures of several ranks.
         peer_lost: the exception only says that another rank went away, so it is a consequence and not a cause.
@@ -171,7 +167,6 @@ class ThreadFailed:
     Attributes:
         name: of the thread.
         error: type and text of what it has raised, in one line.
-        traceback: of that, as Python prints it.
     """
 
     name: str
@@ -240,7 +235,7 @@ class RunCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Display:
-    """Something that a rank displays. Its place among what is printed is marked in the output pipe.
+    """Something that a rank displays. Its position among what is printed is marked in the output pipe.
 
     Attributes:
         kind: ``result``, ``display_data``, ``update_display_data`` or ``clear_output``.
@@ -256,7 +251,6 @@ class CellEnd:
     """A cell has ended.
 
     Attributes:
-        answer: what came of it.
         bound: names that the cell bound, or bound to something else.
         unbound: names that it deleted.
         modules: full names of the modules among what it bound, by the names that it bound.
@@ -278,12 +272,7 @@ class CellEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class InputRequest:
-    """Ask the user for a line, on behalf of a debugger.
-
-    Attributes:
-        number: of the request; the `InputReply` has it too.
-        prompt: what to show.
-    """
+    """Ask the user for a line, on behalf of a debugger. The `InputReply` has the same number."""
 
     number: int
     prompt: str
@@ -296,12 +285,7 @@ class DebuggerResumed:
 
 @dataclass(frozen=True, kw_only=True)
 class InputReply:
-    """The line that was asked for, without its end; None if nobody can be asked.
-
-    Attributes:
-        number: of the `InputRequest`.
-        text: the line.
-    """
+    """The line that was asked for, without its end; None if nobody can be asked."""
 
     number: int
     text: str | None

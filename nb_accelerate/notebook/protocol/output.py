@@ -44,7 +44,7 @@ MAX_PAYLOAD = select.PIPE_BUF - _HEAD
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes of one stream, the place of a display, or a record of logged values."""
+    """Bytes of one stream, the position of a display, or a record of logged values."""
 
     stream: StreamName | Literal["display", "record"]
     data: bytes
@@ -56,11 +56,7 @@ def new_mark() -> bytes:
 
 
 def frame(mark: bytes, payload: bytes | memoryview, kind: Kind = "stderr") -> bytes:
-    """Return a frame, to be written in one call.
-
-    Args:
-        payload: at most `MAX_PAYLOAD` bytes.
-    """
+    """Return a frame, to be written in one call. The payload has at most `MAX_PAYLOAD` bytes."""
     return mark + _FIELDS.pack(_KINDS.index(kind), len(payload)) + bytes(payload)
 
 

@@ -29,11 +29,7 @@ def is_of_torch(value: object, name: str) -> bool:
 
 
 def state_of(value: Any) -> Any:
-    """Return what `renew` takes: it can be pickled, and refers to the objects in it.
-
-    Returns:
-        The state; None if an object of its type can only be made anew.
-    """
+    """Return what `renew` takes, which can be pickled; None if an object of its type can only be made anew."""
     try:
         return _state_of(value, type(value))
     except Exception:  # users' code takes part. If it cannot be pickled, that is told where it is

@@ -31,17 +31,16 @@ import cloudpickle
 from nb_accelerate.base.imported import imported
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
-from nb_accelerate.notebook.protocol.code_reducer import DISPATCH_TABLE
 from nb_accelerate.notebook.protocol.content import Checksum, attributes_of_optimizer, is_apart
 from nb_accelerate.notebook.protocol.explain import find_unpicklable
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.main_module import Globals, MainPickler
 from nb_accelerate.notebook.protocol.messages import Parcel
-from nb_accelerate.notebook.protocol.open_files import FILE_REDUCERS
+from nb_accelerate.notebook.protocol.reducers import REDUCERS
 from nb_accelerate.notebook.protocol.renewal import is_of_torch, pickled_by_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from types import ModuleType
 
     from nb_accelerate.notebook.protocol.content import Numbers
@@ -65,8 +64,7 @@ class References:
     """What the receivers have already.
 
     Attributes:
-        numbers: of objects.
-        known: numbers of those that the receivers have.
+        known: numbers of the objects that the receivers have.
         names: variables of the receivers that hold a list or dictionary, by its address here.
         used: those of `known` and `names` that were referred to, when it was packed.
         packed: the objects that were packed, by number.
@@ -84,8 +82,7 @@ class Packed:
 
     Attributes:
         parcel: what goes into a message.
-        names: of `MainPickler`, which has pickled it.
-        codes: of it, too.
+        names, codes: of the `MainPickler` that has pickled it.
     """
 
     def __init__(self, pickled: bytes, buffers: list[pickle.PickleBuffer], pickler: MainPickler) -> None:
@@ -142,17 +139,6 @@ def pack(
         ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
         TooLargeError: it is larger than `limit`.
     """
-    with contextlib.ExitStack() as registered:
-        for module in by_value:
-            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
-                cloudpickle.register_pickle_by_value(module)
-                registered.callback(cloudpickle.unregister_pickle_by_value, module)
-        return _pack(value, name, advice, globals_there=globals_there, limit=limit, references=references)
-
-
-def _pack(
-    value: object, name: str, advice: str, *, globals_there: Globals, limit: int | None, references: References | None
-) -> Packed:
     buffers: list[pickle.PickleBuffer] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -162,40 +148,53 @@ def _pack(
         return False
 
     file = io.BytesIO()
-    try:
-        make = _Pickler if references is None else functools.partial(_ReferringPickler, references)
-        pickler = make(file, protocol=5, buffer_callback=stays_inside, globals_there=globals_there)
-        pickler.dump(value)
-        if references is not None:
-            numbers = {}
-            for place, one in pickler.memo.copy().values():
-                number = references.numbers.of(one) if is_apart(one) else references.numbers.get(one)
-                if number is not None:
-                    numbers[place] = number
-                    references.packed[number] = one
-            pickle.dump(numbers, file)
-    except (Exception, SystemExit) as error:
-        # Any exception, an exit too: __reduce__ and __getstate__ are users' code.
-        path, culprit, reason, own = find_unpicklable(value, name, error, _dumps)
-        if own is not None:
-            raise ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=True) from error
-        text = f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). {advice}"
-        raise ShippingError(text.rstrip(), path=path) from error
+    with _pickled_by_value(by_value):
+        try:
+            make = _Pickler if references is None else functools.partial(_ReferringPickler, references)
+            pickler = make(file, protocol=5, buffer_callback=stays_inside, globals_there=globals_there)
+            pickler.dump(value)
+            if references is not None:
+                _number_parts(pickler, references, file)
+        except (Exception, SystemExit) as error:  # __reduce__ and __getstate__ are users' code
+            raise _why_not(value, name, advice, error) from error
     size = file.tell() + sum(buffer.raw().nbytes for buffer in buffers)
     if limit is not None and size > limit:
         raise TooLargeError(f"{name} has {size / 2**30:.1f} GiB", size=size)
     return Packed(file.getvalue(), buffers, pickler)
 
 
+@contextlib.contextmanager
+def _pickled_by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    with contextlib.ExitStack() as registered:
+        for module in modules:
+            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                registered.callback(cloudpickle.unregister_pickle_by_value, module)
+        yield
+
+
+def _number_parts(pickler: _Pickler, references: References, file: IO[bytes]) -> None:
+    """Write the numbers of the objects in a pickle behind it, by their index in the memo, which unpickling has too."""
+    numbers = {}
+    for index, part in pickler.memo.copy().values():
+        number = references.numbers.of(part) if is_apart(part) else references.numbers.get(part)
+        if number is not None:
+            numbers[index] = number
+            references.packed[number] = part
+    pickle.dump(numbers, file)
+
+
+def _why_not(value: object, name: str, advice: str, error: BaseException) -> ShippingError:
+    """Return the error that names the part of a value that cannot be pickled."""
+    path, culprit, reason, own = find_unpicklable(value, name, error, _dumps)
+    if own is not None:
+        return ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=True)
+    text = f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). {advice}"
+    return ShippingError(text.rstrip(), path=path)
+
+
 def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
-    """Return the object in a parcel.
-
-    Args:
-        fds: descriptors that came with it; taken over.
-
-    Raises:
-        BaseException: what unpickling it raises.
-    """
+    """Return the object in a parcel, whose descriptors are taken over. Raises what unpickling it raises."""
     stream, buffers = _opened(parcel, fds)
     return pickle.loads(stream, buffers=buffers)
 
@@ -206,7 +205,6 @@ def unpack_numbered(
     """Return the object in a parcel that was packed with references, and the objects in it by their numbers.
 
     Args:
-        fds: descriptors that came with it; taken over.
         find: returns what this process has, by its number or by the name of a variable.
     """
     stream, buffers = _opened(parcel, fds)
@@ -215,7 +213,7 @@ def unpack_numbered(
     unpickler.persistent_load = find
     value = unpickler.load()
     memo = unpickler.memo.copy()
-    return value, {number: memo[place] for place, number in pickle.load(file).items()}
+    return value, {number: memo[index] for index, number in pickle.load(file).items()}
 
 
 def _opened(parcel: Parcel, fds: tuple[int, ...]) -> tuple[bytes | memoryview, list[memoryview]]:
@@ -246,11 +244,7 @@ def _aligned(offset: int) -> int:
 
 
 def write_segment(parts: list[memoryview]) -> io.FileIO:
-    """Return an anonymous file with these bytes, each part at a multiple of `_ALIGNMENT`. Close it.
-
-    Raises:
-        OSError: there is no room for it.
-    """
+    """Return an anonymous file with these bytes, each part at a multiple of `_ALIGNMENT`. Close it."""
     with interrupts_later():
         file = io.FileIO(anonymous_file(), "r+")
     try:
@@ -275,7 +269,7 @@ class _Pickler(MainPickler):
     views share memory. Pickling the untyped storage once, as a buffer, keeps the sharing and copies nothing.
     """
 
-    dispatch_table = DISPATCH_TABLE.new_child(FILE_REDUCERS)
+    dispatch_table = REDUCERS
 
     def reducer_override(self, obj: Any) -> Any:
         torch = imported("torch")

@@ -36,11 +36,7 @@ _MAX_FILES = 1 << 16
 
 
 class Alarm:
-    """Listens for `CutOff` in a thread of its own, in a rank that runs cells.
-
-    Args:
-        abort_groups: aborts collectives that run on a device.
-    """
+    """Listens for `CutOff` in a thread of its own, in a rank that runs cells."""
 
     def __init__(self, abort_groups: Callable[[], object]) -> None:
         self._abort_groups = abort_groups
@@ -54,11 +50,7 @@ class Alarm:
         HelperThread(self._listen, channel, name="alarm").start()
 
     def begin_rendezvous(self, rendezvous: int) -> None:
-        """Begin a rendezvous: alarms about those before it have no effect from now on.
-
-        Raises:
-            ConnectionAbortedError: the other ranks gave it up before this rank came to it.
-        """
+        """Begin a rendezvous: alarms about those before it have no effect from now on."""
         with self._lock:
             self._meeting = rendezvous
             if self._given_up == rendezvous:
@@ -95,14 +87,7 @@ class Alarm:
 
 
 def cut_connections(peers: tuple[int, ...]) -> int:
-    """Break every TCP connection between this process and others.
-
-    Returns:
-        How many were broken.
-
-    Raises:
-        psutil.Error: the system does not tell which connections another rank has.
-    """
+    """Break every TCP connection between this process and others, and return how many were broken."""
     try:
         own = connections(psutil.Process())
     except psutil.Error:  # the system lists none, as Linux without /proc

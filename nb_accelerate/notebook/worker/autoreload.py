@@ -15,13 +15,7 @@ _MAGICS = "AutoreloadMagics"
 
 @dataclass(frozen=True)
 class Autoreload:
-    """What ``%autoreload`` and ``%aimport`` were told in a shell.
-
-    Attributes:
-        mode: the argument of ``%autoreload`` that gives this: ``0`` to ``3``.
-        chosen: modules that mode 1 reloads.
-        skipped: modules that no mode reloads.
-    """
+    """What ``%autoreload`` (mode ``0`` to ``3``) and ``%aimport`` (modules to reload or skip) were told in a shell."""
 
     mode: str = "0"
     chosen: tuple[str, ...] = ()
@@ -29,7 +23,7 @@ class Autoreload:
 
     @classmethod
     def of(cls, shell: InteractiveShell) -> Autoreload:
-        """Return that of a shell; the default where its extension was not loaded or IPython has another one."""
+        """Return that of a shell; the default where its extension was not loaded."""
         reloader: Any = getattr(shell.magics_manager.registry.get(_MAGICS), "_reloader", None)
         if not getattr(reloader, "enabled", False):
             return cls()

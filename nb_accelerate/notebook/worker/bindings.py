@@ -23,11 +23,7 @@ _CONTAINERS = frozenset({list, tuple, dict})
 
 
 class Bindings:
-    """The variables of a rank at one moment.
-
-    Args:
-        names: their values by name.
-    """
+    """The variables of a rank at one moment."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._references: dict[str, weakref.ref[Any]] = {}
@@ -53,12 +49,7 @@ class Bindings:
                 self._values[name] = value
 
     def bound(self, names: Mapping[str, Any], source: str) -> list[str]:
-        """Return the names that were bound since then.
-
-        Args:
-            names: their values by name, now.
-            source: of the cell, with magics as calls of functions.
-        """
+        """Return the names that were bound since then. The source of the cell has magics as calls of functions."""
         found, unclear = [], []
         words = set(re.findall(r"\w+", source))
         for name, value in names.items():

@@ -30,7 +30,6 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
 
     Args:
         load: returns the function, its positional and its keyword arguments; may raise whatever unpickling raises.
-        gate: lets interrupts in while users' code runs.
 
     Returns:
         The message, and the packed value or exception whose descriptors are sent with it.
@@ -76,12 +75,7 @@ def exits_well(error: BaseException) -> bool:
 
 
 def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = False) -> tuple[Failure, Packed | None]:
-    """Return the message that reports an exception, and the packed exception if it can be pickled. Never raises.
-
-    Args:
-        result_of_call: False if the rank failed before it ran the user's function.
-        returned: the function did return, and it is its value that cannot be pickled.
-    """
+    """Return the `Failure` of an exception, and the packed exception if it can be pickled. Never raises."""
     when = time.monotonic()
     report = report_exception(error)
     if says_out_of_memory(report.type_name, report.message):
@@ -105,25 +99,22 @@ def _pack_exception(error: BaseException) -> Packed | None:
     """Pack an exception so that unpickling it in the kernel will work; return None if there is no way."""
     text = text_of(error)
     if not has_plain_text(error):
-        packed = _pack_as((_rebuild_exception, (type(error), _shortened(_args(error)), {})), text)
+        shortened = tuple(readable(arg) if type(arg) is str else arg for arg in _args(error))
+        packed = _pack_as((_rebuild_exception, (type(error), shortened, {})), text)
         return packed or _pack_as((_rebuild_exception, (type(error), (text,), {})), text)
     packed = _pack_as((_same, (error,)), text)
     return packed or _pack_as((_rebuild_exception, (type(error), _args(error), _state(error))), text)
 
 
 def _pack_as(candidate: tuple[Any, ...], text: str) -> Packed | None:
-    """Pack a function and its arguments that make an exception again; return None unless it then has the same text.
-
-    Args:
-        candidate: the function, and the tuple of its arguments.
-    """
+    """Pack a function and its arguments that make an exception again; return None unless it then has the same text."""
     packed: Packed | None = None
     try:
         packed = pack(candidate)
         # Many exceptions pickle and cannot be unpickled: their __init__ wants other arguments than .args.
         rebuild, args = unpack(packed.parcel, tuple(map(os.dup, packed.fds)))
         copy = rebuild(*args)
-        # Nor is one of use that pretends to be something else, or whose attributes cannot be asked for or set.
+        # A copy is of no use either that pretends to be something else, or whose attributes cannot be had or set.
         copy.__traceback__ = None
         notes = getattr(copy, "__notes__", None)
         is_sound = copy.__class__ is type(copy) and (notes is None or type(notes) is list)
@@ -152,10 +143,6 @@ def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], state: d
 def _args(error: BaseException) -> tuple[Any, ...]:
     args: tuple[Any, ...] = vars(BaseException)["args"].__get__(error)
     return args
-
-
-def _shortened(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(readable(one) if type(one) is str else one for one in args)
 
 
 def _state(error: BaseException) -> dict[str, Any]:

@@ -48,11 +48,7 @@ that wait in vain are found, and reported, by the pool."""
 
 
 class PersistentRank:
-    """Runs cells in one shell, and joins process groups; keeps variables and groups between cells.
-
-    Args:
-        gate: lets interrupts in while users' code runs.
-    """
+    """Runs cells in one shell, and joins process groups; keeps variables and groups between cells."""
 
     def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
         self._gate = gate
@@ -65,10 +61,7 @@ class PersistentRank:
         self._alarm = Alarm(self._half.abort_groups)
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
-        """Answer a message of the kernel.
-
-        Args:
-            fds: descriptors that came with it; taken over.
+        """Answer a message of the kernel, whose descriptors are taken over.
 
         Returns:
             The answer, and the packed value whose descriptors are sent with it.

@@ -29,9 +29,6 @@ class InputRequests:
     def ask(self, prompt: str) -> str:
         """Return the line that the user typed, without its end.
 
-        Args:
-            prompt: shown in front of it.
-
         Raises:
             EOFError: nobody is there to answer, or this is another thread or process than the one that runs cells.
             KeyboardInterrupt: the cell is interrupted.

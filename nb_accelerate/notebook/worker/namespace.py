@@ -40,12 +40,7 @@ def use_search_path(entries: list[str]) -> None:
 
 
 class MissingName(NamedTuple):
-    """A name that a rank was asked for and does not have.
-
-    Attributes:
-        name: which.
-        near: one that it has and that is spelled nearly so; None if there is none.
-    """
+    """A name that a rank was asked for and does not have, and one that it has and that is spelled nearly so."""
 
     name: str
     near: str | None
@@ -56,7 +51,7 @@ def pull(names: tuple[str, ...]) -> list[Any] | MissingName:
     variables = main_globals()
     for name in names:
         if name not in variables:
-            near = difflib.get_close_matches(name, [one for one in variables if not is_hidden(one)], n=1)
+            near = difflib.get_close_matches(name, [known for known in variables if not is_hidden(known)], n=1)
             return MissingName(name, near[0] if near else None)
     return [variables[name] for name in names]
 
@@ -100,16 +95,15 @@ def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
         for part in path[1:]:
             # Looked up as a plain attribute only: a property would run users' code while they type.
             value = vars(value).get(part) if hasattr(value, "__dict__") else None
-        found = [] if value is None else [one for one in dir(value) if beginning.startswith("_") or one[0] != "_"]
+        found = [] if value is None else [name for name in dir(value) if beginning.startswith("_") or name[0] != "_"]
     return cursor - len(beginning), cursor, sorted({name for name in found if name.startswith(beginning)})
 
 
 def inspect(method: str, name: str, detail: int) -> dict[str, Any] | None:
-    """Return what the shell of this rank knows of a name, or None if there is no such name.
+    """Return what the shell of this rank knows of a name, which may have dots, or None if there is no such name.
 
     Args:
         method: of the shell: ``"object_inspect_mime"`` for what ``name?`` shows, ``"object_inspect"`` for its parts.
-        name: may have dots.
         detail: 1 for ``name??``, which also shows the source.
     """
     from IPython.core.getipython import get_ipython

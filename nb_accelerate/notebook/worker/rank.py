@@ -71,12 +71,10 @@ def run_rank(
 
     Args:
         parent: process id of whoever forked this process.
-        scratch: a folder for what multiprocessing puts into files. Whoever forked this process removes it, also when
-            the rank was killed and could not.
+        scratch: a folder for what multiprocessing puts into files; whoever forked this process removes it.
         inherited: function, positional and keyword arguments that are in memory since the kernel was forked.
         broken: why this process cannot work (a preloaded module failed to import, say); told to the kernel.
-        own_path: `sys.path` for imports of this package. Default: the current `sys.path`, before `_set_up` replaces it
-            by that of the kernel.
+        own_path: `sys.path` for imports of this package; by default the current one, before that of the kernel is set.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
     install(ends.page, functools.partial(send_record, mark))
@@ -141,11 +139,7 @@ def run_rank(
 
 @contextlib.contextmanager
 def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterator[None]:
-    """Send what a function displays to the notebook, and show its figures when it has returned; stop at breakpoints.
-
-    Args:
-        own_path: where IPython is imported from, if it has not been.
-    """
+    """Send what a function displays to the notebook, and show its figures when it has returned; stop at breakpoints."""
     with imports_from(own_path):
         from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
         from nb_accelerate.notebook.worker.output.displays import DisplayPort
@@ -170,12 +164,8 @@ def _send(channel: Channel, message: object, packed: Packed | None) -> None:
 
 
 def _tell_failure(channel: Channel, rank: int, name: str, error: BaseException) -> None:
-    """Tell the kernel that a helper thread of this rank has failed, for which the kernel ends the rank.
-
-    Args:
-        rank: process id of the rank. A process that users' code has forked from it has the same channel, and is not it.
-    """
-    if os.getpid() != rank:
+    """Tell the kernel that a helper thread of this rank has failed, for which the kernel ends the rank."""
+    if os.getpid() != rank:  # users' code has forked it from the rank, and it has the same channel
         raise error
     try:
         text = " ".join("".join(traceback.format_exception_only(error)).split())
@@ -205,15 +195,10 @@ and workers of a loader are often forked just then."""
 
 
 def prepare_process(*, is_fork: bool) -> Exception | None:
-    """Patch libraries; unless this is a fork of the kernel, make a new ``__main__`` and reseed NumPy too.
-
-    It does not depend on the rank, so a process that waits to become one does it beforehand.
+    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None.
 
     Args:
-        is_fork: this process is a fork of the kernel.
-
-    Returns:
-        What has failed, for `run_rank` to tell the kernel, or None.
+        is_fork: this process is a fork of the kernel, and keeps ``__main__`` and NumPy's random numbers.
     """
     try:
         patch_libraries()
@@ -223,7 +208,9 @@ def prepare_process(*, is_fork: bool) -> Exception | None:
             main = types.ModuleType("__main__")
             main.__builtins__ = __builtins__  # type: ignore[attr-defined]
             sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: see `pack_call`
-            _reseed_numpy()
+            random = imported("numpy.random")
+            if random is not None:
+                random.seed()  # its state was made when the server imported it, once for all ranks
     except Exception as error:
         return error
     return None
@@ -234,21 +221,24 @@ def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, 
 
     Args:
         sources: text of notebook cells, by file name.
-        random: states of the notebook's random numbers; None if those of this process stay.
         store_fd: descriptor of the store; taken over.
 
     Returns:
-        What must live as long as the rank, or None.
-
-    Raises:
-        StartError: the working directory cannot be entered.
+        The access to the store, which must live as long as the rank, or None.
     """
     for name in [name for name in os.environ if name not in setup.environ]:
         del os.environ[name]
     for name, value in setup.environ.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-    _go_to(setup.cwd)
+    try:
+        os.chdir(setup.cwd)
+    except OSError as error:
+        why = f"{setup.cwd}: {error.strerror}" if setup.cwd else "it has been deleted"
+        raise StartError(
+            f"ranks cannot work in the working directory of this process ({why}). Change to another one first, with "
+            f"os.chdir('/path/of/a/folder') or %cd"
+        ) from None
     sys.argv[:] = setup.argv
     for filename, text in sources.items():
         lines = text.splitlines(keepends=True)
@@ -267,46 +257,20 @@ def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, 
     return store
 
 
-def _go_to(folder: str) -> None:
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        why = f"{folder}: {error.strerror}" if folder else "it has been deleted"
-        raise StartError(
-            f"ranks cannot work in the working directory of this process ({why}). Change to another one first, with "
-            f"os.chdir('/path/of/a/folder') or %cd"
-        ) from None
-
-
 def _end_if_forked(rank: int, answer: object) -> None:
-    """End this process if users' code has forked it from the rank.
-
-    It has come to the end of its code. It is not the rank, so it neither answers nor takes the next call or cell.
-
-    Args:
-        answer: what came of the code; decides the exit code.
-    """
+    """End this process if users' code has forked it from the rank: it neither answers nor takes the next call."""
     if os.getpid() == rank:
         return
     outcome = answer.answer if isinstance(answer, CellEnd) else answer
     code = 0
     if isinstance(outcome, Failure):
         report, code = outcome.report, 1
-        if report.type_name != "SystemExit":
-            print(f"in a process forked from a rank: {report.type_name}: {report.message}", file=sys.stderr)  # noqa: T201
-        elif report.message.isascii() and report.message.removeprefix("-").isdigit():
+        if report.type_name == "SystemExit" and report.message.isascii() and report.message.isdigit():
             code = int(report.message) & 0xFF
         else:
-            print(report.message, file=sys.stderr)  # noqa: T201 - as Python does
+            print(f"in a process forked from a rank: {report.type_name}: {report.message}", file=sys.stderr)  # noqa: T201
     _flush()
     os._exit(code)
-
-
-def _reseed_numpy() -> None:
-    """Seed NumPy's random numbers anew: their state was made when the server imported it, once for all ranks."""
-    random = imported("numpy.random")
-    if random is not None:
-        random.seed()
 
 
 def _leave() -> None:

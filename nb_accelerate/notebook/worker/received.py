@@ -24,12 +24,7 @@ Key = int | str
 
 
 class Names(NamedTuple):
-    """What travels with a cell.
-
-    Attributes:
-        values: by name.
-        states: what objects that the rank has are to hold from now on.
-    """
+    """What travels with a cell: values by name, and what objects that the rank has are to hold from now on."""
 
     values: dict[str, Any]
     states: dict[Key, Any]
@@ -46,11 +41,7 @@ class Received(Numbers):
         self._gone: list[int] = []
 
     def define(self, parcel: Parcel, fds: tuple[int, ...], names: dict[str, Any]) -> None:
-        """Define, or change in place, what has come with a cell.
-
-        Args:
-            parcel: holds a `Names`.
-            fds: descriptors that came with it; taken over.
+        """Define, or change in place, what has come with a cell: a `Names`. Its descriptors are taken over.
 
         Raises:
             ShippingError: something refers to an object that this rank has no more.

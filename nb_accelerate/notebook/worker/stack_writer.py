@@ -33,9 +33,7 @@ _CHUNK = 1 << 12
 
 
 def write_stacks_on_request(requests: int, stacks: int) -> None:
-    """Start the thread. It ends when nobody can ask any more.
-
-    If it fails, Python prints why, and `faulthandler` answers from then on.
+    """Start the thread. It ends when nobody can ask any more; if it fails, Python prints why.
 
     It needs the interpreter's lock, so it answers while the main thread runs Python code, or waits in C code that has
     released the lock, and does not answer while C code holds it. `faulthandler` answers then. It is no substitute: it
@@ -76,28 +74,26 @@ def _note_line(frame: FrameType | None, phase: int) -> None:
 
 
 def _frames(frame: FrameType | None) -> Iterator[Frame]:
-    for one, lineno in walk_stack(frame):
-        yield Frame(filename=one.f_code.co_filename, lineno=lineno, name=one.f_code.co_name)
+    for caller, lineno in walk_stack(frame):
+        yield Frame(filename=caller.f_code.co_filename, lineno=lineno, name=caller.f_code.co_name)
 
 
 def _has_threads_of_users() -> bool:
     """Return whether threads live that may run code of users, beside the main thread. Called in this module's own."""
-    ours = {one.ident for one in threading.enumerate() if isinstance(one, HelperThread)}
+    ours = {thread.ident for thread in threading.enumerate() if isinstance(thread, HelperThread)}
     ours |= {threading.main_thread().ident, threading.get_ident()}
     frames = sys._current_frames()  # noqa: SLF001 - the documented way to them
     return any(ident not in ours and not _is_of_library(frame) for ident, frame in frames.items())
 
 
 def _is_of_library(frame: FrameType) -> bool:
-    files = [one.f_code.co_filename for one, _ in walk_stack(frame)]
+    files = [caller.f_code.co_filename for caller, _ in walk_stack(frame)]
     began = next((file for file in reversed(files) if not file.endswith("/threading.py")), "")
     return began.endswith(_LIBRARIES)
 
 
 def _listed(frame: FrameType | None, *, has_one_thread: bool) -> bytes:
-    lines = [
-        f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}\n' for one, line in walk_stack(frame)
-    ]
+    lines = [f'  File "{line.filename}", line {line.lineno} in {line.name}\n' for line in _frames(frame)]
     if len(lines) > _MAX_FRAMES:
         lines[_MAX_FRAMES:] = ["  ...\n", lines[-1]]
     head = ONE_THREAD if has_one_thread else ""

@@ -1,4 +1,4 @@
-"""Send what a rank displays to the kernel, with its place among what is printed.
+"""Send what a rank displays to the kernel, in its order among what is printed.
 
 The data goes over the channel, an empty frame into the output pipe. The data is sent first, so whoever reads the
 frame finds the data waiting. Frames and data keep one order, whichever threads show something.

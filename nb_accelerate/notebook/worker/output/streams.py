@@ -27,11 +27,7 @@ _ENCODING, _ERRORS = "utf-8", "backslashreplace"
 
 
 class _Frames(io.RawIOBase):
-    """Writes to descriptor 1, in frames of one kind.
-
-    Args:
-        fd: the descriptor that C code and subprocesses write to in the place of this.
-    """
+    """Writes to descriptor 1, in frames of one kind. C code and subprocesses write to the descriptor `fd` instead."""
 
     def __init__(self, mark: bytes, kind: Kind, fd: int) -> None:
         self._mark, self._kind, self._fd = mark, kind, fd
@@ -63,12 +59,10 @@ class _RankStream(io.TextIOWrapper):
 
     Text is written to the descriptor without the layers between, which costs a third. Threads do not write into each
     other's lines, however long.
-
-    Attributes:
-        for_all: a stream for what is printed on one rank for all of them; None if this stream has none.
     """
 
     for_all: _RankStream | None = None
+    """A stream for what is printed on one rank for all of them."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         super().__init__(_AtOnce(raw), _ENCODING, _ERRORS)
@@ -90,22 +84,12 @@ class _RankStream(io.TextIOWrapper):
 
 
 def send_record(mark: bytes, record: bytes) -> None:
-    """Send logged values, in their place among what is printed.
-
-    Args:
-        record: the values as JSON; at most `notebook.protocol.output.MAX_PAYLOAD` bytes.
-    """
+    """Send logged values as JSON, at most `MAX_PAYLOAD` bytes, in their order among what is printed."""
     os.write(1, frame(mark, record, "record"))
 
 
 def replace_streams(stdout: int, stderr: int, mark: bytes) -> None:
-    """Make descriptors 1 and 2 and Python's streams those of this rank; there is no standard input.
-
-    Args:
-        stdout: write end of the rank's main pipe; taken over.
-        stderr: write end of the pipe for C code's stderr; taken over.
-        mark: the mark of frames, see `notebook.protocol.output`.
-    """
+    """Make descriptors 1 and 2, which are taken over, and Python's streams those of this rank. Nothing can be read."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (stdout, 1), (stderr, 2)):
         os.dup2(source, target)

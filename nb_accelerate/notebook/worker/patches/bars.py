@@ -19,7 +19,7 @@ from nb_accelerate.base.progress_page import here
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PLACE = "_nb_accelerate_place"
+_INDEX = "_nb_accelerate_index"
 _DRAWING = ("__init__", "__iter__", "update", "display", "close", "clear", "reset")
 
 
@@ -29,11 +29,11 @@ def bars_as_rows() -> None:
         return
     from tqdm.std import tqdm, trange
 
-    if hasattr(tqdm, _PLACE):
+    if hasattr(tqdm, _INDEX):
         return  # done in the process this one was forked from
-    setattr(tqdm, _PLACE, None)
-    for name, replaced in (("display", _display), ("clear", _clear), ("close", _close)):
-        setattr(tqdm, name, replaced(getattr(tqdm, name)))
+    setattr(tqdm, _INDEX, None)
+    for name, wrap in (("display", _display), ("clear", _clear), ("close", _close)):
+        setattr(tqdm, name, wrap(getattr(tqdm, name)))
     widgets: Any = imported("tqdm.notebook")
     if widgets is None:
         widgets = sys.modules["tqdm.notebook"] = types.ModuleType("tqdm.notebook")
@@ -69,13 +69,13 @@ def _close(finish: Callable[[Any], None]) -> Callable[[Any], None]:
         if getattr(self, "disable", True) or not _is_row(self):
             finish(self)
             return
-        place = _place(self)
-        if place is None:
+        index = _index(self)
+        if index is None:
             pass  # there was no room for it, or it is left over from a cell before
         elif self.leave or (self.leave is None and self.pos == 0):
             _write(self, ended=True)
         else:
-            here().drop_bar(place)
+            here().drop_bar(index)
         self.disable = True
         self._decr_instances(self)
 
@@ -88,25 +88,22 @@ def _is_row(bar: Any) -> bool:
     return here().wants_rows and getattr(stream, "_wrapped", stream) in (sys.stdout, sys.stderr)
 
 
-def _place(bar: Any) -> int | None:
-    """Return the index of a bar on the page, or None.
-
-    A bar that a cell left open has lost its place when the next cell begins.
-    """
-    request, place = getattr(bar, _PLACE) or (None, None)
-    return place if request == here().request else None
+def _index(bar: Any) -> int | None:
+    """Return the index of a bar on the page, or None: one that a cell left open loses it when the next cell begins."""
+    request, index = getattr(bar, _INDEX) or (None, None)
+    return index if request == here().request else None
 
 
 def _write(bar: Any, *, ended: bool) -> None:
     page = here()
-    place = _place(bar)
-    if place is None:
-        place = page.new_bar()
-        if place is None:
+    index = _index(bar)
+    if index is None:
+        index = page.new_bar()
+        if index is None:
             return
-        setattr(bar, _PLACE, (page.request, place))
+        setattr(bar, _INDEX, (page.request, index))
     page.bar(
-        place,
+        index,
         label=(bar.desc or "").rstrip(": "),
         count=bar.n,
         total=bar.total,

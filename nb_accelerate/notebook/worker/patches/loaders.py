@@ -1,7 +1,6 @@
 """Pickle by value what a rank's spawned children run, such as workers of a DataLoader.
 
-The standard library pickles it by name, and a data set whose class was defined in a cell has no module it could be
-imported from.
+The standard library pickles by name, and a class that was defined in a cell has no module to import it from.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import multiprocessing.reduction
 from collections import ChainMap
 from typing import IO, Any
 
-from nb_accelerate.notebook.protocol.code_reducer import DISPATCH_TABLE
 from nb_accelerate.notebook.protocol.main_module import Globals, MainPickler
+from nb_accelerate.notebook.protocol.reducers import CODE_REDUCERS
 
 
 class _ByValuePickler(MainPickler):
@@ -20,7 +19,7 @@ class _ByValuePickler(MainPickler):
     def __init__(self, file: IO[bytes], protocol: int | None = None) -> None:
         registered = multiprocessing.reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined] # noqa: SLF001
         # Before the C code's constructor, which looks it up once.
-        self.dispatch_table = ChainMap(registered, DISPATCH_TABLE)
+        self.dispatch_table = ChainMap(registered, CODE_REDUCERS)
         super().__init__(file, globals_there=Globals.BROUGHT, protocol=protocol)
 
 

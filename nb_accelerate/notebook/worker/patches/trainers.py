@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
-import importlib.util
 import math
 import operator
 import sys
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -44,21 +44,13 @@ def trainers_as_loops() -> None:
 
 
 class _TrainerFinder(importlib.abc.MetaPathFinder):
-    """Finds ``transformers.trainer`` as the other finders do, and adds the callback when it has been executed."""
-
-    _others_look = False
+    """Finds ``transformers.trainer`` as Python does, and adds the callback when it has been executed."""
 
     @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _MODULE or self._others_look:
-            return None
-        self._others_look = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._others_look = False
+        spec = PathFinder.find_spec(fullname, path) if fullname == _MODULE else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
@@ -90,7 +82,6 @@ def _callback_class() -> type:
             self._training: Loop | None = None
             self._evaluation: Loop | None = None
             self._evaluated = 0
-            self._next = Phase.RUNNING
 
         def on_train_begin(self, args: Any, state: Any, _control: Any, **others: Any) -> None:
             self._end_loops()  # of a training that was interrupted
@@ -106,7 +97,6 @@ def _callback_class() -> type:
 
         def on_epoch_begin(self, _args: Any, state: Any, control: Any, **_others: Any) -> None:
             _tell_epoch(state, math.floor(state.epoch or 0.0) + 1)
-            self._next = Phase.DATA
             self._go_on(control)
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -115,9 +105,6 @@ def _callback_class() -> type:
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             self._enter(Phase.STEP)
 
-        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            self._enter(Phase.RUNNING)
-
         def on_step_end(self, _args: Any, state: Any, control: Any, **_others: Any) -> None:
             if self._training is not None:
                 here().step(state.global_step)
@@ -125,7 +112,6 @@ def _callback_class() -> type:
             self._go_on(control)
 
         def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_others: Any) -> None:
-            self._next = Phase.RUNNING
             self._go_on(control)
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -150,24 +136,17 @@ def _callback_class() -> type:
             self._end_evaluation()
             self._go_on(control)
 
-        def on_predict(self, _args: Any, _state: Any, control: Any, **_others: Any) -> None:
-            self._end_evaluation()
-            self._go_on(control)
+        on_predict = on_evaluate
 
         def on_save(self, _args: Any, _state: Any, control: Any, **_others: Any) -> None:
             self._go_on(control)
 
-        def on_log(self, _args: Any, _state: Any, control: Any, logs: Any = None, **_others: Any) -> None:
+        def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
             here().log({name: value for name, value in (logs or {}).items() if not name.endswith(_SPEEDS)})
-            if self._evaluation is None:
-                self._go_on(control)
 
         def _go_on(self, control: Any) -> None:
-            """Enter the phase of what comes next: Trainers log, evaluate and save, in this order."""
-            if control.should_log or control.should_evaluate:
-                self._enter(Phase.RUNNING)
-            else:
-                self._enter(Phase.SAVING if control.should_save else self._next)
+            """Enter the phase between two steps: a save, for which an interrupt waits, or waiting for data."""
+            self._enter(Phase.SAVING if control.should_save else Phase.DATA)
 
         def _enter(self, phase: Phase) -> None:
             if self._training is not None:

@@ -24,12 +24,10 @@ from typing_extensions import override
 from nb_accelerate.base.helper_threads import tell_failures
 from nb_accelerate.base.imported import imported
 from nb_accelerate.base.seam import PRELOADED_LATER
-from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.rank import patch_libraries, prepare_process, run_rank
 from nb_accelerate.notebook.worker.server.interpreter import command
-from nb_accelerate.notebook.worker.server.limits import enough_room
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, ending_with, join_group_of, set_name
 from nb_accelerate.notebook.worker.server.scratch import Scratch, remove_abandoned
 from nb_accelerate.notebook.worker.server.server import Server, Serves, refuse_rank
@@ -40,13 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StartRank:
-    """Fork a rank. Comes with the write end of its status pipe, then its `RankEnds`.
-
-    Attributes:
-        key: names the rank in `SignalRank`.
-        mark: mark of its output frames.
-        fresh: start a fresh interpreter and not a fork of the server.
-    """
+    """Fork a rank, or start a fresh interpreter. Comes with the write end of its status pipe, then its `RankEnds`."""
 
     key: int
     mark: bytes
@@ -68,11 +60,7 @@ _MAX_IDLE = 8
 
 
 class _ExecutedServer(Server):
-    """Forks a rank for each `StartRank`.
-
-    Args:
-        preload: modules to import first.
-    """
+    """Forks a rank for each `StartRank`."""
 
     def __init__(self, control: Channel, parent: int, preload: tuple[str, ...]) -> None:
         super().__init__(control, parent, Scratch())
@@ -82,7 +70,7 @@ class _ExecutedServer(Server):
         self._wanted = 2 if self._keeps_idle else 0
         self._has_failed = not self._import(tuple(module for module in preload if module not in LATER))
         self._later = tuple(module for module in preload if module in LATER)
-        if self._is_waited_for():
+        if wait([self._control.fileno()], 0):  # for ranks
             gc.freeze()  # with what the imports have left over, which is collected when there is time
         else:
             self._import_later()
@@ -91,21 +79,30 @@ class _ExecutedServer(Server):
         with contextlib.suppress(OSError):  # the kernel has gone
             control.send(Serves())
 
-    def _is_waited_for(self) -> bool:
-        return bool(wait([self._control.fileno()], 0))
-
     def _import_later(self) -> None:
         modules, self._later = self._later, ()
         self._has_failed = self._has_failed or not self._import(modules)
 
     def _import(self, modules: tuple[str, ...]) -> bool:
+        """Import modules, and return whether all could be imported. Who needs one that could not learns why."""
         if not modules:
             return True
+        gc.disable()  # it would walk again and again through all that is being defined, for a sixth of torch's import
         try:
-            with enough_room(), ending_with(self._parent):  # it takes seconds, and nobody else looks meanwhile
-                return _import_all(modules)
-        except StartError:
+            with ending_with(self._parent):  # it takes seconds, and nobody else watches the kernel meanwhile
+                for module in modules:
+                    importlib.import_module(module)
+                if imported("numpy") is not None:  # torch imports it, if it is there
+                    importlib.import_module("numpy.random")  # NumPy does that when it is used: in each rank, for 10 ms
+                patch_libraries()
+                # Packages may be installed from now on; a rank lists the folders when it imports something. In each
+                # idle process this would take longer than all else.
+                importlib.invalidate_caches()
+        except Exception:
             return False
+        finally:
+            gc.enable()
+        return True
 
     def _freeze(self) -> None:
         """Keep the collector from touching, and so copying, pages in every rank: what is alive now stays alive."""
@@ -237,38 +234,13 @@ class _ExecutedServer(Server):
             self._idle.pop(pid).close()
 
 
-def _import_all(modules: tuple[str, ...]) -> bool:
-    """Import modules, and return whether all could be imported. Who needs one that could not learns why."""
-    gc.disable()  # it would look again and again through all that is being defined, for a sixth of torch's import
-    try:
-        for module in modules:
-            importlib.import_module(module)
-        if "numpy" in sys.modules:  # which torch imports, if it is there
-            importlib.import_module("numpy.random")  # NumPy does that when it is used: in each rank, for 10 ms
-        patch_libraries()
-        # Packages may be installed from now on; a rank lists the folders when it imports something. In each idle
-        # process this would take longer than all else.
-        importlib.invalidate_caches()
-    except Exception:
-        return False
-    finally:
-        gc.enable()
-    return True
-
-
 def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoReturn:
-    """Replace this process by a fresh interpreter with the same descriptors.
-
-    SIGINT stays blocked until that one has a handler.
-
-    Args:
-        scratch: a folder for the files of multiprocessing.
-    """
+    """Replace this process by a fresh interpreter with the same descriptors. SIGINT is blocked until that is ready."""
     for fd in ends.as_tuple():
         os.set_inheritable(fd, True)
     arguments = [mark.hex(), str(server), scratch, *map(str, ends.as_tuple())]
-    path = sys.path  # it was made for this one
-    os.execv(sys.executable, command("nb_accelerate.notebook.worker.server.executed:fresh_rank", arguments, path))  # noqa: S606 - no shell is what we want
+    words = command("nb_accelerate.notebook.worker.server.executed:fresh_rank", arguments, sys.path)
+    os.execv(sys.executable, words)  # noqa: S606 - no shell is what we want
 
 
 def fresh_rank() -> NoReturn:

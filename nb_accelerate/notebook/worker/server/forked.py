@@ -32,14 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ForkedRank:
-    """A rank that is to be forked.
-
-    Attributes:
-        key: names the rank in `SignalRank`.
-        mark: mark of its output frames.
-        scratch: its folder, of the server's `Scratch`.
-        fds: the write end of its status pipe, then its `RankEnds`.
-    """
+    """A rank that is to be forked. Its descriptors are the write end of its status pipe, then its `RankEnds`."""
 
     key: int
     mark: bytes
@@ -58,9 +51,6 @@ def serve_forked(
     """Run the server in a process that was just forked from a kernel. SIGINT is blocked.
 
     Nothing of the kernel's may be used from here on: its streams, its event loop, its exit handlers.
-
-    Args:
-        own_path: where ranks import what this package needs.
     """
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGCHLD):
@@ -81,7 +71,19 @@ def serve_forked(
             break
         if pid == 0:
             try:
-                _be_rank(rank, server, ranks, control_fd, scratch, call, own_path)
+                scratch.leave()
+                for fd in {control_fd, *(fd for other in ranks for fd in other.fds)}.difference(rank.fds[1:]):
+                    os.close(fd)
+                _forget_kernel()
+                run_rank(
+                    RankEnds.from_tuple(rank.fds[1:]),
+                    rank.mark,
+                    server,
+                    scratch=rank.scratch,
+                    inherited=call,
+                    broken=prepare_process(is_fork=True),
+                    own_path=own_path,
+                )
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
         pids.append(pid)
@@ -107,72 +109,21 @@ def _close_streams() -> None:
     sys.stdout = sys.stderr = None
 
 
-def _be_rank(
-    rank: ForkedRank,
-    server: int,
-    ranks: Sequence[ForkedRank],
-    control_fd: int,
-    scratch: Scratch,
-    call: tuple[Any, Any, Any],
-    own_path: Sequence[str],
-) -> NoReturn:
-    scratch.leave()
-    _, *ends = rank.fds
-    for fd in {control_fd, *(fd for one in ranks for fd in one.fds)}.difference(ends):
-        os.close(fd)
-    _forget_kernel()
-    run_rank(
-        RankEnds.from_tuple(tuple(ends)),
-        rank.mark,
-        server,
-        scratch=rank.scratch,
-        inherited=call,
-        broken=prepare_process(is_fork=True),
-        own_path=own_path,
-    )
-
-
 def _forget_kernel() -> None:
-    """Replace the copies of the kernel's streams, loops, pools and displays in this process.
+    """Replace the copies of the kernel's streams, loops and pools in this process.
 
     A stream of the kernel's would send over its sockets, and can hang for ever on a lock that another thread held when
-    the process forked. What is shown with ``display`` would be lost without a word.
+    the process forked.
     """
     sys.stdout = sys.__stdout__ = sys.stderr = sys.__stderr__ = io.StringIO()  # type: ignore[misc, assignment]
     asyncio._set_running_loop(None)  # noqa: SLF001 - what asyncio offers for a forked child
     with contextlib.suppress(Exception):
         asyncio.set_event_loop(None)
-    _forget_pools()
-    _show_as_text()
-
-
-def _forget_pools() -> None:
-    """Do what `multiprocessing.Process` does in a child: the parent's children and finalizers are not ours."""
-    multiprocessing: Any = imported("multiprocessing.process")
+    # What `multiprocessing.Process` does in a child: the parent's children and finalizers are not ours.
+    multiprocessing = imported("multiprocessing.process")
     if multiprocessing is not None:
         multiprocessing._children.clear()  # noqa: SLF001 - see above
-    util: Any = imported("multiprocessing.util")
+    util = imported("multiprocessing.util")
     if util is not None:
         util._finalizer_registry.clear()  # noqa: SLF001 - see above
         util._run_after_forkers()  # noqa: SLF001 - see above
-
-
-def _show_as_text() -> None:
-    """Print what IPython displays in a forked rank: the kernel's publisher belongs to the kernel."""
-    ipython: Any = imported("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
-        return
-    from IPython.core.displaypub import DisplayPublisher
-
-    class TextPublisher(DisplayPublisher):
-        def publish(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
-            print(data.get("text/plain", ""))  # noqa: T201 - it is users' output
-
-        def clear_output(self, wait: bool = False) -> None:
-            pass
-
-    shell.display_pub = TextPublisher(parent=None)  # type: ignore[no-untyped-call]
-    sys.displayhook = sys.__displayhook__
-    # Its thread did not survive the fork; its exit handler would wait for it.
-    shell.history_manager.enabled = False

@@ -38,25 +38,18 @@ def command(entry: str, arguments: Sequence[str], path: Sequence[str]) -> list[s
         path: its `sys.path`.
     """
     module, _, function = entry.partition(":")
-    flags = [
-        flag
-        for flag, is_set in (
-            ("-P", sys.version_info >= (3, 11)),
-            ("-I", sys.flags.isolated),
-            ("-E", sys.flags.ignore_environment),
-            ("-s", sys.flags.no_user_site),
-        )
-        if is_set
-    ]
+    flags = {
+        "-P": sys.version_info >= (3, 11),
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment,
+        "-s": sys.flags.no_user_site,
+    }
     code = _ENTER.format(module=module, function=function)
-    return [sys.executable, *flags, "-c", code, *arguments, "--", *path]
+    return [sys.executable, *(flag for flag, is_set in flags.items() if is_set), "-c", code, *arguments, "--", *path]
 
 
 def safe_environ() -> Mapping[str, str]:
-    """Return the environment to start it with, without relative entries of PYTHONPATH.
-
-    They would mean another folder now than when this interpreter read them.
-    """
+    """Return the environment to start it with, without relative entries of PYTHONPATH: the folder may have changed."""
     environ = dict(os.environ)
     if "PYTHONPATH" in environ:
         entries = environ["PYTHONPATH"].split(os.pathsep)

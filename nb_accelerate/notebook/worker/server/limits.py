@@ -13,7 +13,7 @@ from nb_accelerate.errors import StartError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FILES_OF_A_RANK = 15
+_FILES_OF_A_RANK = 15
 """Descriptors that the kernel has open for each rank, at most."""
 
 
@@ -31,53 +31,34 @@ def enough_room() -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         reason = why_no_room(error)
         if not reason:
             raise
         raise StartError(f"ranks cannot be started: {reason}") from error
-    except RuntimeError as error:  # Python's threads, and torch's store
-        text = str(error)
-        if "can't start new thread" in text or os.strerror(errno.EAGAIN) in text:
-            reason = _no_process("thread")
-        elif os.strerror(errno.EMFILE) in text:
-            reason = _no_file()
-        else:
-            raise
-        raise StartError(f"ranks cannot be started: {reason}") from error
 
 
-def why_no_room(error: OSError) -> str:
+def why_no_room(error: OSError | RuntimeError) -> str:
     """Return the limit that was reached, and what to do; "" if the error says something else."""
-    if error.errno == errno.EMFILE:
-        return _no_file()
-    if error.errno == errno.ENFILE:
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error)  # Python's threads, and torch's store, raise a RuntimeError with the text of the system
+    if number == errno.EMFILE or os.strerror(errno.EMFILE) in text:
+        most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        allowed = 65536 if hard == resource.RLIM_INFINITY else hard
+        return (
+            f"too many files are open. One process may open {most} (ulimit -n), and each rank takes "
+            f"{_FILES_OF_A_RANK}. Close files and sockets, or allow more: import resource; "
+            f"resource.setrlimit(resource.RLIMIT_NOFILE, ({allowed}, {hard}))"
+        )
+    if number == errno.ENFILE:
         return "too many files are open on this machine, of all users together. Close programs, or ask who runs it."
-    if error.errno == errno.EAGAIN:
-        return _no_process("process")
-    if error.errno == errno.ENOMEM:
+    if number == errno.EAGAIN or "can't start new thread" in text or os.strerror(errno.EAGAIN) in text:
+        most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limit = "" if most == resource.RLIM_INFINITY else f" This user may have {most} of both (ulimit -u)."
+        return (
+            f"the system has no room for another {'process' if number else 'thread'}.{limit} A container may have a "
+            f"limit of its own. End processes that are not needed, use fewer ranks, or have the limit raised."
+        )
+    if number == errno.ENOMEM:
         return "the system has no memory for another process. Delete what is no longer needed, or use fewer ranks."
     return ""
-
-
-def _no_file() -> str:
-    most, could_be = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = (
-        f"too many files are open. One process may open {most} (ulimit -n), and each rank takes {FILES_OF_A_RANK}. "
-        f"Close files and sockets, "
-    )
-    if could_be == resource.RLIM_INFINITY or could_be > most:
-        allowed = 65536 if could_be == resource.RLIM_INFINITY else min(could_be, 65536)
-        return text + (
-            f"or allow more, here: import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({allowed}, {could_be}))"
-        )
-    return text + "or have the limit raised: it is the highest that this user may set."
-
-
-def _no_process(kind: str) -> str:
-    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limit = "" if most == resource.RLIM_INFINITY else f" This user may have {most} of both (ulimit -u)."
-    return (
-        f"the system has no room for another {kind}.{limit} A container may have a limit of its own. "
-        f"End processes that are not needed, use fewer ranks, or have the limit raised."
-    )

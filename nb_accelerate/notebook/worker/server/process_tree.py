@@ -7,8 +7,8 @@ import ctypes
 import os
 import signal
 import sys
-import time
-from multiprocessing.connection import wait
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -21,49 +21,37 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_WATCH_INTERVAL = 0.5
+"""Seconds between two looks whether the parent has ended, where the system does not tell."""
+
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process, however busy it is, when process `parent` ends.
+    """End this process, however busy it is, when the process `parent` ends, which has forked it from its main thread.
 
-    Call it in a child that `parent` forked from its main thread: Linux sends the signal when the *thread* that
-    forked ends.
+    Linux sends the signal when the *thread* that forked ends.
     """
     if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
-        HelperThread(_watch_parent, parent, name="parent").start()
+        HelperThread(_watch_parent, parent, threading.Event(), name="parent").start()
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
 
 
 @contextlib.contextmanager
 def ending_with(parent: int) -> Iterator[None]:
-    """End this process if process `parent` ends while the block runs, whichever thread of it started this one.
+    """End this process if the process `parent` ends while the block runs, whichever thread of it started this one.
 
-    A thread watches. It has ended when the block is left, so that what is forked then inherits nothing of it. Does
-    nothing where the system has no process descriptors.
+    A thread watches. It has ended when the block is left, so that what is forked then inherits nothing of it.
     """
-    process = open_process(parent)
-    if os.getppid() != parent:
-        os._exit(1)
-    if process < 0:
-        yield
-        return
-    wake_read, wake_write = os.pipe()
-
-    def watch() -> None:
-        if process in wait([process, wake_read]):
-            os._exit(1)
-
-    thread = HelperThread(watch, name="parent")
+    is_left = threading.Event()
+    thread = HelperThread(_watch_parent, parent, is_left, name="parent")
     thread.start()
     try:
         yield
     finally:
-        os.close(wake_write)
+        is_left.set()
         thread.join()
-        os.close(wake_read)
-        os.close(process)
 
 
 def adopt_orphans() -> bool:
@@ -87,22 +75,21 @@ def children() -> list[int]:
     """Return the process ids of the children of this process, which must have one thread; zombies too.
 
     Linux lists them within microseconds, the newest last. A child leaves the list only when this process reaps it.
-    There are none where the system lists no processes, which is Linux without ``/proc``.
     """
-    listed = _read(f"/proc/self/task/{os.getpid()}/children")
-    if listed is None:  # not Linux, or built without it
-        with contextlib.suppress(psutil.Error):
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:  # noqa: PTH123 - pathlib is slow
+            return [int(pid) for pid in file.read().split()]
+    except OSError:  # not Linux, or built without it
+        with contextlib.suppress(psutil.Error):  # Linux without /proc lists no processes
             return [child.pid for child in psutil.Process().children()]
         return []
-    return [int(pid) for pid in listed.split()]
 
 
 def is_tracker(pid: int) -> bool:
-    """Return whether a process is multiprocessing's resource tracker.
-
-    It ends with the last process that uses it, and removes shared memory that was left behind.
-    """
-    return b"multiprocessing.resource_tracker" in (_read(f"/proc/{pid}/cmdline") or b"")
+    """Return whether a process is multiprocessing's resource tracker, which ends with the last process that uses it."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def open_process(pid: int) -> int:
@@ -114,14 +101,11 @@ def open_process(pid: int) -> int:
 
 
 def send_signal(pid: int, signum: int, *, process: int = -1) -> bool:
-    """Send a signal to a process; do nothing if it has ended.
+    """Send a signal to a process; do nothing if it has ended. Return False if it belongs to another user.
 
     Args:
         process: its descriptor, or -1. It is used instead of `pid` where it can be: the system may have given the id to
             another process meanwhile.
-
-    Returns:
-        False if it belongs to another user, as one that was started with sudo does.
     """
     try:
         try:
@@ -149,27 +133,13 @@ def join_group_of(pid: int) -> None:
         os.setpgid(0, os.getpgid(pid))
 
 
-def _read(file: str) -> bytes | None:
-    """Return what is in a file below ``/proc``, or None if there is none, in a fifth of the time of Python's files."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    data = b""
-    with contextlib.suppress(OSError):  # the process has just ended
-        while piece := os.read(descriptor, 1 << 14):
-            data += piece
-    os.close(descriptor)
-    return data
-
-
 def _prctl(option: int, value: int | bytes) -> bool:
     """Set something for this process. Return False where that is not Linux', or a sandbox refuses it."""
     return _LIBC is not None and bool(_LIBC.prctl(option, value, 0, 0, 0) == 0)
 
 
-def _watch_parent(parent: int) -> None:
+def _watch_parent(parent: int, is_left: threading.Event) -> None:
     # Without a parent-death signal a change of parent is all there is to see.
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)
+    while not is_left.wait(_WATCH_INTERVAL):
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -25,10 +25,6 @@ _MAX_BASE_LENGTH = 100 - len("/nb-ranks-12345678/123456/listener-12345678")
 
 _SHORT_BASES = ("/tmp", "/var/tmp")  # noqa: S108 - where everybody may make a folder of their own
 
-_WITHOUT_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF, errno.EINVAL)
-"""Errors of a file system that cannot lock a folder. Folders there get no marker, and are never removed as
-abandoned."""
-
 
 class Scratch:
     """Makes and removes the folders of a server's ranks."""
@@ -95,7 +91,6 @@ def _base() -> str:
 
 
 def _is_marked(folder: int) -> bool:
-    """Return whether a folder has the marker."""
     try:
         marker = os.stat(_MARKER, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -107,21 +102,14 @@ def _new_folder() -> tuple[str, int]:
     folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_base())
     try:
         lock = _lock(folder, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
-            raise
-        return folder, -1  # without a marker, or it would be taken for an abandoned one elsewhere
+    except OSError:  # of a file system without locks
+        return folder, -1  # without a marker, or it would be taken for an abandoned one
     os.close(os.open(_MARKER, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=lock))
     return folder, lock
 
 
 def _lock(folder: str, how: int) -> int:
-    """Lock a folder of this user, and return the descriptor that has the lock.
-
-    Raises:
-        FileNotFoundError: it is gone.
-        OSError: it is locked, or cannot be.
-    """
+    """Lock a folder of this user, and return the descriptor that has the lock. OSError: it is gone, or locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)

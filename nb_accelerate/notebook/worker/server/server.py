@@ -90,12 +90,7 @@ class _Rank:
 
 
 def refuse_rank(status_fd: int, fds: Sequence[int], error: OSError) -> None:
-    """Report that a rank could not be forked, over the rank's own channel and status pipe.
-
-    Args:
-        status_fd: write end of its status pipe; closed.
-        fds: its `RankEnds`; the caller closes them.
-    """
+    """Report that a rank could not be forked, over its own channel and its status pipe, which is closed here."""
     reason = StartError(f"a rank could not be forked: {': '.join(filter(None, (error.strerror, why_no_room(error))))}")
     failure, packed = fail(reason, result_of_call=False)
     channel = Channel.from_fd(os.dup(RankEnds.from_tuple(tuple(fds)).control))
@@ -121,12 +116,7 @@ class Server:
         self._scratch = scratch
 
     def own(self, pid: int, key: int, status_fd: int) -> None:
-        """Reap a rank that was forked from here, and report its exit status.
-
-        Args:
-            key: names it in `SignalRank`, and its folder.
-            status_fd: write end of its status pipe; taken over.
-        """
+        """Reap a rank that was forked from here, and report its exit status to a pipe, which is taken over."""
         self._ranks[pid] = _Rank(key, status_fd)
 
     def run(self) -> NoReturn:
@@ -171,11 +161,7 @@ class Server:
         """Do what can wait until nobody waits for anything else."""
 
     def _take(self, message: Any, fds: tuple[int, ...]) -> None:
-        """Handle a message that not every server knows.
-
-        Args:
-            fds: descriptors that came with it; taken over.
-        """
+        """Handle a message that not every server knows. Descriptors that came with it are taken over."""
 
     def _spare(self) -> Collection[int]:
         """Return the process ids of children that are no ranks."""

@@ -40,11 +40,7 @@ class TrainedModels:
         self._collectives: Mapping[str, int] = {}
 
     def begin(self, num_ranks: int | None = None) -> None:
-        """Begin a call or a cell.
-
-        Args:
-            num_ranks: how many ranks run it; all by default.
-        """
+        """Begin a call or a cell that this many ranks run; all by default."""
         self._trained.clear()
         all_ranks = os.environ.get("WORLD_SIZE", "1")
         optimizers: Any = imported("torch.optim.optimizer")
@@ -55,7 +51,7 @@ class TrainedModels:
         self._collectives = collectives_of_groups()
         if not self._is_watching:
             self._is_watching = True
-            optimizers.register_optimizer_step_pre_hook(self._look)
+            optimizers.register_optimizer_step_pre_hook(self._note_step)
 
     def among(self, names: Mapping[str, Any]) -> tuple[str, ...]:
         """Return which of these names are those of models that were trained since `begin`."""
@@ -63,10 +59,10 @@ class TrainedModels:
             return ()
         module: Any = imported("torch.nn").Module
         models = {name: value for name, value in list(names.items()) if issubclass(type(value), module)}
-        return tuple(name for name, one in models.items() if any(id(p) in self._trained for p in _parameters(one)))
+        return tuple(name for name, model in models.items() if any(id(p) in self._trained for p in _parameters(model)))
 
-    def _look(self, optimizer: Any, *_: object) -> None:
-        first = next((one for group in optimizer.param_groups for one in group["params"]), None)  # for all of its model
+    def _note_step(self, optimizer: Any, *_: object) -> None:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)  # for all of its model
         if first is None or id(first) in self._trained:
             return
         self._trained[id(first)] = first
@@ -99,11 +95,7 @@ def _parameters(model: Any) -> Iterable[Any]:
 
 
 def _is_averaged(collectives: Mapping[str, int]) -> bool:
-    """Return whether an `Accelerator`, a library or the user's code may average gradients.
-
-    Args:
-        collectives: how many there were before. DDP, FSDP, and who averages by hand have called one before a step.
-    """
+    """Return whether an `Accelerator`, a library or the user's code may average gradients."""
     if any(asks_for_accelerator.fire()) or any(map(imported, _AVERAGING)):
         return True
-    return collectives_of_groups() != collectives
+    return collectives_of_groups() != collectives  # DDP, FSDP and who averages by hand call one before a step
