@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nb_accelerate.notebook.worker.dropped import WatchedModels
+from nb_accelerate.notebook.worker.trained_models import TrainedModels
 
 model = nn.Linear(2, 2)
 
@@ -21,9 +23,17 @@ def step(one: nn.Module) -> None:
     optimizer.step()
 
 
-def dropped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, ...]:
-    watched = WatchedModels(function, args, kwargs)
-    return watched.dropped(function(*args, **kwargs))
+@pytest.fixture(autouse=True)
+def rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process a rank, and forget its hooks afterwards."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks", collections.OrderedDict())
+
+
+def dropped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    models = TrainedModels()
+    models.begin()
+    return models.dropped(function, args, kwargs, function(*args, **kwargs))
 
 
 def of_a_notebook(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,23 +78,23 @@ def trains_its_argument(one: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("call", "names"),
     [
-        (functools.partial(dropped, trains_the_global), ("net",)),
-        (functools.partial(dropped, functools.partial(trains_the_global)), ("net",)),
-        (functools.partial(dropped, uses_the_global), ()),
-        (functools.partial(dropped, returns_the_model), ()),
-        (functools.partial(dropped, returns_a_copy_of_the_weights), ()),
-        (functools.partial(dropped, returns_something_else), ("net",)),
-        (functools.partial(dropped, trains_its_argument, nn.Linear(2, 2)), ("one",)),
-        (functools.partial(dropped, trains_its_argument, one=nn.Linear(2, 2)), ("one",)),
-        (functools.partial(dropped, print, nn.Linear(2, 2)), ()),
+        (functools.partial(dropped, trains_the_global), ["net"]),
+        (functools.partial(dropped, functools.partial(trains_the_global)), ["net"]),
+        (functools.partial(dropped, uses_the_global), []),
+        (functools.partial(dropped, returns_the_model), []),
+        (functools.partial(dropped, returns_a_copy_of_the_weights), []),
+        (functools.partial(dropped, returns_something_else), ["net"]),
+        (functools.partial(dropped, trains_its_argument, nn.Linear(2, 2)), ["one"]),
+        (functools.partial(dropped, trains_its_argument, one=nn.Linear(2, 2)), ["one"]),
+        (functools.partial(dropped, print, nn.Linear(2, 2)), []),
     ],
 )
-def test_a_model_that_was_trained_and_not_returned_is_found(call: Callable[[], object], names: tuple[str, ...]) -> None:
+def test_a_model_that_was_trained_and_not_returned_is_found(call: Callable[[], object], names: list[str]) -> None:
     assert call() == names
 
 
 def test_models_of_the_module_that_a_function_is_imported_from_are_none_of_the_notebook() -> None:
-    assert dropped(lambda: step(model)) == ()
+    assert dropped(lambda: step(model)) == []
 
 
 NOTEBOOK = """

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from nb_accelerate.notebook.worker.plain_training import TrainedModels
+from nb_accelerate.notebook.worker.trained_models import TrainedModels
 
 if TYPE_CHECKING:
     from fixtures.ranks import RunRanks

@@ -15,14 +15,16 @@ from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.notebook.diagnostics.report import has_plain_text, readable, report_exception, text_of
 from nb_accelerate.notebook.protocol.messages import Failure, Result
 from nb_accelerate.notebook.protocol.shipping import RETURNABLE, pack, unpack
-from nb_accelerate.notebook.worker.dropped import WatchedModels
-from nb_accelerate.notebook.worker.plain_training import trained_models
+from nb_accelerate.notebook.worker.trained_models import trained_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.worker.interrupt import InterruptGate
+
+_PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+"""In texts of exceptions that only report that another rank went away: torch has no type for that."""
 
 
 def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tuple[Result | Failure, Packed | None]:
@@ -41,7 +43,6 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
         with gate:
             function, args, kwargs = load()
             gate.check()
-            models = WatchedModels(function, args, kwargs)
             trained_models.begin()
             try:
                 value = function(*args, **kwargs)
@@ -50,7 +51,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
                     raise
                 value = None
             call_returned.fire()
-            dropped = models.dropped(value)
+            dropped = tuple(trained_models.dropped(function, args, kwargs, value))
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         if not exits_well(error):
             if issubclass(type(error), KeyboardInterrupt):
@@ -88,7 +89,7 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
         report=report,
         parcel=packed.parcel if packed else None,
         when=when,
-        peer_lost=_says_peer_lost(error, report.message),
+        peer_lost=issubclass(type(error), RuntimeError) and any(text in report.message.lower() for text in _PEER_LOST),
         result_of_call=result_of_call,
         returned=returned,
     )
@@ -155,11 +156,3 @@ def _state(error: BaseException) -> dict[str, Any]:
         except BaseException:  # noqa: S112 - a lock or a socket on an exception; its text is what matters
             continue
     return kept
-
-
-_PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
-
-
-def _says_peer_lost(error: BaseException, text: str) -> bool:
-    """Return whether an exception only reports that another rank went away. Torch has no type for that, only texts."""
-    return issubclass(type(error), RuntimeError) and any(words in text.lower() for words in _PEER_LOST)

@@ -28,9 +28,9 @@ from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
 from nb_accelerate.notebook.worker.groups import collectives_of_groups
 from nb_accelerate.notebook.worker.namespace import is_hidden
 from nb_accelerate.notebook.worker.output.displays import DisplayPort
-from nb_accelerate.notebook.worker.plain_training import trained_models
 from nb_accelerate.notebook.worker.received import received
 from nb_accelerate.notebook.worker.shell import make_shell
+from nb_accelerate.notebook.worker.trained_models import trained_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -119,7 +119,7 @@ class PersistentRank:
             modules=_modules({name: self._names[name] for name in bound}),
             unbound=_visible(before.unbound(self._names)),
             steps=collectives_of_groups(),
-            trained=_visible(trained_models.among(self._names)),
+            trained=_visible(trained_models.among(list(self._names.items()))),
             has_names=has_names,
             gone=received.take_gone(),
         )

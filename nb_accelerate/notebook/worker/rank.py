@@ -265,7 +265,7 @@ def _end_if_forked(rank: int, answer: object) -> None:
     code = 0
     if isinstance(outcome, Failure):
         report, code = outcome.report, 1
-        if report.type_name == "SystemExit" and report.message.isascii() and report.message.isdigit():
+        if report.type_name == "SystemExit" and report.message.isascii() and report.message.removeprefix("-").isdigit():
             code = int(report.message) & 0xFF
         else:
             print(f"in a process forked from a rank: {report.type_name}: {report.message}", file=sys.stderr)  # noqa: T201
