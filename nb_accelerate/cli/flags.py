@@ -7,7 +7,7 @@ Most of the file is the table of flags, which is longer than 400 lines with what
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Flag:
     """A flag that is supported.
 
@@ -25,9 +25,9 @@ class Flag:
         name: with underscores, without the dashes in front.
         help: what it does.
         convert: makes a value of text; None for a flag without a value.
+        metavar: what stands for the value in the help.
         choices: values that can be.
         short: a second name of one letter, or "".
-        metavar: what stands for the value in the help.
         differs: how it differs from accelerate's flag of this name; "" if it does not.
         needs: name of the switch without which it says nothing; "" if there is none.
         is_ours: accelerate has no such flag.
@@ -36,9 +36,10 @@ class Flag:
     name: str
     help: str
     convert: Callable[[str], Any] | None = None
+    metavar: str = ""
+    _: KW_ONLY
     choices: tuple[str, ...] = ()
     short: str = ""
-    metavar: str = ""
     differs: str = ""
     needs: str = ""
     is_ours: bool = False
@@ -75,10 +76,7 @@ def _yes_or_no(text: str) -> str:
 
 def _flags_of(needs: str, *rows: tuple[str, Callable[[str], Any], str, str]) -> tuple[Flag, ...]:
     """Return flags that say something to one engine: name, conversion, what stands for the value, and help of each."""
-    return tuple(
-        Flag(name=name, convert=convert, metavar=metavar, help=text, needs=needs)
-        for name, convert, metavar, text in rows
-    )
+    return tuple(Flag(name, text, convert, metavar, needs=needs) for name, convert, metavar, text in rows)
 
 
 _BOOL = "true|false"
@@ -88,18 +86,11 @@ _ENGINES: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "sharded models (FSDP)",
         (
             Flag(
-                name="use_fsdp",
-                help="shard models over the processes; also with --cpu",
+                "use_fsdp",
+                "shard models over the processes; also with --cpu",
                 differs="with --cpu too, where accelerate trains without FSDP",
             ),
-            Flag(
-                name="fsdp_version",
-                help="version of FSDP: 2",
-                convert=str,
-                metavar="N",
-                needs="use_fsdp",
-                differs="2 by default, not 1",
-            ),
+            Flag("fsdp_version", "version of FSDP: 2", str, "N", needs="use_fsdp", differs="2 by default, not 1"),
             *_flags_of(
                 "use_fsdp",
                 ("fsdp_reshard_after_forward", str.lower, _BOOL, "free gathered parameters after the forward"),
@@ -123,8 +114,8 @@ _ENGINES: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "several kinds of parallelism",
         (
             Flag(
-                name="use_parallelism_config",
-                help="lay processes out as a mesh, as these sizes say; their product is the number of processes",
+                "use_parallelism_config",
+                "lay processes out as a mesh, as these sizes say; their product is the number of processes",
                 differs="without --use_fsdp too: sizes above 1 ask for what they need",
             ),
             *_flags_of(
@@ -141,8 +132,8 @@ _ENGINES: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "DeepSpeed",
         (
             Flag(
-                name="use_deepspeed",
-                help="train with DeepSpeed; also with --cpu",
+                "use_deepspeed",
+                "train with DeepSpeed; also with --cpu",
                 differs="with --cpu too; on several machines this command is started on each",
             ),
             *_flags_of(
@@ -168,15 +159,13 @@ _ENGINES: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     (
         "TPU",
         (
-            Flag(name="tpu", help="train on the TPU of this machine, one process for each chip"),
+            Flag("tpu", "train on the TPU of this machine, one process for each chip"),
+            Flag("downcast_bf16", "with bf16: keep weights in 16 bits too, and torch.double in 32", needs="tpu"),
             Flag(
-                name="downcast_bf16", help="with bf16: keep weights in 16 bits too, and torch.double in 32", needs="tpu"
-            ),
-            Flag(
-                name="main_training_function",
-                help="understood, and without effect",
-                convert=str,
-                metavar="NAME",
+                "main_training_function",
+                "understood, and without effect",
+                str,
+                "NAME",
                 needs="tpu",
                 differs="it has no effect: every process runs the whole script",
             ),
@@ -189,30 +178,30 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "what to run on",
         (
             Flag(
-                name="config_file",
-                help="what `nb-accelerate config` has written (its --help says where the default file lies)",
-                convert=Path,
-                metavar="FILE",
+                "config_file",
+                "what `nb-accelerate config` has written (its --help says where the default file lies)",
+                Path,
+                "FILE",
             ),
-            Flag(name="cpu", help="train on the CPU, also where there are GPUs"),
+            Flag("cpu", "train on the CPU, also where there are GPUs"),
             Flag(
-                name="multi_gpu",
-                help="train on GPUs, one process each; an error where there are none",
+                "multi_gpu",
+                "train on GPUs, one process each; an error where there are none",
                 differs="one GPU is enough",
             ),
-            Flag(name="gpu_ids", help="GPUs of this machine, such as 0,2; all by default", convert=str, metavar="IDS"),
+            Flag("gpu_ids", "GPUs of this machine, such as 0,2; all by default", str, "IDS"),
             Flag(
-                name="num_processes",
+                "num_processes",
+                "number of processes, on all machines together; one for each GPU by default",
+                int,
+                "N",
                 short="n",
-                help="number of processes, on all machines together; one for each GPU by default",
-                convert=int,
-                metavar="N",
             ),
             Flag(
-                name="num_cpu_threads_per_process",
-                help="threads of each process; by default the cores are shared out",
-                convert=int,
-                metavar="N",
+                "num_cpu_threads_per_process",
+                "threads of each process; by default the cores are shared out",
+                int,
+                "N",
                 differs="without it the cores are shared out, where accelerate sets one thread",
             ),
         ),
@@ -221,27 +210,27 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "how to train",
         (
             Flag(
-                name="mixed_precision",
-                help="what Accelerator() takes by default: no, fp16, bf16 or fp8 (by torchao)",
-                convert=str.lower,
+                "mixed_precision",
+                "what Accelerator() takes by default: no, fp16, bf16 or fp8 (by torchao)",
+                str.lower,
                 choices=("no", "fp16", "bf16", "fp8"),
             ),
-            Flag(name="dynamo_backend", help="compile models: inductor, eager ...", convert=str, metavar="NAME"),
+            Flag("dynamo_backend", "compile models: inductor, eager ...", str, "NAME"),
             Flag(
-                name="dynamo_mode",
-                help="what torch.compile optimises for",
-                convert=str,
+                "dynamo_mode",
+                "what torch.compile optimises for",
+                str,
                 choices=("default", "reduce-overhead", "max-autotune"),
             ),
-            Flag(name="dynamo_use_fullgraph", help="refuse models that are not one graph"),
-            Flag(name="dynamo_use_dynamic", help="compile for shapes that vary"),
-            Flag(name="dynamo_use_regional_compilation", help="compile repeated blocks by themselves"),
-            Flag(name="enable_cpu_affinity", help="keep each process on the cores near its GPU"),
+            Flag("dynamo_use_fullgraph", "refuse models that are not one graph"),
+            Flag("dynamo_use_dynamic", "compile for shapes that vary"),
+            Flag("dynamo_use_regional_compilation", "compile repeated blocks by themselves"),
+            Flag("enable_cpu_affinity", "keep each process on the cores near its GPU"),
             Flag(
-                name="gradient_accumulation_steps",
-                help="batches for one optimizer step: what Accelerator() takes by default",
-                convert=int,
-                metavar="N",
+                "gradient_accumulation_steps",
+                "batches for one optimizer step: what Accelerator() takes by default",
+                int,
+                "N",
                 differs="it counts with every setup, not with DeepSpeed alone",
             ),
         ),
@@ -250,61 +239,53 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "several machines",
         (
             Flag(
-                name="num_machines",
-                help="number of machines; with c10d also a range, such as 1:4: as many as there are, also later",
-                convert=_machines,
-                metavar="N",
+                "num_machines",
+                "number of machines; with c10d also a range, such as 1:4: as many as there are, also later",
+                _machines,
+                "N",
                 differs="a range too, as torchrun's --nnodes 1:4",
             ),
-            Flag(name="machine_rank", help="number of this machine, from 0", convert=int, metavar="K"),
-            Flag(name="main_process_ip", help="address of machine 0", convert=str, metavar="ADDRESS"),
-            Flag(name="main_process_port", help="port on machine 0", convert=int, metavar="PORT"),
+            Flag("machine_rank", "number of this machine, from 0", int, "K"),
+            Flag("main_process_ip", "address of machine 0", str, "ADDRESS"),
+            Flag("main_process_port", "port on machine 0", int, "PORT"),
             Flag(
-                name="rdzv_backend",
-                help="how machines find one another: static or c10d",
-                convert=str,
+                "rdzv_backend",
+                "how machines find one another: static or c10d",
+                str,
                 choices=("static", "c10d"),
                 differs="etcd is refused",
             ),
-            Flag(
-                name="rdzv_conf",
-                help="seconds to wait, as join_timeout=60,last_call_timeout=5",
-                convert=str,
-                metavar="K=V,...",
-            ),
-            Flag(name="same_network", help="understood, and without effect", differs="it has no effect"),
+            Flag("rdzv_conf", "seconds to wait, as join_timeout=60,last_call_timeout=5", str, "K=V,..."),
+            Flag("same_network", "understood, and without effect", differs="it has no effect"),
         ),
     ),
     *_ENGINES,
     (
         "how to run",
         (
-            Flag(name="module", short="m", help="the target is a module, as with python -m"),
-            Flag(name="no_python", help="the target is a program of any kind"),
-            Flag(name="max_restarts", help="after a failure, start all again, so often", convert=int, metavar="N"),
+            Flag("module", "the target is a module, as with python -m", short="m"),
+            Flag("no_python", "the target is a program of any kind"),
+            Flag("max_restarts", "after a failure, start all again, so often", int, "N"),
             Flag(
-                name="monitor_interval",
-                help="seconds between two looks for processes that were stopped (SIGSTOP)",
-                convert=float,
-                metavar="SECONDS",
+                "monitor_interval",
+                "seconds between two looks for processes that were stopped (SIGSTOP)",
+                float,
+                "SECONDS",
                 differs="failures are events here and need no interval",
             ),
             Flag(
-                name="debug",
-                help="check what processes hand to each collective",
+                "debug",
+                "check what processes hand to each collective",
                 differs="errors show the stacks of all processes without it",
             ),
             Flag(
-                name="quiet",
+                "quiet",
+                "show the script's output and nothing else",
                 short="q",
-                help="show the script's output and nothing else",
                 differs="it also hides the progress of the processes",
             ),
-            Flag(
-                name="timeout", help="seconds after which the launch is ended", convert=float, is_ours=True, metavar="S"
-            ),
-            Flag(name="bell", help="ring the terminal's bell at the end, however it ends", is_ours=True),
-            Flag(name="dry_run", help="print commands and environments, and start nothing", is_ours=True),
+            Flag("timeout", "seconds after which the launch is ended", float, is_ours=True, metavar="S"),
+            Flag("dry_run", "print commands and environments, and start nothing", is_ours=True),
         ),
     ),
 )

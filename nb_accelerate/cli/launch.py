@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.config.file import CONFIG_FILE
 from nb_accelerate.cli.engines import check_mesh, chosen_engine, engine_variables, mesh_of
 from nb_accelerate.cli.flags import GROUPS, add_flags
-from nb_accelerate.cli.late_flags import flag_of_the_target
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,14 +78,6 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        return _launch(arguments)
-    finally:
-        if arguments.bell and sys.stderr.isatty():
-            print("\a", end="", file=sys.stderr, flush=True)
-
-
-def _launch(arguments: argparse.Namespace) -> int:
     if arguments.target.endswith(".ipynb") and not (arguments.module or arguments.no_python):
         return _run_notebook(arguments)
     for name in ("output_dir", "html", "parameter", "parameters_file", "function"):
@@ -115,10 +106,6 @@ def _launch(arguments: argparse.Namespace) -> int:
         if arguments.multi_gpu and not facts.num_gpus:
             raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
         plan = planned(options, facts)
-        if plan.num_processes * plan.num_nodes == 1 and arguments.num_processes is None and not arguments.quiet:
-            line = flag_of_the_target(job.target, job.arguments)
-            if line:
-                print(line, file=sys.stderr)
         from nb_accelerate.notebook.launch.servers import warm_up_for
 
         warm_up_for(plan.method)  # it imports torch while this process imports the rest

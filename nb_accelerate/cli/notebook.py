@@ -2,23 +2,20 @@
 
 ::
 
-    execute(path) ──> kernel of this Python ──> one cell after the other ──> values, read while it is alive
-        │                     ▲                          │                                 │
-        │              Ctrl-C: interrupt     streams and panels, as they come              ▼
-        │              again:  end it                    ▼                            NotebookRun
-        └── the kernel ends, always               the terminal              write_notebook, write_page
+    execute(path) ──> kernel of this Python ──> one cell after the other ──> NotebookRun ──> write_notebook, write_page
+        │                     ▲                          │
+        │              Ctrl-C: interrupt     streams and panels, as they come
+        │              again:  end it                    ▼
+        └── the kernel ends, always               the terminal
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
-import json
 import re
 import signal
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import nbformat
@@ -71,16 +68,12 @@ class NotebookRun:
     Attributes:
         name: the notebook's file name without its ending.
         notebook: the executed copy, complete up to where it stopped.
-        seconds: from the first cell to the last.
-        values: what the expressions asked for were worth after the last cell.
         failure: why it stopped early, or None.
         interrupted: True if Ctrl-C stopped it.
     """
 
     name: str
     notebook: NotebookNode
-    seconds: float
-    values: Mapping[str, Any] = field(default_factory=dict)
     failure: FailedCell | None = None
     interrupted: bool = False
 
@@ -89,7 +82,6 @@ def execute(
     path: Path,
     *,
     progress: TextIO,
-    values: Mapping[str, str] | None = None,
     env: Mapping[str, str] | None = None,
     change: Callable[[NotebookNode], None] = lambda _: None,
 ) -> NotebookRun:
@@ -101,8 +93,6 @@ def execute(
     Args:
         path: the notebook; its folder becomes the kernel's working directory. The file is not changed.
         progress: where each cell, what it prints, and its seconds are shown while it runs.
-        values: Python expressions by name, evaluated in the kernel after the last cell. Each must be worth
-            something that JSON can hold.
         env: the kernel's whole environment; by default it is this process's.
         change: makes the copy that is executed another one.
 
@@ -114,7 +104,7 @@ def execute(
     except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} is not a notebook that Jupyter can read: {error}") from error
     change(notebook)
-    return asyncio.run(_Session(path, notebook, progress, env).run(values or {}))
+    return asyncio.run(_Session(path, notebook, progress, env).run())
 
 
 def write_notebook(run: NotebookRun, directory: Path) -> Path:
@@ -154,21 +144,14 @@ class _Session:
         self._stop = _Stop(self._manager)
         self._client = _Client(notebook, self._manager, self._progress, self._stop, path.parent)
 
-    async def run(self, expressions: Mapping[str, str]) -> NotebookRun:
+    async def run(self) -> NotebookRun:
         for cell in self._notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
         self._progress.line(f"{self._path.name}")
-        values: dict[str, Any] = {}
-        seconds = 0.0
         try:
             with self._stop.on_signals():
-                failure = await self._start()
-                began = time.monotonic()
-                failure = failure or await self._cells()
-                seconds = time.monotonic() - began
-                if failure is None and expressions and not self._stop.requested:
-                    values, failure = await self._evaluate(expressions)
+                failure = await self._start() or await self._cells()
         finally:
             await self._close()
         self._client.set_widgets_metadata()
@@ -178,8 +161,6 @@ class _Session:
         return NotebookRun(
             name=self._path.stem,
             notebook=self._notebook,
-            seconds=seconds,
-            values=values,
             failure=None if interrupted else failure,  # an interrupted cell fails because it was told to
             interrupted=interrupted,
         )
@@ -217,22 +198,6 @@ class _Session:
                     self._stop.cell_ended()
                     _forget_overwritten(cell)
         return None
-
-    async def _evaluate(self, expressions: Mapping[str, str]) -> tuple[dict[str, Any], FailedCell | None]:
-        # As JSON within a string literal: the kernel's pretty printer rounds and cuts everything else.
-        asked = {name: f"__import__('json').dumps({expression})" for name, expression in expressions.items()}
-        message = self._client.kernel.execute("", silent=True, store_history=False, user_expressions=asked)
-        reply = await self._client.async_wait_for_reply(message)
-        answers = reply["content"].get("user_expressions", {}) if reply else {}
-        values: dict[str, Any] = {}
-        for name, expression in expressions.items():
-            answer = answers.get(name, {})
-            if answer.get("status") != "ok":
-                reason = f"{answer.get('ename', 'no answer')}: {answer.get('evalue', '')}"
-                title = f"after the last cell, {expression} has no value"
-                return values, FailedCell(number=None, title=title, traceback=reason)
-            values[name] = json.loads(ast.literal_eval(answer["data"]["text/plain"]))
-        return values, None
 
     async def _close(self) -> None:
         await self._stop.settle()

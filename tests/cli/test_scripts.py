@@ -79,32 +79,6 @@ def test_a_script_runs_on_every_rank_as_python_would_run_it(tmp_path: Path, caps
         assert found["path"] == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("flags", "own", "told"),
-    [
-        ([], ["--num_processes", "2", "--lr=1"], "--num_processes 2"),
-        ([], ["--lr=1", "--num-processes=2"], "--num-processes=2"),
-        ([], ["--multi_gpu", "--lr=1"], "--multi_gpu"),
-        ([], ["--num_processes"], "--num_processes"),
-        ([], ["--mixed_precision", "bf16", "--cpu", "num_processes", "-n", "2"], None),
-        (["--num_processes=1"], ["--num_processes", "2"], None),
-        (["--quiet"], ["--num_processes", "2"], None),
-    ],
-)
-def test_a_flag_for_more_processes_after_the_script_is_told(
-    tmp_path: Path, flags: list[str], own: list[str], told: str | None, capsys: pytest.CaptureFixture[str]
-):
-    script = write(tmp_path, "import sys\nprint(sys.argv[1:])")
-    assert main(["launch", "--cpu", *flags, str(script), *own]) == 0
-    shown = capsys.readouterr()
-    assert f"{own}\n" in shown.out
-    lines = [line for line in shown.err.splitlines() if "was given to it" in line]
-    assert lines == ([] if told is None else lines[:1])
-    if told is not None:
-        assert f"1 process is started: {told} stands after {script} and was given to it" in lines[0]
-        assert lines[0].endswith(f"write: nb-accelerate launch {told} {script}")
-
-
 def test_n_is_short_for_the_number_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = write(tmp_path, "")
     assert main(["launch", "--cpu", "-n", "2", "--dry_run", str(script)]) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
-import pexpect
 import pytest
 from fixtures.screens import Terminal
 
@@ -176,17 +174,3 @@ def test_of_a_kernel_that_dies_no_block_is_left(deadly: None, launched: Terminal
     assert "rank 1 begins 0" in last
     assert "The kernel's process ended while this cell was running." in last
     assert [output.output_type for output in outputs(tmp_path)] == ["stream"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--bell"]])
-def test_the_bell_rings_at_the_end_when_asked_for(flags: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("print('trained')\nraise SystemExit(3)\n")
-    command = [sys.executable, "-m", "nb_accelerate", "launch", *flags, "--cpu", "--num_processes", "1", str(script)]
-    shown, status = pexpect.run(shlex.join(command), withexitstatus=True, env=environment(), timeout=50)
-    assert b"trained" in shown
-    assert shown.endswith(b"\a") == bool(flags)
-    assert status == 3
-    piped = subprocess.run(command, capture_output=True, env=environment(), timeout=50, check=False)
-    assert b"\a" not in piped.stdout + piped.stderr

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 import re
 from pathlib import Path
@@ -9,8 +8,7 @@ from types import ModuleType
 
 import nbformat
 import pytest
-
-from nb_accelerate.cli import notebook
+from fixtures.notebook_runs import values_of
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -140,21 +138,15 @@ def _said(cell: nbformat.NotebookNode) -> list[str]:
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_the_quickstart_learns_the_digits_on_two_ranks_and_counts_each_held_out_image_once():
-    run = notebook.execute(
+    values = values_of(
         NOTEBOOKS / "00_quickstart.ipynb",
-        progress=io.StringIO(),
-        # With this variable ipykernel believes to run in its own tests, and does not capture what C code prints.
-        env={key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
-        values={
-            "ranks": "len(results)",
-            "accuracies": "[history[-1]['accuracy'] for history in results]",
-            "evaluated": "[epoch['evaluated'] for history in results for epoch in history]",
-        },
+        ranks="len(results)",
+        accuracies="[history[-1]['accuracy'] for history in results]",
+        evaluated="[epoch['evaluated'] for history in results for epoch in history]",
     )
-    assert run.failure is None, run.failure.render(color=False)
-    assert run.values["ranks"] == 2
-    assert set(run.values["evaluated"]) == {360}
-    first, second = run.values["accuracies"]
+    assert values["ranks"] == 2
+    assert set(values["evaluated"]) == {360}
+    first, second = values["accuracies"]
     assert first == second >= 0.95
 
 
@@ -162,17 +154,12 @@ def test_the_quickstart_learns_the_digits_on_two_ranks_and_counts_each_held_out_
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_a_run_that_is_killed_goes_on_and_its_losses_are_those_of_the_undisturbed_one():
-    run = notebook.execute(
+    values = values_of(
         NOTEBOOKS / "02_checkpoints.ipynb",
-        progress=io.StringIO(),
-        env={key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
-        values={
-            "steps": "(len(undisturbed['losses']), same)",
-            "starts": "(undisturbed['start'], resumed['start'], restarted['start'])",
-            "restarted": "restarted['losses'] == undisturbed['losses']",
-        },
+        steps="(len(undisturbed['losses']), same)",
+        starts="(undisturbed['start'], resumed['start'], restarted['start'])",
+        restarted="restarted['losses'] == undisturbed['losses']",
     )
-    assert run.failure is None, run.failure.render(color=False)
-    assert run.values["steps"] == [342, 342]
-    assert run.values["starts"] == [0, 200, 200]
-    assert run.values["restarted"] is True
+    assert values["steps"] == [342, 342]
+    assert values["starts"] == [0, 200, 200]
+    assert values["restarted"] is True

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from nb_accelerate.cli import notebook
+from fixtures.notebook_runs import values_of
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_sharded_training.ipynb"
 
@@ -18,22 +15,15 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_sharded_training.ipynb"
 @pytest.mark.limit(300)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_shards_learn_what_whole_models_learn_in_half_of_the_memory():
-    run = notebook.execute(
+    values = values_of(
         NOTEBOOK,
-        progress=io.StringIO(),
-        # With this variable ipykernel believes to run in its own tests, and does not capture what C code prints.
-        env={key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
-        values={
-            "apart": "apart",
-            "losses": "losses['DDP']",
-            "weights": "sum(weight.nbytes for weight in GPT().parameters())",
-            "held": "{name: [(one.held.parameters, one.held.gradients, one.held.optimizer) for one in ranks] "
-            "for name, ranks in memory.items()}",
-            "sharding": "[ranks[0].held.sharding for ranks in memory.values()]",
-        },
+        apart="apart",
+        losses="losses['DDP']",
+        weights="sum(weight.nbytes for weight in GPT().parameters())",
+        held="{name: [(one.held.parameters, one.held.gradients, one.held.optimizer) for one in ranks] "
+        "for name, ranks in memory.items()}",
+        sharding="[ranks[0].held.sharding for ranks in memory.values()]",
     )
-    assert run.failure is None, run.failure.render(color=False)
-    values = run.values
     assert values["apart"] < 1e-4
     assert values["losses"][-1] < values["losses"][0] - 1
     expected = {"DDP": (1, 1, 2), "FSDP": (0.5, 0.5, 1)}
