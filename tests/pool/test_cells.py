@@ -378,7 +378,7 @@ class TestMistakes:
             ("%distributed start", "PoolError", "ranks run already. To start others"),
             ("%%distributed --devices 0\n1", "PoolError", "were started without --devices"),
             ("%distributed push no_pickle", "ShippingError", "no_pickle[0] cannot be sent"),
-            ("%%rank\n1", "ConfigError", "Write %%rank 1, say"),
+            ("%%rank\n1", "ConfigError", "Write %%rank RANKS"),
             ("%distributed restart 7", "ConfigError", "there is no rank 7"),
         ],
     )

@@ -385,8 +385,8 @@ class TestDisplayIds:
 
 class TestArguments:
     def test_options_become_values(self):
-        parsed = args.parse_cell("-n 4 --ranks 0,2-3 --in x,model --out losses --timeout 1.5 --background")
-        assert parsed.values == {
+        line = "-n 4 --ranks 0,2-3 --in x,model --out losses --timeout 1.5 --background"
+        assert args.DISTRIBUTED_CELL.parse(line) == {
             "num_processes": 4,
             "ranks": (0, 2, 3),
             "send": ("x", "model"),
@@ -394,33 +394,37 @@ class TestArguments:
             "timeout": 1.5,
             "background": True,
         }
-        assert args.parse_cell("--num-processes=2").values == {"num_processes": 2}
+        assert args.DISTRIBUTED_CELL.parse("--num-processes=2") == {"num_processes": 2}
 
     def test_rank_takes_its_ranks_first(self):
-        assert args.parse_rank("1 --out x").values == {"ranks": (1,), "out": "x"}
+        assert args.RANK_CELL.parse("1 --out x") == {"ranks": (1,), "out": "x"}
 
     @pytest.mark.parametrize(
         ("line", "says"),
         [
             ("--rnks 1", "Did you mean '--ranks'"),
-            ("-n", "-n needs a value: -n N"),
-            ("-n two", "this is not a number from 1"),
+            ("-n", "-n/--num-processes: expected one argument"),
+            ("-n two", "'two' is not a number from 1"),
             ("--ranks 1,x", "'x' is not a rank"),
             ("--ranks 3-1", "'3-1' is not a rank"),
             ("--out 1x", "'1x' is not a name"),
             ("--timeout soon", "not a number of seconds"),
-            ("--quiet=yes", "takes no value"),
-            ("hello", "one word too many"),
+            ("--quiet=yes", "--quiet: ignored explicit argument 'yes'"),
+            ("hello", "unknown: hello"),
             ("--out 'x", "Close the quotes"),
         ],
     )
     def test_a_mistake_says_what_to_write(self, line: str, says: str):
         with pytest.raises(ConfigError, match=says):
-            args.parse_cell(line)
+            args.DISTRIBUTED_CELL.parse(line)
 
-    def test_every_option_is_in_the_help(self):
-        for option in (*args.POOL, *args.CELL, *args.SHOW):
-            assert all(flag in args.DISTRIBUTED_CELL for flag in option.flags)
+    def test_help_is_printed_and_names_every_option(self, capsys: pytest.CaptureFixture[str]):
+        assert args.RANK_CELL.parse("--help") is None
+        assert capsys.readouterr().out == args.RANK_CELL.format_help()
+        shown = args.DISTRIBUTED_CELL.format_help()
+        assert shown.startswith("usage: %%distributed [-n N]")
+        assert all(flag in shown for flag in args.DISTRIBUTED_CELL.flags)
+        assert "--inserted" not in shown
 
 
 class TestAutoMode:

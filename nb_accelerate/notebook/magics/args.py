@@ -1,116 +1,86 @@
 """Parse what is written behind a magic, as options. Pure: nothing is started, nothing is looked up.
 
-One table row is one option: how it is written, what it becomes, and its line in the help.
+`argparse` does it. Groups of options that several magics have are parsers too, the parents of those of the magics.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import keyword
 import re
 import shlex
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
+
+from typing_extensions import override
 
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
-
-@dataclass(frozen=True)
-class Option:
-    """One option.
-
-    Attributes:
-        flags: how it is written.
-        name: what it is called afterwards.
-        help: one line.
-        read: makes a value of the word that follows; None if no word follows.
-        meta: stands for the word in the help.
-    """
-
-    flags: tuple[str, ...]
-    name: str
-    help: str
-    read: Callable[[str], Any] | None = None
-    meta: str = ""
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """What was written.
-
-    Attributes:
-        values: by the options' names; an option that was not written is missing.
-        words: what stands alone.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of an option."""
-        return self.values.get(name, default)
-
-    def only(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return those of `names` that were written."""
-        return {name: self.values[name] for name in names if name in self.values}
-
-
-def parse(line: str, options: Sequence[Option], *, words: tuple[int, int | None] = (0, 0), usage: str = "") -> Parsed:
-    """Read a line.
+class LineParser(argparse.ArgumentParser):
+    """Parses the line of a magic. An option that was not written is missing in what it returns.
 
     Args:
-        words: how many words may stand alone, at least and at most.
-        usage: how it is written, for the error about missing words.
-
-    Raises:
-        ConfigError: says what was given, why it cannot be, and what to write.
+        line: how the line is written, for the help and for errors.
+        about: what the magic does.
+        parents: groups of options.
     """
-    known = {flag: option for option in options for flag in option.flags}
-    try:
-        waiting = shlex.split(line)
-    except ValueError as error:
-        raise ConfigError(f"{line!r} cannot be read: {error}. Close the quotes") from None
-    waiting.reverse()
-    values: dict[str, Any] = {}
-    alone: list[str] = []
-    while waiting:
-        word = waiting.pop()
-        if not word.startswith("-") or word == "-":
-            alone.append(word)
-            continue
-        flag, equals, attached = word.partition("=")
-        option = known.get(flag)
-        if option is None:
-            raise ConfigError(f"there is no option {flag}.{suggest(flag, known)} --help shows all")
-        if option.read is None:
-            if equals:
-                raise ConfigError(f"{flag} takes no value. Write {flag} alone")
-            values[option.name] = True
-            continue
-        if not equals and not waiting:
-            raise ConfigError(f"{flag} needs a value: {flag} {option.meta}")
-        values[option.name] = option.read(attached if equals else waiting.pop())
-    least, most = words
-    if "help" not in values and (len(alone) < least or (most is not None and len(alone) > most)):
-        extra = (
-            f"{alone[most]!r} is one word too many" if most is not None and len(alone) > most else "a word is missing"
+
+    def __init__(self, line: str, about: str, *parents: argparse.ArgumentParser) -> None:
+        super().__init__(
+            usage=line.replace("%", "%%"),
+            description=about,
+            parents=parents,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=120, max_help_position=32),
         )
-        raise ConfigError(f"{extra}. Write {usage}")
-    return Parsed(values, tuple(alone))
+        self.line = line
+
+    @property
+    def flags(self) -> list[str]:
+        """How its options are written, but for those that people do not write."""
+        shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
+        return [flag for action in shown for flag in action.option_strings]
+
+    def parse(self, line: str) -> dict[str, Any] | None:
+        """Return the options on a line, by name; None if they ask for the help, which has been printed then.
+
+        Raises:
+            ConfigError: says what was given, why it cannot be, and what to write.
+        """
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise ConfigError(f"{line!r} cannot be read: {error}. Close the quotes") from None
+        try:
+            options, unknown = self.parse_known_args(words)
+        except _HelpShown:
+            return None
+        if unknown:
+            hint = suggest(unknown[0], self.flags)
+            raise ConfigError(f"unknown: {' '.join(unknown)}.{hint} --help shows all options")
+        return vars(options)
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. Write {self.line}")
+
+    @override
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise _HelpShown
 
 
-def whole(name: str) -> Callable[[str], int]:
+class _HelpShown(Exception):  # noqa: N818 - what has happened, and not an error
+    """The help was printed."""
+
+
+def whole(word: str) -> int:
     """Parse a number of things, at least 1."""
-
-    def read(word: str) -> int:
-        if not word.isdigit() or int(word) < 1:
-            raise ConfigError(f"{name} {word}: this is not a number from 1. Write {name} 2, say")
-        return int(word)
-
-    return read
+    if not word.isdigit() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 1")
+    return int(word)
 
 
 def seconds(word: str) -> float:
@@ -120,7 +90,7 @@ def seconds(word: str) -> float:
     except ValueError:
         value = 0.0
     if not value > 0:
-        raise ConfigError(f"--timeout {word}: this is not a number of seconds above 0. Write --timeout 60, say")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds above 0")
     return value
 
 
@@ -130,7 +100,7 @@ def ranks(word: str) -> tuple[int, ...]:
     for part in word.split(","):
         span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if span is None or (span[2] is not None and int(span[2]) < int(span[1])):
-            raise ConfigError(f"ranks {word!r}: {part!r} is not a rank, or a range of them. Write 0,2-3, say")
+            raise argparse.ArgumentTypeError(f"{part!r} is not a rank, or a range of them, such as 0,2-3")
         found.update(range(int(span[1]), int(span[2] or span[1]) + 1))
     return tuple(sorted(found))
 
@@ -143,7 +113,7 @@ def names(word: str) -> tuple[str, ...]:
 def variable(word: str) -> str:
     """Parse the name of a variable."""
     if not word.isidentifier() or keyword.iskeyword(word):
-        raise ConfigError(f"{word!r} is not a name that a variable can have")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a name that a variable can have")
     return word
 
 
@@ -152,103 +122,88 @@ def devices(word: str) -> str | tuple[int, ...]:
     return "cpu" if word == "cpu" else ranks(word)
 
 
-HELP = Option(("-h", "--help"), "help", "Show this.")
+def _group() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
 
-POOL = (
-    Option(
-        ("-n", "--num-processes"),
-        "num_processes",
-        "Number of ranks. By default one for each GPU, or 2 on a machine without.",
-        whole("-n"),
-        "N",
-    ),
-    Option(("--mixed-precision",), "mixed_precision", "no, fp16 or bf16: the default of Accelerator().", str, "HOW"),
-    Option(("--devices",), "devices", "cpu, or the numbers of the GPUs to use: 0,2-3.", devices, "WHICH"),
-    Option(("--start-method",), "start_method", "auto, forkserver or spawn.", str, "HOW"),
+
+def names_of(group: argparse.ArgumentParser) -> dict[str, str]:
+    """Return how the options of a group are written, by their names."""
+    return {action.dest: action.option_strings[-1] for action in group._actions}  # noqa: SLF001 - there is no public list
+
+
+POOL = _group()
+POOL.add_argument(
+    "-n",
+    "--num-processes",
+    type=whole,
+    metavar="N",
+    help="Number of ranks. By default one for each GPU, or 2 on a machine without.",
+)
+POOL.add_argument("--mixed-precision", metavar="HOW", help="no, fp16 or bf16: the default of Accelerator().")
+POOL.add_argument("--devices", type=devices, metavar="WHICH", help="cpu, or the numbers of the GPUs to use: 0,2-3.")
+POOL.add_argument("--start-method", metavar="HOW", help="auto, forkserver or spawn.")
+
+RANKS = _group()
+RANKS.add_argument("--ranks", type=ranks, metavar="RANKS", help="Only these: 0,2-3.")
+
+CONVERT = _group()
+CONVERT.add_argument(
+    "--convert",
+    dest="converts",
+    action="store_true",
+    help="Run a cell that is written for one process with its numbers: ranks share the work of its models.",
 )
 
-CELL = (
-    Option(("--ranks",), "ranks", "Run on these only: 0,2-3.", ranks, "RANKS"),
-    Option(
-        ("--in",),
-        "send",
-        "Send these from the notebook first, also if the ranks have their own of that name.",
-        names,
-        "NAME,...",
-    ),
-    Option(
-        ("--out",),
-        "out",
-        "Bind this name in the notebook to the value of the last expression: a list, by rank.",
-        variable,
-        "NAME",
-    ),
-    Option(("--background",), "background", "Go on at once; the value of the cell is a handle. Output goes under it."),
-    Option(("--timeout",), "timeout", "Interrupt the ranks after so many seconds.", seconds, "SECONDS"),
+CELL = _group()
+CELL.add_argument(
+    "--in",
+    dest="send",
+    type=names,
+    metavar="NAME,...",
+    help="Send these from the notebook first, also if the ranks have their own of that name.",
 )
-
-CONVERT = (
-    Option(
-        ("--convert",),
-        "converts",
-        "Run a cell that is written for one process with its numbers: ranks share the work of its models.",
-    ),
+CELL.add_argument(
+    "--out",
+    type=variable,
+    metavar="NAME",
+    help="Bind this name in the notebook to the value of the last expression: a list, by rank.",
 )
-
-SHOW = (
-    Option(("--group-outputs",), "group_outputs", "Wait for the end, and show what each rank printed in one place."),
-    Option(("--no-capture",), "no_capture", "Show every line as it comes, with its rank; fold nothing."),
-    Option(("--quiet",), "quiet", "Show no output."),
-    Option(("--progress",), "progress", "Where the panel is drawn: auto, widget, text or off.", str, "WHERE"),
+CELL.add_argument(
+    "--background",
+    action="store_true",
+    help="Go on at once; the value of the cell is a handle. Output goes under it.",
 )
-
-INSERTED = Option(("--inserted",), "inserted", "")
+CELL.add_argument("--timeout", type=seconds, metavar="SECONDS", help="Interrupt the ranks after so many seconds.")
+CELL.add_argument("--inserted", action="store_true", help=argparse.SUPPRESS)
 """Written by auto mode, not by people: there is no line above the cell's body."""
 
+SHOW = _group()
+SHOW.add_argument(
+    "--group-outputs", action="store_true", help="Wait for the end, and show what each rank printed in one place."
+)
+SHOW.add_argument("--no-capture", action="store_true", help="Show every line as it comes, with its rank; fold nothing.")
+SHOW.add_argument("--quiet", action="store_true", help="Show no output.")
+SHOW.add_argument("--progress", metavar="WHERE", help="Where the panel is drawn: auto, widget, text or off.")
 
-def parse_cell(line: str) -> Parsed:
-    """Read what follows ``%%distributed``."""
-    options = (*POOL, *CONVERT, *CELL, *SHOW, HELP, INSERTED)
-    return parse(line, options, usage="%%distributed [options], and the cell below")
-
-
-def parse_rank(line: str) -> Parsed:
-    """Read what follows ``%%rank``."""
-    options = [option for option in (*CELL, *SHOW, HELP) if option.name != "ranks"]
-    parsed = parse(line, options, words=(1, 1), usage="%%rank 1, say")
-    if parsed.words:
-        parsed.values["ranks"] = ranks(parsed.words[0])
-    return parsed
-
-
-def help_text(usage: str, about: str, options: Iterable[Option]) -> str:
-    """Return a help text in the manner of IPython's magics."""
-    lines = [f"{usage}\n", about, ""]
-    rows = [
-        (", ".join(f"{flag} {option.meta}".rstrip() for flag in option.flags), option.help)
-        for option in options
-        if option.help
-    ]
-    if rows:
-        lines.append("options:")
-        for left, right in rows:
-            lines += [f"  {left}", f"      {right}"]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-DISTRIBUTED_CELL = help_text(
+DISTRIBUTED_CELL = LineParser(
     "%%distributed [-n N] [--convert] [--ranks RANKS] [--in NAME,...] [--out NAME] [--background] ...",
     "Run the cell on every rank. Ranks are started by the first such cell, and keep their variables.\n\n"
     "They know rank, local_rank, world_size, device and accelerator. What the cell uses of the notebook is sent\n"
     "to them; the notebook's own variables are not touched. What all ranks print is shown once, other output with\n"
     "its rank.",
-    (*POOL, *CONVERT, *CELL, *SHOW, HELP),
+    POOL,
+    CONVERT,
+    RANKS,
+    CELL,
+    SHOW,
 )
 
-RANK_CELL = help_text(
+RANK_CELL = LineParser(
     "%%rank RANKS [--in NAME,...] [--out NAME] [--background] [--timeout SECONDS] ...",
     "Run the cell on one rank, or some: %%rank 1, %%rank 0,2-3. The same as %%distributed --ranks.",
-    [option for option in (*CELL, *SHOW, HELP) if option.name != "ranks"],
+    CELL,
+    SHOW,
 )
+RANK_CELL.add_argument("ranks", type=ranks, metavar="RANKS", help="1, say, or 0,2-3.")
 
-LOCAL_CELL = help_text("%%local", "Run the cell here, in the notebook, also in auto mode.", ())
+LOCAL_CELL = LineParser("%%local", "Run the cell here, in the notebook, also in auto mode.")

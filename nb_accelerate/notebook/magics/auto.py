@@ -8,8 +8,6 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -51,15 +49,9 @@ class AutoMode:
         with contextlib.suppress(ValueError):
             self._shell.input_transformers_cleanup.remove(self._route)
 
-    def switch(self, word: str) -> None:
-        """Turn it ``on`` or ``off``.
-
-        Raises:
-            ConfigError: it is neither.
-        """
-        if word not in ("on", "off"):
-            raise ConfigError(f"auto {word}: write %distributed auto on, or %distributed auto off")
-        self._is_on = word == "on"
+    def switch(self, *, on: bool) -> None:
+        """Turn it on or off."""
+        self._is_on = on
 
     def runs_here(self, cell: str) -> bool:
         """Return whether a cell, as it was written, runs in the notebook and not on the ranks."""

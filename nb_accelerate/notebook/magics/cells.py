@@ -14,7 +14,6 @@ from nb_accelerate.notebook.magics.replacing import offer
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nb_accelerate.notebook.magics.args import Parsed
     from nb_accelerate.notebook.magics.auto import AutoMode
     from nb_accelerate.notebook.magics.seeding import Seeding
     from nb_accelerate.notebook.pool.handle import CellHandle
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.pool.pool import Pool
     from nb_accelerate.notebook.pool.source import CellSource
 
-_POOL = ("num_processes", "mixed_precision", "devices", "start_method")
+_POOL = args.names_of(args.POOL)
 
 
 class Cells:
@@ -45,42 +44,37 @@ class Cells:
     def distributed(self, line: str, cell: str) -> CellHandle | None:
         """Run the cell on every rank; replaced below by the whole help."""
         with plain_errors():
-            parsed = args.parse_cell(line)
-            if parsed.get("help"):
-                _show(args.DISTRIBUTED_CELL)
+            options = args.DISTRIBUTED_CELL.parse(line)
+            if options is None:
                 return None
-            head = None if parsed.get("inserted") else f"%%distributed {line}".rstrip()
-            return self._run(parsed, cell, head)
+            head = None if "inserted" in options else f"%%distributed {line}".rstrip()
+            return self._run(options, cell, head)
 
     def rank(self, line: str, cell: str) -> CellHandle | None:
         """Run the cell on one rank; replaced below by the whole help."""
         with plain_errors():
-            parsed = args.parse_rank(line)
-            if parsed.get("help"):
-                _show(args.RANK_CELL)
-                return None
-            return self._run(parsed, cell, f"%%rank {line}".rstrip())
+            options = args.RANK_CELL.parse(line)
+            return None if options is None else self._run(options, cell, f"%%rank {line}".rstrip())
 
     def local(self, line: str, cell: str) -> None:
         """Run the cell here; only reached where the input transformer was not asked."""
         with plain_errors():
-            if args.parse(line, (args.HELP,), usage="%%local alone, and the cell below").get("help"):
-                _show(args.LOCAL_CELL)
+            if args.LOCAL_CELL.parse(line) is None:
                 return
         with self._auto.paused():
             self._shell.run_cell(cell).raise_error()  # type: ignore[no-untyped-call]
 
-    distributed.__doc__ = args.DISTRIBUTED_CELL
-    rank.__doc__ = args.RANK_CELL
-    local.__doc__ = args.LOCAL_CELL
+    distributed.__doc__ = args.DISTRIBUTED_CELL.format_help()
+    rank.__doc__ = args.RANK_CELL.format_help()
+    local.__doc__ = args.LOCAL_CELL.format_help()
 
-    def _run(self, parsed: Parsed, cell: str, head: str | None) -> CellHandle | None:
+    def _run(self, given: dict[str, Any], cell: str, head: str | None) -> CellHandle | None:
         from nb_accelerate.notebook import pool as pools
 
         source = self._read(cell, head)
         pool = pools.current()
-        options = self._cell_options(parsed)
-        self._have_ranks(pool, parsed)
+        options = self._cell_options(given)
+        self._have_ranks(pool, given)
         if options.converts and pool.options.mixed_precision != "no":
             raise ConfigError(
                 "--mixed-precision is the default of Accelerator(), which a cell with --convert does not have. Write "
@@ -93,11 +87,11 @@ class Cells:
         self._send_autoreload(pool)
         self._seeding.send(pool)
         variables = self._shell.user_ns
-        if parsed.get("background"):
+        if given.get("background"):
             return pools.CellHandle(pool, pool.begin(source, options, variables=variables, tell=True))
         values = pool.run(source, options, variables=variables)
-        if "out" in parsed.values:
-            self._shell.user_ns[parsed.values["out"]] = values
+        if "out" in given:
+            self._shell.user_ns[given["out"]] = values
         return None
 
     def _send_search_path(self, pool: Pool) -> None:
@@ -128,10 +122,10 @@ class Cells:
         with self._auto.paused():
             return read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)
 
-    def _cell_options(self, parsed: Parsed) -> CellOptions:
+    def _cell_options(self, given: dict[str, Any]) -> CellOptions:
         from nb_accelerate.notebook.pool.options import CellOptions
 
-        values = {**self._defaults, **parsed.values}
+        values = {**self._defaults, **given}
         style = "raw" if values.get("no_capture") else "group" if values.get("group_outputs") else "fold"
         return CellOptions(
             ranks=values.get("ranks"),
@@ -144,17 +138,17 @@ class Cells:
             converts=bool(values.get("converts")),
         )
 
-    def _have_ranks(self, pool: Pool, parsed: Parsed) -> None:
+    def _have_ranks(self, pool: Pool, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook.display.frontend import choose_front_end
         from nb_accelerate.notebook.pool.options import PoolOptions
 
-        asked = parsed.only(_POOL)
+        asked = {name: value for name, value in given.items() if name in _POOL}
         if not pool.is_running:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
             options = PoolOptions(**{**defaults, **asked})
             self._search_path = list(sys.path)
             self._seeding.sent()
-            if choose_front_end(parsed.get("progress", self._defaults.get("progress", "auto"))) == "widget":
+            if choose_front_end(given.get("progress", self._defaults.get("progress", "auto"))) == "widget":
                 place = {"display_id": uuid.uuid4().hex}
                 publish = self._shell.display_pub.publish
                 publish({"text/plain": "starting ranks"}, transient=place)
@@ -167,7 +161,7 @@ class Cells:
         for name, value in asked.items():
             running = pool.world_size if name == "num_processes" else getattr(pool.options, name)
             if value != running:
-                flag = "-n" if name == "num_processes" else f"--{name.replace('_', '-')}"
+                flag = "-n" if name == "num_processes" else _POOL[name]
                 shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
                 how = f"without {flag}" if running is None else f"with {flag} {running}"
                 raise PoolError(

@@ -2,84 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.notebook.magics import args
-from nb_accelerate.notebook.magics.args import HELP, POOL, SHOW, Option
+from nb_accelerate.notebook.magics.args import POOL, RANKS, SHOW, LineParser
 from nb_accelerate.notebook.magics.plain import plain_errors
 from nb_accelerate.notebook.magics.replacing import replace
 from nb_accelerate.notebook.magics.status import status_table
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nb_accelerate.notebook.magics.args import Parsed
     from nb_accelerate.notebook.magics.auto import AutoMode
 
-_RANKS = Option(("--ranks",), "ranks", "Only these: 0,2-3.", args.ranks, "RANKS")
-_LARGE = Option(("--large",), "large", "Also if it is more than 1 GB.")
-_ALL = Option(("--all",), "all", "A list with the value of each rank.")
-_ANY = None
 
-
-@dataclass(frozen=True)
-class Command:
-    """One row of the table below.
-
-    Attributes:
-        usage: how it is written.
-        about: what it does.
-        options: of this command.
-        words: how many words stand alone, at least and at most.
-    """
-
-    usage: str
-    about: str
-    options: tuple[Option, ...] = ()
-    words: tuple[int, int | None] = (0, 0)
+def _command(usage: str, about: str, *parents: argparse.ArgumentParser) -> LineParser:
+    return LineParser(f"%distributed {usage}", about, *parents)
 
 
 COMMANDS = {
-    "start": Command("start [-n N] ...", "Start ranks; the first %%distributed cell does it by itself.", POOL),
-    "status": Command("status", "Rank, process, device, memory, state, and what it does now."),
-    "push": Command(
-        "push NAME ... [--ranks RANKS] [--large]",
-        "Send variables of the notebook, also over the ranks' own.",
-        (_RANKS, _LARGE),
-        (1, _ANY),
+    "start": _command("start [-n N] ...", "Start ranks; the first %%distributed cell does it by itself.", POOL),
+    "status": _command("status", "Rank, process, device, memory, state, and what it does now."),
+    "push": _command(
+        "push NAME ... [--ranks RANKS] [--large]", "Send variables of the notebook, also over the ranks' own.", RANKS
     ),
-    "pull": Command(
+    "pull": _command(
         "pull NAME ... [--ranks RANKS] [--all]",
         "Bring variables of rank 0, or of another rank; of several, or all, a list by rank.",
-        (_RANKS, _ALL),
-        (1, _ANY),
+        RANKS,
     ),
-    "where": Command("where", "Where every rank is in its code, also while it runs."),
-    "interrupt": Command("interrupt", "Interrupt a cell that runs in the background."),
-    "restart": Command("restart [RANK]", "Put a new rank in the place of one; or start all anew.", (), (0, 1)),
-    "debug": Command(
+    "where": _command("where", "Where every rank is in its code, also while it runs."),
+    "interrupt": _command("interrupt", "Interrupt a cell that runs in the background."),
+    "restart": _command("restart [RANK]", "Put a new rank in the place of one; or start all anew."),
+    "debug": _command(
         "debug [RANK]",
         "Look into the failure of the last cell on a rank, in the debugger; by default where it failed first.",
-        (),
-        (0, 1),
     ),
-    "reset": Command("reset", "Delete all variables of the ranks."),
-    "stop": Command("stop", "End the ranks."),
-    "auto": Command("auto on|off", "Run every cell on the ranks; %%local keeps one here.", (), (1, 1)),
-    "config": Command(
-        "config [options]", "Show, or set, the options that cells, launches and ranks start with.", (*POOL, *SHOW)
+    "reset": _command("reset", "Delete all variables of the ranks."),
+    "stop": _command("stop", "End the ranks."),
+    "auto": _command("auto on|off", "Run every cell on the ranks; %%local keeps one here."),
+    "config": _command(
+        "config [options]", "Show, or set, the options that cells, launches and ranks start with.", POOL, SHOW
     ),
 }
+for name in ("push", "pull"):
+    COMMANDS[name].add_argument("names", nargs="+", metavar="NAME")
+for name in ("restart", "debug"):
+    COMMANDS[name].add_argument("rank", nargs="?", type=int, metavar="RANK")
+COMMANDS["push"].add_argument("--large", action="store_true", help="Also if it is more than 1 GB.")
+COMMANDS["pull"].add_argument("--all", action="store_true", help="A list with the value of each rank.")
+COMMANDS["auto"].add_argument("how", choices=("on", "off"))
 
 HELP_TEXT = (
     "%distributed COMMAND [options]\n\nRanks that stay, for %%distributed cells.\n\ncommands:\n"
-    + "\n".join(f"  {command.usage}\n      {command.about}" for command in COMMANDS.values())
+    + "\n".join(f"  {command.line.partition(' ')[2]}\n      {command.description}" for command in COMMANDS.values())
     + "\n"
 )
 
@@ -108,25 +90,21 @@ class Commands:
                 raise ConfigError(
                     f"there is no %distributed {name}.{suggest(name, COMMANDS)} Write one of: {', '.join(COMMANDS)}"
                 )
-            usage = f"%distributed {command.usage}"
-            parsed = args.parse(rest, (*command.options, HELP), words=command.words, usage=usage)
-            if parsed.get("help"):
-                _say(args.help_text(usage, command.about, (*command.options, HELP)))
-                return
-            act: Callable[[Parsed], None] = getattr(self, "_switch_auto" if name == "auto" else f"_{name}")
-            act(parsed)
+            options = command.parse(rest)
+            if options is not None:
+                act: Callable[[dict[str, Any]], None] = getattr(self, "_switch_auto" if name == "auto" else f"_{name}")
+                act(options)
 
     run.__doc__ = HELP_TEXT
 
-    def _start(self, parsed: Parsed) -> None:
+    def _start(self, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
-        known = [option.name for option in POOL]
-        defaults = {name: value for name, value in self._defaults.items() if name in known}
-        pools.start(**{**defaults, **parsed.only(known)})
+        defaults = {name: value for name, value in self._defaults.items() if name in args.names_of(POOL)}
+        pools.start(**{**defaults, **given})
         _say(pools.current().brief)
 
-    def _status(self, _: Parsed) -> None:
+    def _status(self, _: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
         if not pools.current().is_running:
@@ -135,26 +113,26 @@ class Commands:
         _say(f"{pools.current().describe()}: {pools.current().state.value}")
         _say(status_table(pools.status(), pools.current().where()))
 
-    def _push(self, parsed: Parsed) -> None:
+    def _push(self, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
-        missing = [name for name in parsed.words if name not in self._shell.user_ns]
+        missing = [name for name in given["names"] if name not in self._shell.user_ns]
         if missing:
             near = suggest(missing[0], [name for name in self._shell.user_ns if not name.startswith("_")])
             raise NameError(f"name {missing[0]!r} is not defined in the notebook.{near}")
-        values = {name: self._shell.user_ns[name] for name in parsed.words}
-        ranks = parsed.get("ranks")
-        pools.current().push(values, ranks, large=bool(parsed.get("large")))
+        values = {name: self._shell.user_ns[name] for name in given["names"]}
+        ranks = given.get("ranks")
+        pools.current().push(values, ranks, large=bool(given.get("large")))
         _say(f"{', '.join(values)}: sent to {_whom(ranks)}")
 
-    def _pull(self, parsed: Parsed) -> None:
+    def _pull(self, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
-        pool, names = pools.current(), parsed.words
-        ranks = parsed.get("ranks", None if parsed.get("all") else (0,))
+        pool, names = pools.current(), given["names"]
+        ranks = given.get("ranks", None if given.get("all") else (0,))
         try:
             by_rank = pool.pull(names, ranks)
-            different = [] if {"ranks", "all"} & parsed.values.keys() else pool.different(names)
+            different = [] if {"ranks", "all"} & given.keys() else pool.different(names)
         except NameError as error:
             raise NameError(str(error)) from None  # without the traceback of a rank
         is_one = ranks is not None and len(ranks) == 1
@@ -167,13 +145,13 @@ class Commands:
         differ = f"; the other ranks' are different: %distributed pull {' '.join(different)} --all" if different else ""
         _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
 
-    def _where(self, _: Parsed) -> None:
+    def _where(self, _: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
         for rank, place in pools.current().where().items():
             _say(f"rank {rank}: {place}")
 
-    def _interrupt(self, _: Parsed) -> None:
+    def _interrupt(self, _: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
         pool = pools.current()
@@ -181,60 +159,54 @@ class Commands:
         pools.interrupt()
         _say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
 
-    def _restart(self, parsed: Parsed) -> None:
+    def _restart(self, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
-        if parsed.words:
-            _say(replace(pools.current(), _rank(parsed.words[0], "restart")))
+        if "rank" in given:
+            _say(replace(pools.current(), given["rank"]))
             return
         pools.restart()
         _say(pools.current().brief)
 
-    def _debug(self, parsed: Parsed) -> None:
+    def _debug(self, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
         from nb_accelerate.notebook.pool.source import read_cell
 
         pool = pools.current()
-        rank = _rank(parsed.words[0], "debug") if parsed.words else pool.failed_rank
+        rank = given.get("rank", pool.failed_rank)
         if rank is None:
             raise PoolError("no cell has failed on the ranks, so there is nothing to look into")
         # Not a cell of the user's: no text of it is kept, and auto mode does not see it.
         pool.run(read_cell("get_ipython().debugger(force=True)"), pools.CellOptions(ranks=(rank,), progress="off"))
 
-    def _reset(self, _: Parsed) -> None:
+    def _reset(self, _: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
         pools.current().reset()
         _say("the ranks have no variables of yours any more")
 
-    def _stop(self, _: Parsed) -> None:
+    def _stop(self, _: dict[str, Any]) -> None:
         from nb_accelerate.notebook import pool as pools
 
         was_running = pools.current().is_running
         pools.stop()
         _say("the ranks have ended" if was_running else "no ranks are running")
 
-    def _switch_auto(self, parsed: Parsed) -> None:
-        self._auto.switch(parsed.words[0])
+    def _switch_auto(self, given: dict[str, Any]) -> None:
+        self._auto.switch(on=given["how"] == "on")
         _say("cells run on the ranks; %%local keeps one here" if self._auto.is_on else "cells run in the notebook")
 
-    def _config(self, parsed: Parsed) -> None:
-        self._defaults.update(parsed.values)
-        for option in (*POOL, *SHOW):
-            if option.name in self._defaults:
-                _say(f"{option.flags[-1]} {self._defaults[option.name]}")
+    def _config(self, given: dict[str, Any]) -> None:
+        self._defaults.update(given)
+        for name, flag in (args.names_of(POOL) | args.names_of(SHOW)).items():
+            if name in self._defaults:
+                _say(f"{flag} {self._defaults[name]}")
         if not self._defaults:
             _say("nothing is set: cells and ranks start with what --help says")
 
 
 def _whom(ranks: Sequence[int] | None) -> str:
     return "all ranks" if ranks is None else named(ranks)
-
-
-def _rank(word: str, command: str) -> int:
-    if not word.isdigit():
-        raise ConfigError(f"{word!r} is not a rank. Write %distributed {command} 1, say")
-    return int(word)
 
 
 def _say(text: str) -> None:

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.ipython_versions import Completions, add_completer
-from nb_accelerate.notebook.magics.args import CELL, CONVERT, HELP, POOL, SHOW
+from nb_accelerate.notebook.magics.args import DISTRIBUTED_CELL
 from nb_accelerate.notebook.magics.commands import COMMANDS
 
 if TYPE_CHECKING:
@@ -149,9 +149,8 @@ def words_for(line: str) -> list[str]:
     option = _OPTION.match(line)
     if option is None:
         return []
-    known = COMMANDS.get(option[1])
-    options = (*POOL, *CONVERT, *CELL, *SHOW) if option[1] is None else known.options if known is not None else ()
-    return sorted(flag for one in (*options, HELP) for flag in one.flags if flag.startswith(option[2]))
+    parser = DISTRIBUTED_CELL if option[1] is None else COMMANDS.get(option[1])
+    return sorted(flag for flag in parser.flags if flag.startswith(option[2])) if parser is not None else []
 
 
 def reads(python: str) -> set[str]:
