@@ -67,11 +67,7 @@ class Asker:
 
 
 def whole_number(text: str, *, at_least: int = 1, below: int | None = None) -> int:
-    """Return the number that a text says.
-
-    Raises:
-        ValueError: it says none, or one that is out of bounds.
-    """
+    """Return the number that a text says."""
     if not text.isdecimal() or int(text) < at_least or (below is not None and int(text) >= below):
         bounds = f"from {at_least}" + (f" to {below - 1}" if below is not None else "")
         raise ValueError(f"{text!r} is not a whole number {bounds}.")

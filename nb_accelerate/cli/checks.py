@@ -24,11 +24,7 @@ class CheckFailed(Exception):  # noqa: N818 - what it says, and not an error of 
 
 
 def run_checks() -> int:
-    """Run all checks; the main process prints a line for each. Returns how many there are.
-
-    Raises:
-        CheckFailed: one of them did not hold on this rank.
-    """
+    """Run all checks; the main process prints a line for each. Returns how many there are."""
     from nb_accelerate.training.accelerator import Accelerator
 
     accelerator = Accelerator()

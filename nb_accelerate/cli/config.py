@@ -19,11 +19,7 @@ class Machine:
     """The hardware that the defaults of the questions depend on.
 
     Attributes:
-        num_gpus: CUDA devices that are visible.
-        num_cpus: cores this process may use.
-        has_tpu: torch_xla is installed.
         num_xla_devices: TPU chips, or other devices of torch_xla, that can have a process each.
-        has_deepspeed: DeepSpeed is installed.
     """
 
     num_gpus: int = 0
@@ -150,11 +146,7 @@ def default_config(machine: Machine, mixed_precision: str = "no") -> dict[str, A
 
 
 def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
-    """Put the questions that matter on this machine, and return the answers as a configuration.
-
-    Raises:
-        ConfigError: the input ended before the last question.
-    """
+    """Put the questions that matter on this machine, and return the answers as a configuration."""
     from nb_accelerate.cli.engine_questions import SPLIT, ask_layout
 
     found = default_config(machine)

@@ -31,10 +31,6 @@ SPLIT = "TENSOR_PARALLEL"
 def ask_engine(asker: Asker, *, is_alone: bool, has_deepspeed: bool) -> str:
     """Ask how the model is distributed over the processes.
 
-    Args:
-        is_alone: whether there is only one process; then FSDP and tensor parallelism are not offered.
-        has_deepspeed: whether DeepSpeed is installed.
-
     Returns:
         ``FSDP``, ``DEEPSPEED``, `SPLIT`, or "" for none of them.
     """

@@ -32,11 +32,7 @@ _MESH_FLAGS = {flag.name for _, flags in GROUPS for flag in flags if flag.needs 
 
 
 def chosen_engine(arguments: argparse.Namespace, file: ConfigFile | None) -> str:
-    """Return ``FSDP``, ``DEEPSPEED`` or ``XLA`` if flags ask for it, or else the file; "" for none of them.
-
-    Raises:
-        ConfigError: flags contradict one another, or belong to an engine that is not asked for.
-    """
+    """Return ``FSDP``, ``DEEPSPEED`` or ``XLA`` if flags ask for it, or else the file; "" for none of them."""
     switches = [name for name in (*_SWITCHES, "multi_gpu") if getattr(arguments, name)]
     if len(switches) > 1:
         raise ConfigError(f"--{switches[0]} and --{switches[1]} were both given. Leave one of them out.")
@@ -51,14 +47,7 @@ def chosen_engine(arguments: argparse.Namespace, file: ConfigFile | None) -> str
 
 
 def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, engine: str) -> dict[str, str]:
-    """Return the variables for an engine. Flags come before the environment, which comes before the file.
-
-    Args:
-        engine: as `chosen_engine` has found it.
-
-    Raises:
-        ConfigError: a file of DeepSpeed that was named is not there.
-    """
+    """Return the variables for an engine. Flags come before the environment, which comes before the file."""
     given = {name: getattr(arguments, name) for name, flag in _FLAGS.items() if getattr(arguments, name) is not None}
     low = file.engine_variables(engine) if file is not None else {}
     high: dict[str, str] = {}
@@ -96,10 +85,6 @@ def mesh_of(arguments: argparse.Namespace, file: ConfigFile | None, engine: str)
 
     Args:
         file: the configuration file. What it says counts no more when flags ask for another engine than FSDP.
-        engine: as `chosen_engine` has found it.
-
-    Raises:
-        ConfigError: a size was given without the switch that asks for a layout.
     """
     sizes = {name: getattr(arguments, name) for name in _MESH_FLAGS if getattr(arguments, name) is not None}
     if arguments.use_parallelism_config:
@@ -119,9 +104,6 @@ def check_mesh(variables: Mapping[str, str], world_size: int | None) -> None:
 
     Args:
         world_size: how many ranks there will be; None if that is not known yet.
-
-    Raises:
-        ConfigError: a size is not supported, or they do not fit.
     """
     from nb_accelerate.base.config.env import Environment
     from nb_accelerate.base.config.parallelism import resolve_parallelism

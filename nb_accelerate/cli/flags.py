@@ -23,10 +23,7 @@ class Flag:
 
     Attributes:
         name: with underscores, without the dashes in front.
-        help: what it does.
         convert: makes a value of text; None for a flag without a value.
-        metavar: what stands for the value in the help.
-        choices: values that can be.
         short: a second name of one letter, or "".
         differs: how it differs from accelerate's flag of this name; "" if it does not.
         needs: name of the switch without which it says nothing; "" if there is none.
@@ -50,7 +47,6 @@ class Refused:
     """Flags of accelerate that are recognised and refused.
 
     Attributes:
-        reason: why, and what to write instead.
         switches: names of flags without a value.
         valued: names of flags with one.
     """
@@ -377,9 +373,5 @@ class _Refuse(argparse.Action):
         values: Any,  # noqa: ARG002
         option: str | None = None,
     ) -> None:
-        """Refuse.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse."""
         raise ConfigError(f"{option}: {self.reason}.")

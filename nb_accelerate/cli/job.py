@@ -23,7 +23,6 @@ class Job:
 
     Attributes:
         target: path of a script, name of a module, or a program.
-        arguments: of the target, as they were written.
         kind: ``script``, ``module`` or ``program``.
     """
 
@@ -46,19 +45,11 @@ class Job:
 
 
 def options_for(job: Job, **options: Any) -> LaunchOptions:
-    """Return the options of a launch that runs a job.
-
-    Raises:
-        ConfigError: an option cannot be.
-    """
+    """Return the options of a launch that runs a job."""
     function, args = job.call
     return LaunchOptions(function=function, args=args, **options)
 
 
 def planned(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
-    """Return the plan of a launch from a terminal.
-
-    Raises:
-        ConfigError: the options cannot be on this machine.
-    """
+    """Return the plan of a launch from a terminal."""
     return make_plan(options, facts, may_copy=False)  # nothing is in memory here; a server has torch imported

@@ -146,9 +146,6 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
     """Return the options of a launch from flags, and from the configuration file where there is no flag.
 
     Environment variables come between the two; an `Accelerator` reads them in the ranks, as it always does.
-
-    Raises:
-        ConfigError: flags contradict one another.
     """
     said = vars(arguments)
 
@@ -353,11 +350,7 @@ def _function_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _change_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Callable[[NotebookNode], None]:
-    """Return the changes that the flags make to the copy of the notebook that is executed.
-
-    Args:
-        options: of `notebook_launcher`, for one function.
-    """
+    """Return the changes that the flags make to the copy of the notebook that is executed."""
     from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters
 
     values = read_parameters(arguments.parameter or (), arguments.parameters_file)

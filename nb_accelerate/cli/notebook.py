@@ -47,8 +47,6 @@ class FailedCell:
 
     Attributes:
         number: the code cell that failed, counted from 1, or None if it was none of them.
-        title: the first line of that cell.
-        traceback: as the kernel wrote it, with its colours.
     """
 
     number: int | None
@@ -66,10 +64,7 @@ class NotebookRun:
     """The result of running a notebook.
 
     Attributes:
-        name: the notebook's file name without its ending.
         notebook: the executed copy, complete up to where it stopped.
-        failure: why it stopped early, or None.
-        interrupted: True if Ctrl-C stopped it.
     """
 
     name: str
@@ -95,9 +90,6 @@ def execute(
         progress: where each cell, what it prints, and its seconds are shown while it runs.
         env: the kernel's whole environment; by default it is this process's.
         change: makes the copy that is executed another one.
-
-    Raises:
-        ConfigError: if the file is not a notebook, or ``change`` refuses it.
     """
     try:
         notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]

@@ -26,9 +26,6 @@ def read_parameters(pairs: Sequence[str], file: Path | None) -> dict[str, Any]:
 
     Args:
         pairs: such as ``lr=0.1``; values are YAML. They count more than those of the file.
-
-    Raises:
-        ConfigError: something cannot be read, or is no parameter.
     """
     import yaml
 
@@ -56,11 +53,7 @@ def read_parameters(pairs: Sequence[str], file: Path | None) -> dict[str, Any]:
 
 
 def set_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
-    """Add the cell with the values of this run, in place of one that an earlier run has added.
-
-    Raises:
-        ConfigError: no cell has the tag ``parameters``, or that cell does not know one of the names.
-    """
+    """Add the cell with the values of this run, in place of one that an earlier run has added."""
     cells = notebook.cells
     place = next((index for index, cell in enumerate(cells) if _DEFAULTS in _tags(cell)), None)
     if place is None:
@@ -83,9 +76,6 @@ def keep_function(notebook: NotebookNode, name: str, call: str) -> None:
     """Leave the cells up to the one that defines a function, and add one that launches it.
 
     Cells that launch something themselves are left out.
-
-    Raises:
-        ConfigError: no cell defines the function.
     """
     cells = notebook.cells
     found = {function: index for index, cell in enumerate(cells) for function in _functions(cell)}

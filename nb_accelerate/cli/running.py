@@ -23,12 +23,8 @@ class Run:
 
     Attributes:
         pid: process of the notebook's kernel, or of the command.
-        processes: those of the ranks.
-        ranks: numbers of the ranks, in order.
         memory: bytes of main memory (RSS) that a rank holds, as the panel shows it; of the one that holds most.
         seconds: since the first rank was started.
-        what: the notebook, or the command line.
-        is_notebook: the process is a notebook's kernel.
     """
 
     pid: int
@@ -41,11 +37,7 @@ class Run:
 
 
 def find_runs() -> list[Run]:
-    """Return all runs of this user, by the process id of their owner. Idle servers are no runs.
-
-    Raises:
-        LaunchError: the system lists no processes.
-    """
+    """Return all runs of this user, by the process id of their owner. Idle servers are no runs."""
     ranks: dict[int, list[psutil.Process]] = {}
     try:
         every = list(psutil.process_iter())

@@ -41,9 +41,6 @@ def run(job: Job, options: LaunchOptions, plan: LaunchPlan) -> int:
 
     That is 0, the exit code of the first rank that ended with another one, 1 after an exception, or 128 and the number
     of a signal: 130 for an interrupt, 143 for SIGTERM.
-
-    Raises:
-        ConfigError: a port is taken, or the options cannot be with those of the other machines.
     """
     sink = _TerminalSink()
     front_end = choose_front_end(options.progress)

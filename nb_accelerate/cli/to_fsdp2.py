@@ -70,11 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def convert(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the ``fsdp_config`` of version 2 for one of version 1, and why keys were left out, by key.
-
-    Args:
-        section: keys and values. Keys that both versions have, and unknown ones, are kept as they are.
-    """
+    """Return the ``fsdp_config`` of version 2 for one of version 1, and why keys were left out, by key."""
     found: dict[str, Any] = {}
     for key, value in section.items():
         if key in {"fsdp_sharding_strategy", "fsdp_reshard_after_forward"}:

@@ -54,11 +54,7 @@ def in_flags(text: str) -> str:
 
 @contextlib.contextmanager
 def errors_in_flags() -> Iterator[None]:
-    """Raise errors about options, inside of the block, in the words of the command line.
-
-    Raises:
-        ConfigError: one was raised in the block.
-    """
+    """Raise errors about options, inside of the block, in the words of the command line."""
     try:
         yield
     except ConfigError as error:

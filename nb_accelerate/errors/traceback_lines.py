@@ -80,7 +80,6 @@ def show_instead(error: BaseException, lines: Callable[[Style], list[str]]) -> N
 
     Args:
         error: of any type. One that refuses attributes keeps its traceback.
-        lines: returns them.
     """
     if wants_full():
         return
@@ -211,9 +210,6 @@ def shorten_tracebacks(own: type[BaseException]) -> None:
     """Have plain Python print uncaught exceptions of a type, and those of `show_instead`, in a few lines.
 
     All others go to Python's own hook. A hook that somebody else has set stays.
-
-    Args:
-        own: base class of the exceptions whose `short_lines` are printed.
     """
     if sys.excepthook is not sys.__excepthook__:
         return

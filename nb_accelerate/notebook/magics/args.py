@@ -23,8 +23,6 @@ class LineParser(argparse.ArgumentParser):
 
     Args:
         line: how the line is written, for the help and for errors.
-        about: what the magic does.
-        parents: groups of options.
     """
 
     def __init__(self, line: str, about: str, *parents: argparse.ArgumentParser) -> None:
@@ -45,11 +43,7 @@ class LineParser(argparse.ArgumentParser):
         return [flag for action in shown for flag in action.option_strings]
 
     def parse(self, line: str) -> dict[str, Any] | None:
-        """Return the options on a line, by name; None if they ask for the help, which has been printed then.
-
-        Raises:
-            ConfigError: says what was given, why it cannot be, and what to write.
-        """
+        """Return the options on a line, by name; None if they ask for the help, which has been printed then."""
         try:
             words = shlex.split(line)
         except ValueError as error:

@@ -25,13 +25,7 @@ _POOL = args.names_of(args.POOL)
 
 
 class Cells:
-    """The cell magics.
-
-    Args:
-        auto: is paused while a cell is read.
-        seeding: knows whether the notebook has been seeded.
-        defaults: options that `%distributed config` has set.
-    """
+    """The cell magics."""
 
     def __init__(self, shell: InteractiveShell, auto: AutoMode, seeding: Seeding, defaults: dict[str, Any]) -> None:
         self._shell = shell

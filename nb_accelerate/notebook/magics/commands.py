@@ -67,11 +67,7 @@ HELP_TEXT = (
 
 
 class Commands:
-    """The line magic.
-
-    Args:
-        defaults: options for cells to come, set here.
-    """
+    """The line magic."""
 
     def __init__(self, shell: InteractiveShell, auto: AutoMode, defaults: dict[str, Any]) -> None:
         self._shell = shell

@@ -34,11 +34,7 @@ _ANSWER_WITHIN = 0.2
 
 
 class RankNames:
-    """Adds itself to a shell's completer and inspector; `register`, `unregister`.
-
-    Args:
-        auto: while it is on, every cell is one for the ranks.
-    """
+    """Adds itself to a shell's completer and inspector; `register`, `unregister`."""
 
     def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
         self._shell = shell

@@ -11,12 +11,7 @@ if TYPE_CHECKING:
 
 
 def replace(pool: Pool, rank: int) -> str:
-    """Replace a rank, and all that have ended; return a line on what they lack.
-
-    Raises:
-        PoolError: there are no ranks, or they run a cell.
-        ConfigError: there is no such rank.
-    """
+    """Replace a rank, and all that have ended; return a line on what they lack."""
     new = pool.restart(rank)
     lacking = sorted({name for one in new for name in pool.lacking(one)})
     whose = f"rank {new[0]} is" if len(new) == 1 else f"ranks {', '.join(map(str, new))} are"

@@ -18,11 +18,7 @@ when the same seed is set again, the state can be equal to the one that ranks be
 
 
 class Seeding:
-    """Sends ranks the states of the notebook's random numbers once a cell has seeded them; `register`, `unregister`.
-
-    Args:
-        auto: while it is on, a plain cell seeds the ranks by itself.
-    """
+    """Sends ranks the states of the notebook's random numbers once a cell has seeded them; `register`, `unregister`."""
 
     def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
         self._shell = shell

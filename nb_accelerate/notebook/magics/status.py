@@ -18,12 +18,7 @@ _AFTER = ("state", "now")
 
 
 def status_table(ranks: Sequence[RankStatus], places: Mapping[int, str]) -> str:
-    """Return a table with a row for each rank, and a line about how models are spread over them.
-
-    Args:
-        ranks: what is known about them.
-        places: where each rank is, in a few words, by rank.
-    """
+    """Return a table with a row for each rank, and a line about how models are spread over them."""
     has_models = any(one.held.states for one in ranks)
     rows = [(*_BEFORE, *(_HELD if has_models else ()), *_AFTER)]
     for one in ranks:

@@ -39,7 +39,6 @@ class Cell:
 
     Args:
         shipments: what was packed by `plan`; closed when the request is done.
-        sink: where the output is shown.
         in_background: whether nobody waits for it, so that its failure is said in the cell.
 
     Attributes:

@@ -36,9 +36,6 @@ def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[St
     """Return the steps that end a cell early.
 
     A rank that has variables is killed only if the user interrupts again.
-
-    Args:
-        cut: takes a rank out of its collective, see `cut_from`.
     """
     notice = _BUSY if timeouts.wait == NEVER else ""
     return (
@@ -67,9 +64,6 @@ def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tu
     """Return the steps that end the set-up or a rendezvous of ranks early.
 
     No code of users runs then, and new ranks, which have no variables yet, are killed at once.
-
-    Args:
-        cut: takes a rank out of its collective, see `cut_from`.
     """
     return (
         Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),

@@ -57,9 +57,6 @@ class RankGroup:
         timeouts: gives how long the steps of what begins now may take.
 
     Attributes:
-        plan: as given.
-        loop: the ranks that were started.
-        display_ids: of displays of theirs.
         is_disconnected: whether the ranks have no process group of use, so that they must be connected anew.
     """
 
@@ -109,12 +106,7 @@ class RankGroup:
         return self.loop.why_it_ended if self.loop.failure is not None else None
 
     def chosen(self, numbers: Sequence[int] | None) -> list[PoolRank]:
-        """Return these ranks, or all for None.
-
-        Raises:
-            ConfigError: there is no such rank.
-            PoolError: one of them has ended.
-        """
+        """Return these ranks, or all for None."""
         self.check(numbers or ())
         wanted = range(self.size) if numbers is None else sorted(set(numbers))
         gone = [number for number in self.missing if number in wanted]
@@ -130,11 +122,7 @@ class RankGroup:
         return f"rank {number} has ended" if rank is None or not rank.is_gone else how_it_ended(rank, _CELL)
 
     def check(self, ranks: Sequence[int]) -> None:
-        """Check that there are such ranks.
-
-        Raises:
-            ConfigError: there is no such rank.
-        """
+        """Check that there are such ranks."""
         wrong = [rank for rank in ranks if not 0 <= rank < self.size]
         if wrong:
             raise ConfigError(
@@ -168,11 +156,7 @@ class RankGroup:
         return Request(ranks=ranks, send=send_to, world_size=self.size, **options)
 
     def ask(self, request: Request, interrupts: Interrupts) -> list[Any]:
-        """Begin a request, wait for the answers, and return them in the order of the ranks.
-
-        Raises:
-            BaseException: the first cause, if it went wrong.
-        """
+        """Begin a request, wait for the answers, and return them in the order of the ranks."""
         with interrupts.go_to(lambda: self.loop.interrupt(request)):
             self.loop.begin(request)
             self.loop.wait_for(request)
@@ -180,13 +164,7 @@ class RankGroup:
 
     @enough_room()
     def bring_up(self, numbers: Sequence[int], interrupts: Interrupts) -> None:
-        """Start these ranks, and connect all ranks by a process group. If that fails, the new ones are ended.
-
-        Raises:
-            StartError: a rank could not be started.
-            DeadlineError: it took too long.
-            BaseException: a rank could not be set up, or did not join the group.
-        """
+        """Start these ranks, and connect all ranks by a process group. If that fails, the new ones are ended."""
         self.is_disconnected = True
         new: list[PoolRank] = []
         try:
@@ -292,11 +270,7 @@ class RankGroup:
 
 
 def result_of(request: Request) -> list[Any]:
-    """Return the values that the ranks of a request have answered with, in their order, and close the request.
-
-    Raises:
-        BaseException: the first cause, if it went wrong; or what unpickling a value raises.
-    """
+    """Return the values that the ranks of a request have answered with, in their order, and close the request."""
     try:
         error = error_of(request)
         if error is not None:
@@ -311,13 +285,7 @@ def result_of(request: Request) -> list[Any]:
 
 
 def breaks_group(request: Request, ranks: Mapping[int, PoolRank], backend: str) -> bool:
-    """Return whether the process group is of no use after a cell.
-
-    Args:
-        request: the request of the cell, which is done.
-        ranks: all ranks of the pool, by rank.
-        backend: name of the backend of their collectives.
-    """
+    """Return whether the process group is of no use after a cell."""
     if len(ranks) == 1:
         return False
     if request.incidents:

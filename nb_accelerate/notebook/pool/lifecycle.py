@@ -44,15 +44,7 @@ _WHY_NOT = {
 
 
 def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_disconnected: bool) -> PoolState:
-    """Return the state of a pool.
-
-    Args:
-        exists: whether ranks were started and the pool was not stopped since.
-        starts: whether ranks are being started, or join a new process group.
-        runs: whether a cell is running.
-        lacks_ranks: whether a rank has ended.
-        is_disconnected: whether their process group is of no use.
-    """
+    """Return the state of a pool."""
     if not exists:
         return PoolState.STOPPED
     if starts:
@@ -69,9 +61,6 @@ def check(state: PoolState, action: str) -> None:
 
     Args:
         action: ``start``, ``run`` or ``repair``.
-
-    Raises:
-        PoolError: it is not; the text says what to do.
     """
     if state in _POSSIBLE[action]:
         return

@@ -70,7 +70,6 @@ class NamespaceSync:
     """Knows which names one rank was sent, and which its cells have bound.
 
     Attributes:
-        own: names that cells on the rank have bound.
         modules: full names of the modules that cells on the rank have imported, by the names that they have there.
         known: what the objects held that the rank has, when they were sent.
     """

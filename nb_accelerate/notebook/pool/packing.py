@@ -54,10 +54,6 @@ def pack_plan(
     Args:
         changed_there: asks ranks which of these objects they have changed.
         limit: bytes that may be sent; None for any number.
-
-    Raises:
-        ShippingError: a value cannot be pickled; the text says which part.
-        TooLargeError: the values have more than `limit` bytes; the text says how to send them nevertheless.
     """
     while True:
         in_doubt = plan.in_doubt()

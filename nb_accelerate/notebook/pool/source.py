@@ -22,8 +22,6 @@ class CellSource:
     """A cell whose syntax is right.
 
     Attributes:
-        code: its body, as it was written.
-        filename: its name in tracebacks.
         text: the whole cell, with the line of the magic.
         above: number of lines of `text` above the body.
         free: names that it reads from the notebook.
@@ -50,7 +48,6 @@ def read_cell(
 
     Args:
         head: the line above the body, without its newline; None if there is none.
-        transform: replaces magics by Python.
 
     Raises:
         SyntaxError: it does not compile. The line number counts from the head.

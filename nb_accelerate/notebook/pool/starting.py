@@ -33,11 +33,6 @@ def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
 
     Returns:
         The options and the plan of a launch with these ranks.
-
-    Raises:
-        PoolError: this is a rank itself.
-        ConfigError: more ranks than GPUs, or a GPU that is not there.
-        MissingDependencyError: torch is not installed.
     """
     ipython = sys.modules.get("IPython")
     if ipython is not None and getattr(ipython.get_ipython(), "is_rank", False):
@@ -87,11 +82,7 @@ def send_setup(
 
 
 def send_join(rank: PoolRank, rendezvous: Rendezvous, number: int) -> None:
-    """Send a rank the `Join` that has it enter a new process group.
-
-    Args:
-        number: the number of that rendezvous in this pool.
-    """
+    """Send a rank the `Join` that has it enter a new process group."""
     alarm = rank.take_alarm()
     store, store_fd = rendezvous.store_for(rank.rank)
     message = Join(
