@@ -388,12 +388,6 @@ class TestMistakes:
         assert (cell.error, says in cell.message) == (error, True), cell
         assert len(cell.traceback.splitlines()) == 1
 
-    def test_more_ranks_than_a_machine_can_hold_are_a_slip(self, notebook: Kernel):
-        cell = notebook.run(
-            "from nb_accelerate.notebook import pool\npool.Pool().start(pool.PoolOptions(num_processes=100_000))"
-        )
-        assert (cell.error, "-n 100000: that many processes" in cell.message) == ("ConfigError", True)
-
     @pytest.mark.parametrize(
         "line", ["%distributed status", "%%distributed\n1", "from nb_accelerate.notebook import pool\npool.start()"]
     )

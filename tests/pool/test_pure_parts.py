@@ -18,7 +18,7 @@ from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.magics.auto import route
 from nb_accelerate.notebook.magics.names import words_for
 from nb_accelerate.notebook.pool.group import breaks_group
-from nb_accelerate.notebook.pool.lifecycle import PoolState, check, state_of
+from nb_accelerate.notebook.pool.lifecycle import PoolState, check_idle, check_stopped, state_of
 from nb_accelerate.notebook.pool.names import free_names, names_in
 from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync, Sent, Verdict
 from nb_accelerate.notebook.pool.plan import plan_cell
@@ -48,18 +48,17 @@ class TestLifeCycle:
 
     @pytest.mark.parametrize("state", [PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN])
     def test_ranks_that_do_nothing_run_cells_and_can_be_replaced(self, state: PoolState):
-        check(state, "run")
-        check(state, "repair")
+        check_idle(state)
         with pytest.raises(PoolError, match="%distributed stop"):
-            check(state, "start")
+            check_stopped(state)
 
     @pytest.mark.parametrize(
-        ("state", "action", "advice"),
-        [(PoolState.STOPPED, "run", "%distributed start"), (PoolState.RUNNING, "repair", "%distributed interrupt")],
+        ("state", "advice"),
+        [(PoolState.STOPPED, "%distributed start"), (PoolState.RUNNING, "%distributed interrupt")],
     )
-    def test_what_cannot_be_done_now_says_what_to_do(self, state: PoolState, action: str, advice: str):
+    def test_what_cannot_be_done_now_says_what_to_do(self, state: PoolState, advice: str):
         with pytest.raises(PoolError, match=advice):
-            check(state, action)
+            check_idle(state)
 
 
 class Story:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nb_accelerate.notebook.magics.auto import AutoMode
+    from nb_accelerate.notebook.pool import Pool
 
 
 def _command(usage: str, about: str, *parents: argparse.ArgumentParser) -> LineParser:
@@ -74,6 +75,12 @@ class Commands:
         self._auto = auto
         self._defaults = defaults
 
+    @property
+    def _pool(self) -> Pool:
+        from nb_accelerate.notebook import pool  # only where a command needs it: it imports much
+
+        return pool.current()
+
     def run(self, line: str) -> None:
         """Do one command; replaced below by the whole help."""
         with plain_errors():
@@ -94,37 +101,31 @@ class Commands:
     run.__doc__ = HELP_TEXT
 
     def _start(self, given: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
+        from nb_accelerate.notebook.pool.options import PoolOptions
 
         defaults = {name: value for name, value in self._defaults.items() if name in args.names_of(POOL)}
-        pools.start(**{**defaults, **given})
-        _say(pools.current().brief)
+        self._pool.start(PoolOptions(**{**defaults, **given}))
+        _say(self._pool.brief)
 
     def _status(self, _: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
-
-        if not pools.current().is_running:
+        if not self._pool.is_running:
             _say("no ranks are running")
             return
-        _say(f"{pools.current().describe()}: {pools.current().state.value}")
-        _say(status_table(pools.status(), pools.current().where()))
+        _say(f"{self._pool.describe()}: {self._pool.state.value}")
+        _say(status_table(self._pool.status(), self._pool.where()))
 
     def _push(self, given: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
-
         missing = [name for name in given["names"] if name not in self._shell.user_ns]
         if missing:
             near = suggest(missing[0], [name for name in self._shell.user_ns if not name.startswith("_")])
             raise NameError(f"name {missing[0]!r} is not defined in the notebook.{near}")
         values = {name: self._shell.user_ns[name] for name in given["names"]}
         ranks = given.get("ranks")
-        pools.current().push(values, ranks, large=bool(given.get("large")))
+        self._pool.push(values, ranks, large=bool(given.get("large")))
         _say(f"{', '.join(values)}: sent to {_whom(ranks)}")
 
     def _pull(self, given: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
-
-        pool, names = pools.current(), given["names"]
+        pool, names = self._pool, given["names"]
         ranks = given.get("ranks", None if given.get("all") else (0,))
         try:
             by_rank = pool.pull(names, ranks)
@@ -142,50 +143,40 @@ class Commands:
         _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
 
     def _where(self, _: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
-
-        for rank, place in pools.current().where().items():
+        for rank, place in self._pool.where().items():
             _say(f"rank {rank}: {place}")
 
     def _interrupt(self, _: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
-
-        pool = pools.current()
+        pool = self._pool
         was_busy = pool.is_running and not pool.is_idle
-        pools.interrupt()
+        pool.interrupt()
         _say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
 
     def _restart(self, given: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
-
         if "rank" in given:
-            _say(replace(pools.current(), given["rank"]))
+            _say(replace(self._pool, given["rank"]))
             return
-        pools.restart()
-        _say(pools.current().brief)
+        self._pool.restart()
+        _say(self._pool.brief)
 
     def _debug(self, given: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
+        from nb_accelerate.notebook.pool.options import CellOptions
         from nb_accelerate.notebook.pool.source import read_cell
 
-        pool = pools.current()
+        pool = self._pool
         rank = given.get("rank", pool.failed_rank)
         if rank is None:
             raise PoolError("no cell has failed on the ranks, so there is nothing to look into")
         # Not a cell of the user's: no text of it is kept, and auto mode does not see it.
-        pool.run(read_cell("get_ipython().debugger(force=True)"), pools.CellOptions(ranks=(rank,), progress="off"))
+        pool.run(read_cell("get_ipython().debugger(force=True)"), CellOptions(ranks=(rank,), progress="off"))
 
     def _reset(self, _: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
-
-        pools.current().reset()
+        self._pool.reset()
         _say("the ranks have no variables of yours any more")
 
     def _stop(self, _: dict[str, Any]) -> None:
-        from nb_accelerate.notebook import pool as pools
-
-        was_running = pools.current().is_running
-        pools.stop()
+        was_running = self._pool.is_running
+        self._pool.stop()
         _say("the ranks have ended" if was_running else "no ranks are running")
 
     def _switch_auto(self, given: dict[str, Any]) -> None:

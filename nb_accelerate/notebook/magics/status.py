@@ -17,24 +17,18 @@ _HELD = ("peak", "parameters", "gradients", "optimizer")
 _AFTER = ("state", "now")
 
 
-def status_table(ranks: Sequence[RankStatus], places: Mapping[int, str]) -> str:
+def status_table(ranks: Sequence[RankStatus], positions: Mapping[int, str]) -> str:
     """Return a table with a row for each rank, and a line about how models are spread over them."""
-    has_models = any(one.held.states for one in ranks)
+    has_models = any(status.held.states for status in ranks)
     rows = [(*_BEFORE, *(_HELD if has_models else ()), *_AFTER)]
-    for one in ranks:
-        place = one.doing if one.state == "ended" else places.get(one.rank, "")
-        held = [one.held.peak, one.held.parameters, one.held.gradients, one.held.optimizer] if has_models else []
-        rows.append(
-            (
-                str(one.rank),
-                str(one.pid or ""),
-                one.device,
-                *(size(number) if number else "" for number in (one.memory, *held)),
-                one.state,
-                "" if place == "idle" else place,
-            )
-        )
+    for status in ranks:
+        now = status.doing if status.state == "ended" else positions.get(status.rank, "")
+        held = status.held
+        sizes = [status.memory, *((held.peak, held.parameters, held.gradients, held.optimizer) if has_models else ())]
+        memory = [size(number) if number else "" for number in sizes]
+        now = "" if now == "idle" else now
+        rows.append((str(status.rank), str(status.pid or ""), status.device, *memory, status.state, now))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    sharding = sorted({one.held.sharding for one in ranks if one.held.sharding})
-    return "\n".join((*lines, *(f"models: {one}" for one in sharding)))
+    sharding = sorted({status.held.sharding for status in ranks if status.held.sharding})
+    return "\n".join((*lines, *(f"models: {kind}" for kind in sharding)))

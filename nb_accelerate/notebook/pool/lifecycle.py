@@ -3,9 +3,9 @@ r"""The states of a pool, and what can be done in each. Pure.
 ::
 
     stopped --start--> starting --> idle <--run--> running
-                          ^          |
-                          |          +--> disconnected  (the ranks live, but their process group is of no use)
-                          +--repair--+--> broken  (a rank has ended)
+                          ^           |
+                          |           +--> disconnected  (the ranks live, but their process group is of no use)
+                          +--restart--+--> broken  (a rank has ended)
 
 A stop is possible at any time.
 """
@@ -30,12 +30,6 @@ class PoolState(enum.Enum):
     """A rank has ended. The others keep their variables."""
 
 
-_POSSIBLE = {
-    "start": {PoolState.STOPPED},
-    "run": {PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN},
-    "repair": {PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN},
-}
-
 _WHY_NOT = {
     PoolState.STOPPED: "no ranks are running. Start some: %distributed start",
     PoolState.STARTING: "the ranks are being started",
@@ -56,14 +50,13 @@ def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_di
     return PoolState.DISCONNECTED if is_disconnected else PoolState.IDLE
 
 
-def check(state: PoolState, action: str) -> None:
-    """Check that an action is possible.
-
-    Args:
-        action: ``start``, ``run`` or ``repair``.
-    """
-    if state in _POSSIBLE[action]:
-        return
-    if action == "start":
+def check_stopped(state: PoolState) -> None:
+    """Refuse to start ranks where there are some."""
+    if state is not PoolState.STOPPED:
         raise PoolError("ranks run already. To start others, and lose what these have: %distributed stop")
-    raise PoolError(_WHY_NOT[state])
+
+
+def check_idle(state: PoolState) -> None:
+    """Refuse to run a cell, or to replace a rank, where there are no ranks that wait for one."""
+    if state in _WHY_NOT:
+        raise PoolError(_WHY_NOT[state])

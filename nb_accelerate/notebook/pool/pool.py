@@ -20,7 +20,7 @@ from nb_accelerate.errors import ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.pool.cell import Cell
 from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
-from nb_accelerate.notebook.pool.lifecycle import PoolState, check, state_of
+from nb_accelerate.notebook.pool.lifecycle import PoolState, check_idle, check_stopped, state_of
 from nb_accelerate.notebook.pool.namespace_sync import RANK_NAMES, SHELL_NAMES, NamespaceSync
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
 from nb_accelerate.notebook.pool.packing import SIZE_LIMIT, of_pulled, pack_plan
@@ -169,7 +169,7 @@ class Pool:
         for warning in plan.warnings:
             logger.warning("%s", warning)
         self._clear_away_what_failed()
-        check(self.state, "start")
+        check_stopped(self.state)
         with Interrupts() as interrupts:
             try:
                 self._options = options
@@ -215,7 +215,7 @@ class Pool:
         if error is not None and rank is not None:
             raise error
         if not self.is_running and error is None:
-            check(self.state, "repair")
+            check_idle(self.state)
         if rank is None:
             options = self._options
             self.stop()
@@ -223,7 +223,7 @@ class Pool:
             return [*range(self.world_size)]
         group = self._the_group()
         group.check((rank,))
-        check(self.state, "repair")
+        check_idle(self.state)
         new = sorted({rank, *group.missing})
         with Interrupts() as interrupts:
             for one in new:
@@ -332,7 +332,7 @@ class Pool:
 
     def _begin(self, cell: Cell) -> None:
         try:
-            check(self.state, "run")
+            check_idle(self.state)
         except BaseException:
             cell.close()
             raise
@@ -507,7 +507,7 @@ class Pool:
         if error is not None:
             raise error
         if self._group is None:
-            check(PoolState.STOPPED, "run")
+            check_idle(PoolState.STOPPED)
             raise AssertionError
         return self._group
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors import ConfigError, PoolError
+from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.machine import facts_here
 from nb_accelerate.notebook.launch.plan import make_plan
@@ -40,21 +40,11 @@ def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
     facts = facts_here(options.env)
     number = options.num_processes
     launch = options.as_launch(number)
-    _check_number(launch.num_processes or 1)
     plan = make_plan(launch, facts, may_copy=False)
     if number is None and plan.kind.is_host:
         launch = replace(launch, num_processes=RANKS_WITHOUT_GPUS)
         plan = make_plan(launch, facts, may_copy=False)
     return launch, plan
-
-
-def _check_number(ranks: int) -> None:
-    """Refuse a number of ranks that is most likely a typing mistake: every rank is a process with PyTorch in it."""
-    most = max(64, 4 * (os.cpu_count() or 1))
-    if ranks > most:
-        raise ConfigError(
-            f"-n {ranks}: that many processes are more than this machine can hold. Write at most -n {most}"
-        )
 
 
 def start_rank(server: RankServer, rank: int) -> LocalRank:
