@@ -66,13 +66,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=lambda _: parser.print_help(), program=parser, command=parser)
     for command in _COMMANDS:
         command.register(subparsers)
-    for one in subparsers.choices.values():
-        one.set_defaults(command=one)
+    for subparser in subparsers.choices.values():
+        subparser.set_defaults(command=subparser)
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that suggests what a mistyped command or flag was meant to be."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and name a flag that the command does not know together with the nearest that it knows."""
@@ -97,11 +100,4 @@ class _Parser(argparse.ArgumentParser):
             what, given, choices = found[1], found[2], found[3].replace("'", "").split(", ")
             what = "there is no command" if what == "COMMAND" else f"{what} cannot be"
             message = f"{what} {given!r}.{suggest(given, choices)} Write one of: {', '.join(choices)}"
-        elif found := re.fullmatch(r"ambiguous option: (--\S+) could match (.*)", message):
-            flag = found[1].partition("=")[0]
-            names = [name for name in found[2].split(", ") if "-" not in name.lstrip("-")]
-            use = f"--use_{flag.lstrip('-')}"
-            hint = f" Did you mean {use!r}?" if use in self._option_string_actions else ""
-            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            message = f"{flag} is the beginning of {', '.join(names[:3])}{rest}.{hint}"
         super().error(message.removesuffix(", ..."))

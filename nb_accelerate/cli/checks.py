@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from nb_accelerate.training.accelerator import Accelerator
 
 _TOLERANCE = {"no": 1e-5, "bf16": 0.05, "fp16": 0.05, "fp8": 0.05}
-"""Largest difference between a weight trained on all ranks and on one, by precision."""
 """Largest difference of weights after training, by precision: sums are taken in another order."""
 
 

@@ -31,6 +31,20 @@ _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
 """Values of ``distributed_type`` that a launch can be for."""
 
+_VARIABLES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "debug": "ACCELERATE_DEBUG_MODE",
+    "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
+    "num_cpu_threads_per_process": "OMP_NUM_THREADS",
+    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
+    "dynamo_mode": "ACCELERATE_DYNAMO_MODE",
+    "dynamo_use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+    "dynamo_use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "dynamo_use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+}
+"""Variables of the ranks that flags set, by the flag."""
+
 _TPU = "xla"
 """Torch's name for the type of device that a TPU is."""
 
@@ -154,15 +168,12 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
     def choose(flag: str, default: Any) -> Any:
         return said[flag] if said[flag] is not None else default if file is None else file.get(flag, default)
 
-    if arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):
-        raise ConfigError(
-            f"--cpu and {'--multi_gpu' if arguments.multi_gpu else '--gpu_ids'} were both given. Leave one of them out."
-        )
+    given = [flag for flag in ("cpu", "tpu", "multi_gpu", "gpu_ids") if said[flag]]
+    if len(given) > 1 and given[0] in ("cpu", "tpu"):
+        raise ConfigError(f"--{given[0]} and --{given[1]} were both given. Leave one of them out.")
     fewest, machines = said["num_machines"] or (file.machines if file is not None else (1, 1))
     if not 1 <= fewest <= machines:
         raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
-    if arguments.tpu and (arguments.cpu or arguments.multi_gpu or arguments.gpu_ids):
-        raise ConfigError("--tpu was given together with a flag for other devices. Leave one of them out.")
     kind = file.get("distributed_type", "NO") if file is not None else "NO"
     if kind not in _KINDS and not (arguments.cpu or arguments.multi_gpu or chosen_engine(arguments, file)):
         raise ConfigError(
@@ -277,24 +288,7 @@ def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[s
         found[CONFIG_FILE] = of_file[CONFIG_FILE]
     if arguments.multi_gpu or arguments.gpu_ids:
         found["ACCELERATE_USE_CPU"] = "false"
-    flags = {
-        "mixed_precision": "ACCELERATE_MIXED_PRECISION",
-        "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        "debug": "ACCELERATE_DEBUG_MODE",
-        "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
-        "num_cpu_threads_per_process": "OMP_NUM_THREADS",
-        **{
-            flag: f"ACCELERATE_{flag.upper()}"
-            for flag in (
-                "dynamo_backend",
-                "dynamo_mode",
-                "dynamo_use_fullgraph",
-                "dynamo_use_dynamic",
-                "dynamo_use_regional_compilation",
-            )
-        },
-    }
-    for flag, name in flags.items():
+    for flag, name in _VARIABLES.items():
         value = getattr(arguments, flag)
         if value is not None:
             found[name] = str(value).lower() if isinstance(value, bool) else str(value)

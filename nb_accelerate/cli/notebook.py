@@ -24,6 +24,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
+from typing_extensions import override
 
 from nb_accelerate.cli.progress import CellProgress
 from nb_accelerate.errors import ConfigError
@@ -119,25 +120,25 @@ def write_page(run: NotebookRun, directory: Path) -> Path:
     return path
 
 
-class _Session:
-    """A kernel from start to shutdown; a context manager."""
+class _Session(NotebookClient):
+    """nbclient with a kernel from start to shutdown, that tells what a cell prints and how far its ranks are."""
 
     def __init__(self, path: Path, notebook: NotebookNode, progress: TextIO, env: Mapping[str, str] | None) -> None:
-        self._path = path
-        self._notebook = notebook
-        self._progress = CellProgress(progress)
-        self._start_options = {} if env is None else {"env": dict(env)}
         # With no folders to look in, what is left is the kernel of this very Python; one of the same name
         # that somebody installed for themselves may belong to another environment.
         specs = KernelSpecManager(kernel_dirs=[])
-        self._manager = AsyncKernelManager(kernel_spec_manager=specs, **_encryption())
+        manager = AsyncKernelManager(kernel_spec_manager=specs, **_encryption())
+        super().__init__(notebook, manager, resources={"metadata": {"path": str(path.parent)}})
+        self._path = path
+        self._progress = CellProgress(progress)
+        self._start_options = {} if env is None else {"env": dict(env)}
+        self._manager = manager
         if self._progress.is_live:
-            self._manager.session.metadata = dict(FROM_TERMINAL)  # of every request
-        self._stop = _Stop(self._manager)
-        self._client = _Client(notebook, self._manager, self._progress, self._stop, path.parent)
+            manager.session.metadata = dict(FROM_TERMINAL)  # of every request
+        self._stop = _Stop(manager)
 
     async def run(self) -> NotebookRun:
-        for cell in self._notebook.cells:
+        for cell in self.nb.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
         self._progress.line(f"{self._path.name}")
@@ -145,33 +146,33 @@ class _Session:
             with self._stop.on_signals():
                 failure = await self._start() or await self._cells()
         finally:
-            await self._close()
-        self._client.set_widgets_metadata()
+            await self._stop.settle()
+            if self.kc is not None:
+                self.kc.stop_channels()
+            if self._manager.has_kernel:
+                await self._manager.shutdown_kernel()
+        self.set_widgets_metadata()
         interrupted = self._stop.requested
         if interrupted:
             self._progress.line("interrupted")
-        return NotebookRun(
-            name=self._path.stem,
-            notebook=self._notebook,
-            failure=None if interrupted else failure,  # an interrupted cell fails because it was told to
-            interrupted=interrupted,
-        )
+            failure = None  # an interrupted cell fails because it was told to
+        return NotebookRun(name=self._path.stem, notebook=self.nb, failure=failure, interrupted=interrupted)
 
     async def _start(self) -> FailedCell | None:
         try:
-            await self._client.async_start_new_kernel(**self._start_options)
-            await self._client.async_start_new_kernel_client()
-            reply = await self._client.async_wait_for_reply(self._client.kernel.kernel_info())
+            await self.async_start_new_kernel(**self._start_options)
+            await self.async_start_new_kernel_client()
+            reply = await self.async_wait_for_reply(self.kc.kernel_info())  # type: ignore[union-attr]
         except RuntimeError as error:  # what they raise for a kernel that dies while it starts
             return FailedCell(number=None, title="the kernel did not start", traceback=str(error))
         if reply is not None:
-            self._notebook.metadata["language_info"] = reply["content"]["language_info"]
+            self.nb.metadata["language_info"] = reply["content"]["language_info"]
         return None
 
     async def _cells(self) -> FailedCell | None:
         cells = [
             (index, cell)
-            for index, cell in enumerate(self._notebook.cells)
+            for index, cell in enumerate(self.nb.cells)
             if cell.cell_type == "code" and cell.source.strip()
         ]
         for number, (index, cell) in enumerate(cells, start=1):
@@ -180,7 +181,7 @@ class _Session:
             title = next(line.strip() for line in cell.source.splitlines() if line.strip()).lstrip("# ")
             with self._progress.cell(number, len(cells), title):
                 try:
-                    await self._client.async_execute_cell(cell, index)
+                    await self.async_execute_cell(cell, index)
                 except CellExecutionError as error:
                     return FailedCell(number=number, title=title, traceback=_traceback(cell, error))
                 except DeadKernelError:
@@ -191,39 +192,13 @@ class _Session:
                     _forget_overwritten(cell)
         return None
 
-    async def _close(self) -> None:
-        await self._stop.settle()
-        if self._client.kc is not None:
-            self._client.kc.stop_channels()
-        if self._manager.has_kernel:
-            await self._manager.shutdown_kernel()
-
-
-class _Client(NotebookClient):
-    """nbclient, telling what a cell prints and how far its ranks are, and keeping what is one output in one."""
-
-    def __init__(
-        self,
-        notebook: NotebookNode,
-        manager: AsyncKernelManager,
-        progress: CellProgress,
-        stop: _Stop,
-        directory: Path,
-    ) -> None:
-        super().__init__(notebook, manager, resources={"metadata": {"path": str(directory)}})
-        self._progress = progress
-        self._stop = stop
-
-    @property
-    def kernel(self) -> Any:
-        assert self.kc is not None, "the kernel is started before it is spoken to"
-        return self.kc
-
+    @override
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
         if msg["msg_type"] == "execute_input":
             self._stop.cell_began()
         return super().process_message(msg, cell, cell_index)
 
+    @override
     def output(
         self, outs: list[NotebookNode], msg: dict[str, Any], display_id: str | None, cell_index: int
     ) -> NotebookNode | None:

@@ -115,7 +115,7 @@ def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, cap
         (["lanch"], "there is no command 'lanch'. Did you mean 'launch'? Write one of: config, launch,"),
         (["config", "defualt"], "there is no command 'defualt'. Did you mean 'default'?"),
         (["launch", "--num_proceses", "2", "train.py"], "unknown: --num_proceses. Did you mean '--num_processes'?"),
-        (["launch", "--fsdp", "train.py"], "and 12 more. Did you mean '--use_fsdp'?"),
+        (["launch", "--fsdp", "train.py"], "unknown: --fsdp. Did you mean '--use_fsdp'?"),
         (["config", "--default"], "unknown: --default. Did you mean 'nb-accelerate config default'?"),
         (["launch", "--mixed_precision=bf17", "train.py"], "--mixed_precision cannot be 'bf17'. Did you mean 'bf16'?"),
         (["launch"], "the following arguments are required: TARGET\n"),
