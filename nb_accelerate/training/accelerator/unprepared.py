@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import logging
@@ -16,6 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors.frame_locals import locals_of
 from nb_accelerate.training.data.loader import DataLoaderShard
+from nb_accelerate.training.state.shared import shared_training
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -42,14 +44,12 @@ def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraini
     On several ranks the first step is looked at, of whatever optimizer. Nothing is said where somebody else may average
     the gradients: `DistributedDataParallel`, FSDP or DeepSpeed. With fp16, the first step of each optimizer is.
     """
-    if shared.watches_steps or collectives.rank or (collectives.world_size == 1 and shared.scaler is None):
+    if shared.before_step is not None or collectives.rank or (collectives.world_size == 1 and shared.scaler is None):
         return
-    shared.watches_steps = True
     is_first = collectives.world_size > 1
     told: WeakSet[Optimizer] = WeakSet()
 
-    def watch(optimizer: Optimizer, _arguments: object, _named: object) -> None:
-        # It stays registered: torch iterates over its hooks while it calls this one.
+    def look_at(optimizer: Optimizer) -> None:
         nonlocal is_first
         if shared.scaler is not None and here().phase != Phase.STEP and optimizer not in told:
             told.add(optimizer)
@@ -64,7 +64,20 @@ def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraini
             is_first = False
             _warn_of_first_step(optimizer, collectives.world_size, shared)
 
-    register_optimizer_step_pre_hook(watch)
+    shared.before_step = look_at
+    _register()
+
+
+@functools.cache
+def _register() -> None:
+    """Register a hook, once in a process. It stays: torch iterates over its hooks while it calls them."""
+
+    def hook(optimizer: Optimizer, _arguments: object, _named: object) -> None:
+        look_at = shared_training().before_step
+        if look_at is not None:
+            look_at(optimizer)
+
+    register_optimizer_step_pre_hook(hook)
 
 
 def _warn_of_first_step(optimizer: Optimizer, world_size: int, shared: SharedTraining) -> None:

@@ -18,6 +18,8 @@ from nb_accelerate.training.optim.accumulation import Window
 from nb_accelerate.training.process import context
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.optim import Optimizer
 
@@ -33,7 +35,7 @@ class SharedTraining:
         scaler: None until an `Accelerator` uses fp16.
         models: prepared models that are still referred to.
         given_optimizers: optimizers that were given to ``prepare``.
-        watches_steps: steps of optimizers are looked at, whether they were prepared.
+        before_step: called with each optimizer of this process before its step, prepared or not.
     """
 
     tracker: LoaderTracker = field(default_factory=LoaderTracker)
@@ -41,7 +43,7 @@ class SharedTraining:
     scaler: LossScaler | None = None
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     given_optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
-    watches_steps: bool = False
+    before_step: Callable[[Optimizer], None] | None = None
     _optimizers: list[ref[AcceleratedOptimizer]] = field(default_factory=list)
 
     @property
