@@ -132,7 +132,7 @@ def plain() -> dict[str, tuple[list[float], list[str]]]:
     return alone
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, tuple[list[float], list[str]]]]:
     return notebook_launcher(run_shapes, (SHAPES, True), num_processes=request.param)
 
@@ -144,7 +144,12 @@ def test_ranks_print_the_numbers_of_one_process(
     assert len(plain[shape][0]) > 3
     for rank in ranks:
         assert rank[shape][0] == pytest.approx(plain[shape][0], rel=2e-3, abs=1e-5)
-        assert bool(rank[shape][1]) == (shape in ALONE and len(ranks) > 1)
+        assert bool(rank[shape][1]) == (shape in ALONE)
+
+
+def test_one_rank_computes_as_without_it(plain: dict[str, tuple[list[float], list[str]]]):
+    shapes = {name: SHAPES[name] for name in ("quickstart", "GCN")}
+    assert notebook_launcher(run_shapes, (shapes, True), num_processes=1) == [{name: plain[name] for name in shapes}]
 
 
 def outcome_of_rows() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.comm import SingleCollectives
-from nb_accelerate.training.convert.loaders import draw_seed, in_parts, whole_batch
+from nb_accelerate.training.convert.loaders import in_parts, whole_batch
 from nb_accelerate.training.convert.models import SharedModels, line_here
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.process.setup import setup_process
@@ -91,9 +91,10 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
 
     def report(self) -> None:
         """Say, on all ranks, whose work was not shared, and why."""
+        who = f"each of the {self._collectives.world_size} ranks"
         for name, line, why in dict.fromkeys(self.models.unshared.values()):
-            said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
-            print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - of the cell
+            said = f"{who} computes all of {name} (line {line}), so they are no faster than one: {why}"
+            print(f"--convert: {said}", file=sys.stderr)  # noqa: T201 - of the cell
 
     def _patch(self, functions: dict[tuple[Any, str], Any]) -> None:
         for (owner, name), function in functions.items():
@@ -166,7 +167,9 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             if parts is None:
                 return iter(loader)
             if is_first or not loader.persistent_workers:
-                draw_seed(loader, parts, self._collectives.rank)
+                # torch draws this number when reading begins. The workers of each rank begin with another one.
+                seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+                parts.generator.manual_seed((int(seed) + self._collectives.rank) % 2**63)
         return self._wholes(parts, iter(parts))
 
     def _wholes(self, parts: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:

@@ -57,12 +57,6 @@ def _random_numbers() -> tuple[float, ...]:
     return random.random(), np.random.random_sample(), torch.rand(()).item()  # noqa: S311 - compared
 
 
-def draw_seed(loader: DataLoader[Any], parts: DataLoaderShard, rank: int) -> None:
-    """Draw the number that torch draws when reading begins. The workers of each rank begin with another one."""
-    seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    parts.generator.manual_seed((int(seed) + rank) % 2**63)
-
-
 def whole_batch(part: Any, real: int | None, collectives: Collectives) -> Any:
     """Return the batch of which each rank has read a part; only the first `real` rows are not repeated ones."""
     wholes = iter(communicate_packed(tensors_in(part), collectives.all_gather, collectives.world_size))

@@ -68,7 +68,10 @@ class SharedModels:
             # Rows of this rank are dropped unlike those of others. Outside, all ranks have equal random numbers.
             torch.manual_seed(torch.initial_seed() + self._num_calls * ranks + self._collectives.rank)
             part = plain(model, *args, **kwargs)
-        self._average_statistics(norms)
+        # What batch norm has seen is averaged over ranks. By .data: backward needs no value, and refuses changed ones.
+        kept = [value.data for norm in norms for value in norm.buffers(recurse=False) if value.is_floating_point()]
+        for value, mean in zip(kept, operations.reduce(self._collectives, kept, "mean") if kept else (), strict=True):
+            value.copy_(mean)
         return cut.joined(part, rows.pop(), self._collectives)
 
     def _find(self, model: nn.Module, arguments: Any) -> tuple[Cut | None, str]:
@@ -113,13 +116,6 @@ class SharedModels:
                 f"line {line_here()}: this {type(model).__name__} is on {device}, and the device of rank "
                 f"{self._collectives.rank} is {self._device}. Write 'cuda' without a number, or device"
             )
-
-    def _average_statistics(self, norms: Sequence[nn.Module]) -> None:
-        """Average what batch norm has seen of each rank's rows."""
-        # By .data: backward needs none of them, and would refuse values that were changed.
-        kept = [one.data for norm in norms for one in norm.buffers(recurse=False) if one.is_floating_point()]
-        for value, mean in zip(kept, operations.reduce(self._collectives, kept, "mean") if kept else (), strict=True):
-            value.copy_(mean)
 
     def backward(self, plain: Callable[[], None]) -> None:
         """Run backward, and average what it adds to the gradients of models that were cut.
