@@ -18,7 +18,7 @@ def _on_ranks() -> dict[str, dict[str, float]]:
     from turns import medians
 
     from nb_accelerate import Accelerator
-    from nb_accelerate.training.comm import broadcast
+    from nb_accelerate.training.comm.operations import broadcast
 
     torch.set_num_threads(1)
     ours, theirs = Accelerator(cpu=True), Theirs(cpu=True)

@@ -18,7 +18,7 @@ from nb_accelerate.errors import (
     DistributedOperationException,
 )
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.comm import (
+from nb_accelerate.training.comm.operations import (
     broadcast,
     broadcast_object_list,
     gather,

@@ -2,28 +2,8 @@
 
 from nb_accelerate.training.comm.checked import CheckedCollectives
 from nb_accelerate.training.comm.collectives import Collectives
-from nb_accelerate.training.comm.operations import (
-    Trigger,
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
-)
+from nb_accelerate.training.comm.operations import Trigger
 from nb_accelerate.training.comm.single import SingleCollectives
 from nb_accelerate.training.comm.torch_distributed import TorchCollectives
 
-__all__ = [
-    "CheckedCollectives",
-    "Collectives",
-    "SingleCollectives",
-    "TorchCollectives",
-    "Trigger",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-]
+__all__ = ["CheckedCollectives", "Collectives", "SingleCollectives", "TorchCollectives", "Trigger"]
