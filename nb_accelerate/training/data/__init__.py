@@ -2,7 +2,6 @@
 
 from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.training.data.loader import DataLoaderShard
-from nb_accelerate.training.data.plan import ShardPlan
 from nb_accelerate.training.data.prepare import prepare_data_loader, skip_first_batches
 from nb_accelerate.training.data.sameness import check_loaders
 from nb_accelerate.training.data.samplers import BatchSamplerShard, SeedableRandomSampler
@@ -15,7 +14,6 @@ __all__ = [
     "DataLoaderShard",
     "LoaderTracker",
     "SeedableRandomSampler",
-    "ShardPlan",
     "SkipBatchSampler",
     "check_loaders",
     "prepare_data_loader",
