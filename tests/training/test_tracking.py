@@ -396,28 +396,62 @@ def test_the_run_of_a_library_has_the_name_that_scripts_for_accelerate_use(track
     assert made.tracker is made.run
 
 
-def test_comet_on_a_stand_in(monkeypatch):
-    from nb_accelerate.training.tracking import CometMLTracker
-
-    assert _calls_of(monkeypatch, "comet_ml", CometMLTracker("digits", workspace="me")) == [
-        ("start", {"project_name": "digits", "workspace": "me"}),
-        ("start().log_parameters", {"lr": 0.5}),
-        ("start().set_step", 3),
-        ("start().log_metric", "eval_loss", 2.0, {"step": 3}),
-        ("start().end",),
-    ]
+_LIKE_WANDB = [
+    ("init", {"project": "digits", "mode": "local"}),
+    ("init().config.update", {"lr": 0.5}),
+    ("init().log", {"eval_loss": 2.0}, {"step": 3}),
+    ("init().finish",),
+]
 
 
-def test_aim_on_a_stand_in(monkeypatch):
-    from nb_accelerate.training.tracking import AimTracker
-
-    assert _calls_of(monkeypatch, "aim", AimTracker("digits", "logs", log_system_params=False)) == [
-        ("Run", {"repo": "logs", "log_system_params": False}),
-        ("Run().name =", "digits"),
-        ("Run()[hparams] =", {"lr": 0.5}),
-        ("Run().track", 2.0, {"name": "eval_loss", "step": 3}),
-        ("Run().close",),
-    ]
+@pytest.mark.parametrize(
+    ("name", "args", "options", "calls"),
+    [
+        ("swanlab", ("digits",), {"mode": "local"}, _LIKE_WANDB),
+        ("trackio", ("digits",), {"mode": "local"}, _LIKE_WANDB),
+        (
+            "comet_ml",
+            ("digits",),
+            {"workspace": "me"},
+            [
+                ("start", {"project_name": "digits", "workspace": "me"}),
+                ("start().log_parameters", {"lr": 0.5}),
+                ("start().set_step", 3),
+                ("start().log_metric", "eval_loss", 2.0, {"step": 3}),
+                ("start().end",),
+            ],
+        ),
+        (
+            "aim",
+            ("digits", "logs"),
+            {"log_system_params": False},
+            [
+                ("Run", {"repo": "logs", "log_system_params": False}),
+                ("Run().name =", "digits"),
+                ("Run()[hparams] =", {"lr": 0.5}),
+                ("Run().track", 2.0, {"name": "eval_loss", "step": 3}),
+                ("Run().close",),
+            ],
+        ),
+        (
+            "dvclive",
+            ("digits",),
+            {"dir": "out"},
+            [
+                ("Live", {"dir": "out"}),
+                ("Live().log_params", {"lr": 0.5}),
+                ("Live().step =", 3),
+                ("Live().log_metric", "eval_loss", 2.0),
+                ("Live().next_step",),
+                ("Live().end",),
+            ],
+        ),
+    ],
+)
+def test_libraries_are_called_as_they_are_to_be(
+    monkeypatch, name: str, args: tuple[str, ...], options: dict[str, Any], calls: list[Any]
+):
+    assert _calls_of(monkeypatch, name, select.TRACKERS[name].load()(*args, **options)) == calls
 
 
 def test_clearml_on_a_stand_in(monkeypatch):
@@ -441,30 +475,6 @@ def test_clearml_on_a_stand_in(monkeypatch):
             {"title": "loss", "series": "eval", "value": 2.0, "iteration": 3},
         ),
         ("Task.init().close",),
-    ]
-
-
-def test_dvclive_on_a_stand_in(monkeypatch):
-    from nb_accelerate.training.tracking import DVCLiveTracker
-
-    assert _calls_of(monkeypatch, "dvclive", DVCLiveTracker("digits", dir="out")) == [
-        ("Live", {"dir": "out"}),
-        ("Live().log_params", {"lr": 0.5}),
-        ("Live().step =", 3),
-        ("Live().log_metric", "eval_loss", 2.0),
-        ("Live().next_step",),
-        ("Live().end",),
-    ]
-
-
-@pytest.mark.parametrize("name", ["swanlab", "trackio"])
-def test_swanlab_and_trackio_on_a_stand_in(monkeypatch, name: str):
-    tracker = select.TRACKERS[name].load()("digits", mode="local")
-    assert _calls_of(monkeypatch, name, tracker) == [
-        ("init", {"project": "digits", "mode": "local"}),
-        ("init().config.update", {"lr": 0.5}),
-        ("init().log", {"eval_loss": 2.0}, {"step": 3}),
-        ("init().finish",),
     ]
 
 

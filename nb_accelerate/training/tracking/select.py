@@ -17,7 +17,7 @@ from nb_accelerate.training.tracking.tracker import GeneralTracker
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -102,33 +102,25 @@ def filter_trackers(
         MissingDependencyError: a library is not installed.
     """
     wanted = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
-    names = {str(item) for item in wanted if isinstance(item, str)}
-    chosen: list[str | LoggerType | GeneralTracker] = [item for item in wanted if isinstance(item, GeneralTracker)]
     for item in wanted:
         if isinstance(item, type) and issubclass(item, GeneralTracker):
             raise ConfigError(f"log_with has the class {item.__name__}. Write an object: {item.__name__}('my run').")
         if not isinstance(item, (str, GeneralTracker)):
             raise ConfigError(f"log_with has {item!r}, which is neither the name of a tracker nor a GeneralTracker.")
-    if str(LoggerType.ALL) in names:
-        return [*chosen, *_all_that_work(logging_dir)]
-    for name in dict.fromkeys(str(item) for item in wanted if isinstance(item, str)):
-        if tracker_class(name).requires_logging_directory and logging_dir is None:
+    chosen: list[str | LoggerType | GeneralTracker] = [item for item in wanted if isinstance(item, GeneralTracker)]
+    names = list(dict.fromkeys(str(item) for item in wanted if isinstance(item, str)))
+    takes_all = str(LoggerType.ALL) in names
+    for name in get_available_trackers() if takes_all else names:
+        if not tracker_class(name).requires_logging_directory or logging_dir is not None:
+            chosen.append(name)
+        elif takes_all:
+            logger.info("%s is left out: it writes files, and there is no project_dir", name)
+        else:
             raise ConfigError(
                 f"log_with={name!r} writes files, and there is no folder for them. Write "
                 f"Accelerator(log_with={name!r}, project_dir='runs')."
             )
-        chosen.append(name)
     return chosen
-
-
-def _all_that_work(logging_dir: str | os.PathLike[str] | None) -> list[str]:
-    found = []
-    for name in get_available_trackers():
-        if logging_dir is None and tracker_class(name).requires_logging_directory:
-            logger.info("%s is left out: it writes files, and there is no project_dir", name)
-        else:
-            found.append(name)
-    return found
 
 
 def make_trackers(
@@ -140,7 +132,12 @@ def make_trackers(
 ) -> list[GeneralTracker]:
     """Make a tracker for each name; tracker objects are returned as they are."""
     names = [tracker.name if isinstance(tracker, GeneralTracker) else str(tracker) for tracker in chosen]
-    _check_names("init_kwargs", init_kwargs, names)
+    for name in init_kwargs.keys() - names:
+        listed = ", ".join(names) or "none"
+        raise ConfigError(
+            f"init_kwargs has arguments for {name!r}, which is not among the trackers of this run ({listed})."
+            f"{suggest(name, names)}"
+        )
     made: list[GeneralTracker] = []
     for tracker in chosen:
         if isinstance(tracker, GeneralTracker):
@@ -152,16 +149,6 @@ def make_trackers(
             arguments.setdefault("logging_dir", logging_dir)
         made.append(cls(project_name, **arguments))
     return made
-
-
-def _check_names(argument: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            listed = ", ".join(known) or "none"
-            raise ConfigError(
-                f"{argument} has arguments for {name!r}, which is not among the trackers of this run ({listed})."
-                f"{suggest(name, known)}"
-            )
 
 
 @dataclass(kw_only=True)
