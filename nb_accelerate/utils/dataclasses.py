@@ -18,16 +18,17 @@ from nb_accelerate.base.config.kwargs import (
     KwargsHandler as KwargsHandler,
 )
 from nb_accelerate.base.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
-from nb_accelerate.base.config.parallelism import ParallelismConfig as ParallelismConfig
+from nb_accelerate.base.config.parallelism import (
+    ParallelismConfig as ParallelismConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
+from nb_accelerate.base.config.precision import PrecisionType as PrecisionType
 from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
 from nb_accelerate.base.config.project import (
     ComputeEnvironment as ComputeEnvironment,
     LoggerType as LoggerType,
     ProjectConfiguration as ProjectConfiguration,
-)
-from nb_accelerate.base.config.tensor_parallel import (
-    TorchTensorParallelConfig as TorchTensorParallelConfig,
-    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from nb_accelerate.training.bigmodel.sizes import CustomDtype as CustomDtype
 from nb_accelerate.training.process.rng import RNGType as RNGType

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate import Accelerator, FullyShardedDataParallelPlugin
-from nb_accelerate.base.config.parallelism import ParallelismConfig
-from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig
+from nb_accelerate.base.config.parallelism import ParallelismConfig, TorchTensorParallelConfig
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.strategies.deepspeed.pairing import optimizer_of
 

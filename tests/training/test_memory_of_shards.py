@@ -11,8 +11,7 @@ from torch import nn
 
 from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
 from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
-from nb_accelerate.base.config.parallelism import ParallelismConfig
-from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig
+from nb_accelerate.base.config.parallelism import ParallelismConfig, TorchTensorParallelConfig
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.process import context
 

@@ -11,8 +11,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
-from nb_accelerate.base.config.parallelism import ParallelismConfig
-from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig, TorchTensorParallelPlugin
+from nb_accelerate.base.config.parallelism import (
+    ParallelismConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.comm import SingleCollectives

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nb_accelerate.base.config.parallelism import ParallelismConfig
-from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelConfig
+from nb_accelerate.base.config.parallelism import ParallelismConfig, TorchTensorParallelConfig
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.process import context
 

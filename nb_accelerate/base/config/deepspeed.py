@@ -231,15 +231,10 @@ class DeepSpeedPlugin(KwargsHandler):
         other = {"bf16": "fp16", "fp16": "bf16"}.get(mixed_precision)
         if other is None:
             return
-        if self.get_value(f"{other}.enabled") is True:
+        if self.get_value(f"{other}.enabled") is True or self.get_value(f"{mixed_precision}.enabled") is False:
             raise ConfigError(
                 f"mixed_precision={mixed_precision!r} was asked for, but the DeepSpeed configuration has "
-                f'{other}.enabled true. Write one of the two, or {{"{other}": {{"enabled": "auto"}}}}.'
-            )
-        if self.get_value(f"{mixed_precision}.enabled") is False:
-            raise ConfigError(
-                f"mixed_precision={mixed_precision!r} was asked for, but the DeepSpeed configuration has "
-                f"{mixed_precision}.enabled false. Leave out one of the two."
+                f"{other}.enabled true, or {mixed_precision}.enabled false. Leave out one of the two."
             )
         self.deepspeed_config.setdefault(mixed_precision, {})["enabled"] = True
 

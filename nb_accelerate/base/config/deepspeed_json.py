@@ -41,11 +41,7 @@ class HfDeepSpeedConfig:
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that has, or would have, a key, and the last part of the key; None if there is none."""
-        *sections, key = ds_key_long.split(".")
-        node: Any = self.config
-        for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        return node if isinstance(node, dict) else None, key
+        return _node_of(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return the value of a key such as ``"zero_optimization.stage"``, or ``default`` if it is not there."""
@@ -94,6 +90,14 @@ class HfDeepSpeedConfig:
         """Do nothing: stage and offload are read from ``config`` when they are asked for. For ported code."""
 
 
+def _node_of(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the dict that has, or would have, a dotted name, and the last part of the name; None if there is none."""
+    *sections, key = name.split(".")
+    for section in sections:
+        config = config.get(section) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else None, key
+
+
 def read_deepspeed_config(given: Any) -> dict[str, Any]:
     """Return a DeepSpeed configuration, given as to `HfDeepSpeedConfig`, as nested dicts that belong to the caller."""
     if isinstance(given, HfDeepSpeedConfig) or isinstance(getattr(given, "config", None), dict):
@@ -131,11 +135,10 @@ def contradictions(config: Mapping[str, Any], values: Mapping[str, Any]) -> list
     """
     found = []
     for name, value in values.items():
-        node: Any = config
-        for part in name.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        if node not in (None, AUTO, value):
-            found.append(f"{name} is {node!r} in the configuration and {value!r} here")
+        node, key = _node_of(config, name)
+        configured = None if node is None else node.get(key)
+        if configured not in (None, AUTO, value):
+            found.append(f"{name} is {configured!r} in the configuration and {value!r} here")
     return found
 
 
@@ -148,10 +151,8 @@ def filled(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     """
     result: dict[str, Any] = copy.deepcopy(dict(config))
     for name in list(auto_keys(result)):
-        *sections, key = name.split(".")
-        node = result
-        for section in sections:
-            node = node[section]
+        node, key = _node_of(result, name)
+        assert node is not None  # it has this key
         if values.get(name) is not None:
             node[key] = values[name]
         elif name == "scheduler.params.total_num_steps":  # for which DeepSpeed has no default

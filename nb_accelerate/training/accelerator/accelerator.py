@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.base.config.kwargs import KwargsHandler
     from nb_accelerate.base.config.options import Options
-    from nb_accelerate.base.config.parallelism import ParallelismConfig
+    from nb_accelerate.base.config.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from nb_accelerate.base.config.project import LoggerType
-    from nb_accelerate.base.config.tensor_parallel import TorchTensorParallelPlugin
     from nb_accelerate.training.process.rng import RNGType
     from nb_accelerate.training.tracking import GeneralTracker
 

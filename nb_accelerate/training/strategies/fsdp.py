@@ -31,7 +31,7 @@ from nb_accelerate.training.strategies.shards import is_shard
 from nb_accelerate.training.strategies.unwrapping import flattened, innermost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch.distributed as dist
     from torch import nn
@@ -161,11 +161,6 @@ class FSDPStrategy(DTensorStrategy):
     def explain_backward(self, error: RuntimeError) -> None:
         if "setStorage" in str(error):  # a second backward reads weights that the first has freed
             raise ConfigError(self.refusals["create_graph"]) from error
-
-    @override
-    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-        self.check_supports("join_uneven_inputs")
-        return super().join(models)
 
     @override
     def complete_gradients(

@@ -190,6 +190,7 @@ class Strategy:
 
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Return a block in which ranks may have different numbers of batches."""
+        self.check_supports("join_uneven_inputs")
         return contextlib.nullcontext()
 
     def complete_gradients(
@@ -267,31 +268,18 @@ class Strategy:
         """Return the prepared model whose engine writes and reads the state of an optimizer; None if none does."""
         return None
 
-    def save_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
-        """Write this rank's part of the state of a model for which `saves_itself`. Collective.
+    # The arguments of these are described where they are done, in `training.strategies.deepspeed.checkpoint`.
 
-        Args:
-            folder: is there; each rank has one of its own, and they are joined afterwards.
-            tag: the name of this model in the checkpoint.
-        """
+    def save_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
+        """Write this rank's part of the state of a model for which `saves_itself`. Collective."""
         raise NotImplementedError
 
     def check_engine(
         self, model: nn.Module, folder: Path, tag: str, files: Collection[str], *, weights_only: bool, strict: bool
     ) -> None:
-        """Raise `CheckpointError` if a checkpoint does not fit a model for which `saves_itself`. Changes nothing.
-
-        Args:
-            files: those of the checkpoint, as paths that begin below the folder.
-            weights_only: whether files that run code are refused.
-            strict: whether it has to have exactly the weights of the model.
-        """
+        """Raise `CheckpointError` if a checkpoint does not fit a model for which `saves_itself`. Changes nothing."""
         raise NotImplementedError
 
     def load_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
-        """Read the state of a model for which `saves_itself`. Collective.
-
-        Args:
-            **kwargs: ``weights_only`` and ``strict`` as in `check_engine`; others are arguments for the engine.
-        """
+        """Read the state of a model for which `saves_itself`. Collective."""
         raise NotImplementedError

@@ -40,8 +40,7 @@ from nb_accelerate.training.strategies.model_memory import measure
 from nb_accelerate.training.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import Tensor, nn
@@ -274,11 +273,6 @@ class DeepSpeedStrategy(Strategy):
         return _at_boundary([model] if model in engines else [], True)
 
     @override
-    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-        self.check_supports("join_uneven_inputs")
-        return super().join(models)
-
-    @override
     def drop_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[], None] | None:
@@ -341,19 +335,9 @@ class DeepSpeedStrategy(Strategy):
     def owner_of(self, optimizer: torch.optim.Optimizer) -> nn.Module | None:
         return gradients.engine_of(optimizer)
 
-    @override
-    def save_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
-        checkpoint.save_engine(model, folder, tag, **kwargs)
-
-    @override
-    def check_engine(
-        self, model: nn.Module, folder: Path, tag: str, files: Collection[str], *, weights_only: bool, strict: bool
-    ) -> None:
-        checkpoint.check_engine(model, folder, tag, files, weights_only=weights_only, strict=strict)
-
-    @override
-    def load_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
-        checkpoint.load_engine(model, folder, tag, **kwargs)
+    save_engine = staticmethod(checkpoint.save_engine)  # type: ignore[assignment]  # the model is the engine
+    check_engine = staticmethod(checkpoint.check_engine)  # type: ignore[assignment]  # the model is the engine
+    load_engine = staticmethod(checkpoint.load_engine)  # type: ignore[assignment]  # the model is the engine
 
 
 def _hidden_size(model: nn.Module) -> int | None:
