@@ -80,34 +80,35 @@ def test_gradients_of_gradients_are_refused_with_what_to_write(run_ranks: RunRan
         assert backward.endswith("Leave fsdp_plugin out, and train with DDP.")
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": None}])
-def test_loops_over_many_parameters_are_set_back_where_only_some_are_parallelized(
-    run_ranks: RunRanks, options: dict[str, Any]
-):
-    def parallel() -> list[float]:
+def test_loops_over_many_parameters_are_set_back_where_only_some_are_parallelized(run_ranks: RunRanks):
+    def make(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+    def parallel() -> list[list[float]]:
         config = ParallelismConfig(
             tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
         )
         accelerator = Accelerator(cpu=True, parallelism_config=config)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        for _ in range(2):
-            accelerator.backward(model(ROWS[0]).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        return accelerator.unwrap_model(model)[3].weight.tolist()
+        found = []
+        for options in ({"foreach": True}, {"fused": True}, {"foreach": None}):
+            model, optimizer = accelerator.prepare(*make(**options))
+            for _ in range(2):
+                accelerator.backward(model(ROWS[0]).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(accelerator.unwrap_model(model)[3].weight.tolist())
+        return found
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = make()
     for _ in range(2):
         model(ROWS[0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for weights in run_ranks(parallel):
-        assert weights == pytest.approx(model[3].weight.tolist(), abs=1e-6)
+    for found in run_ranks(parallel):
+        for weights in found:
+            assert weights == pytest.approx(model[3].weight.tolist(), abs=1e-6)
 
 
 def test_a_state_that_a_constructor_makes_is_no_step():
