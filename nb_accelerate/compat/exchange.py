@@ -77,10 +77,10 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         dim: that of the rows.
     """
 
-    def pad(one: Tensor) -> Tensor:
-        size = list(one.shape)
+    def pad(rows: Tensor) -> Tensor:
+        size = list(rows.shape)
         size[dim] = -batch_size % num_processes
-        return torch.cat([one, one.new_zeros(size)], dim)
+        return torch.cat([rows, rows.new_zeros(size)], dim)
 
     return map_tensors(pad, tensor)
 

@@ -104,7 +104,8 @@ def save_fsdp_model(
     is_main = accelerator.is_main_process
     state = inner.state_dict() if fsdp_plugin.saves_shards else strategy.model_state(inner, keep=is_main)
     if adapter_only and is_peft_model(inner):
-        trained = {name for name, one in inner.named_parameters(remove_duplicate=False) if one.requires_grad}
+        named_parameters = inner.named_parameters(remove_duplicate=False)
+        trained = {name for name, parameter in named_parameters if parameter.requires_grad}
         state = {name: value for name, value in state.items() if name in trained}
     files = _StateFiles(fsdp_plugin, accelerator, FSDP_MODEL_NAME, model_index, use_dcp)
     files.save(output_dir, "model", state)

@@ -207,7 +207,7 @@ class GradientAverage:
                 record.parameters, record.is_all = averaged, trained <= averaged | self._left_alone
             for key in averaged | self._left_alone:
                 rest.pop(key, None)
-        self._synchronise([one for key, one in rest.items() if key not in before and one.requires_grad])
+        self._synchronise([new for key, new in rest.items() if key not in before and new.requires_grad])
 
     def _synchronise(self, parameters: list[Tensor]) -> None:
         """Broadcast the values of rank 0, as for prepared models, and warn that no model averages their gradients."""
@@ -229,7 +229,7 @@ class GradientAverage:
 
     def _differ(self, parameters: list[Tensor]) -> bool:
         """Return whether ranks have other gradients of parameters; they look once, before the first step."""
-        bits = sum(_bits(one.grad) for one in parameters if one.grad is not None)
+        bits = sum(_bits(parameter.grad) for parameter in parameters if parameter.grad is not None)
         pair = torch.tensor([bits, -bits], device=self._collectives.device)
         greatest, least = operations.reduce(self._collectives, pair, "max").tolist()
         return bool(greatest != -least)
@@ -252,7 +252,7 @@ class GradientAverage:
         used = [parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if anywhere]
         if not used:
             return
-        mine = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in used]
+        mine = [torch.zeros_like(own) if own.grad is None else own.grad.to_dense() for own in used]
         for parameter, mean in zip(used, operations.reduce(collectives, mine, "mean"), strict=True):
             parameter.grad = mean
 

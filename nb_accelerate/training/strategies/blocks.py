@@ -83,14 +83,14 @@ def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.M
 
     def visit(module: nn.Module) -> None:
         seen.add(id(module))
-        if policy(module=module, recurse=True, nonwrapped_numel=sum(one.numel() for one in rest(module))):
+        if policy(module=module, recurse=True, nonwrapped_numel=sum(parameter.numel() for parameter in rest(module))):
             for child in module.children():
                 if id(child) not in seen:
                     visit(child)
         own = rest(module)
         if module is model or isinstance(module, _CONTAINERS) or not own:
             return
-        if policy(module=module, recurse=False, nonwrapped_numel=sum(one.numel() for one in own)):
+        if policy(module=module, recurse=False, nonwrapped_numel=sum(parameter.numel() for parameter in own)):
             found.append(module)
             counted.update(map(id, own))
 

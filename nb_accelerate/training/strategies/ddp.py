@@ -125,7 +125,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
         try:
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]  # what the next forward would find out, one step too late
         except RuntimeError as error:
-            unused = [name for name, one in self.module.named_parameters() if one.requires_grad and one.grad is None]
+            named = self.module.named_parameters()
+            unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
             raise ConfigError(
                 f"{len(unused)} parameters of {type(self.module).__name__} got no gradient in this backward: "
                 f"{', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}. Ranks wait for all gradients before they "
@@ -191,7 +192,7 @@ class DDPStrategy(Strategy):
         model = model if wrapped is None else wrapped.module  # wrapped for a process group that has ended
         if not any(p.requires_grad for p in model.parameters()):
             return model  # torch refuses to wrap a model without anything to train
-        mesh: Any = next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
+        mesh: Any = next((weight.device_mesh for weight in model.parameters() if hasattr(weight, "device_mesh")), None)
         if mesh is not None:
             raise ConfigError(
                 f"Layers of this {type(model).__name__} are parallelized over ranks (tensor parallelism), and each "
@@ -236,7 +237,7 @@ class DDPStrategy(Strategy):
         found = [wrapped for model in models if (wrapped := _wrapped(model)) is not None]
         if not all(wrapped.require_backward_grad_sync for wrapped in found):  # ranks train apart for a while
             return []
-        return [one for wrapped in found for one in wrapped.parameters() if one.requires_grad]
+        return [weight for wrapped in found for weight in wrapped.parameters() if weight.requires_grad]
 
     @override
     def copy_rank_0(self, models: Iterable[nn.Module]) -> None:
@@ -273,8 +274,8 @@ class DDPStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         def wrappers() -> list[DistributedDataParallel]:
-            found = [one for model in models if isinstance(one := _wrapped(model), DistributedDataParallel)]
-            return [one for one in found if is_alive(one.process_group)]  # others were wrapped anew
+            found = [wrapper for wrapper in map(_wrapped, models) if isinstance(wrapper, DistributedDataParallel)]
+            return [wrapper for wrapper in found if is_alive(wrapper.process_group)]  # others were wrapped anew
 
         return GradientAverage(optimizer, self.collectives, wrappers)
 
@@ -286,7 +287,7 @@ def _wrappers(models: Iterable[Any]) -> Iterator[parallel.DistributedDataParalle
         if wrapped is not None:
             yield wrapped
         else:
-            yield from (one for one in model.modules() if isinstance(one, parallel.DistributedDataParallel))
+            yield from (part for part in model.modules() if isinstance(part, parallel.DistributedDataParallel))
 
 
 def _wrapped(model: nn.Module) -> parallel.DistributedDataParallel | None:

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from nb_accelerate.training.comm.data_parallel import between_groups
 from nb_accelerate.training.strategies.mesh import has_groups
+from nb_accelerate.training.strategies.parts import parameters_of
 from nb_accelerate.training.strategies.sharding import SHARDED_AS
 from nb_accelerate.training.strategies.shards import (
     gather_whole,
@@ -98,7 +99,7 @@ class DTensorStrategy(Strategy):
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         norms = []
         for sharding, gradients in by_sharding.items():
-            norm = nn.utils.get_total_norm([one for one in gradients if one.numel()], norm_type).to(self.device)
+            norm = nn.utils.get_total_norm([part for part in gradients if part.numel()], norm_type).to(self.device)
             if sharding is not None:
                 mesh, placements = sharding
                 part = norm if is_max else norm**norm_type
@@ -149,7 +150,7 @@ class DTensorStrategy(Strategy):
 
     @override
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         sharded = dict(state["state"])
         for number, parameter in zip(numbers, parameters, strict=True):

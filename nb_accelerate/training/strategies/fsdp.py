@@ -26,6 +26,7 @@ from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shar
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.training.strategies.mesh import has_groups
 from nb_accelerate.training.strategies.model_memory import measure
+from nb_accelerate.training.strategies.parts import parameters_of
 from nb_accelerate.training.strategies.sharding import is_sharded, shard_model
 from nb_accelerate.training.strategies.shards import is_shard
 from nb_accelerate.training.strategies.unwrapping import flattened, innermost
@@ -84,7 +85,7 @@ class FSDPStrategy(DTensorStrategy):
     def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
         models = list(models)
         # While a block is gathered, its parameters are the whole ones, and the shards are held besides.
-        shards = [one.sharded_param for model in map(innermost, models) for one in _fsdp_parameters(model)]
+        shards = [record.sharded_param for model in map(innermost, models) for record in _fsdp_parameters(model)]
         return measure(models, optimizers, parameters=shards)
 
     # -- preparation
@@ -128,9 +129,9 @@ class FSDPStrategy(DTensorStrategy):
         block = contextlib.ExitStack()
         for model in flattened(models):
             inner = innermost(model)
-            for one in [inner] if is_sharded(inner) else inner.modules():  # of nested ones, each counts by itself
-                if is_sharded(one):
-                    block.enter_context(self._without_sync(one))
+            for part in [inner] if is_sharded(inner) else inner.modules():  # of nested ones, each counts by itself
+                if is_sharded(part):
+                    block.enter_context(self._without_sync(part))
         return block
 
     @contextlib.contextmanager
@@ -188,7 +189,7 @@ class FSDPStrategy(DTensorStrategy):
         def drop() -> None:
             if not self._holding:
                 return
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            own = set(map(id, parameters_of(optimizer)))
             for model in list(self._holding):
                 held = [parameter for parameter in _fsdp_parameters(model) if _holds_gradient(parameter)]
                 for parameter in held:
@@ -224,7 +225,7 @@ def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> No
 
 def _check_group(model: nn.Module) -> None:
     """Refuse a model whose process group has ended: shards of ranks that are gone are lost."""
-    meshes = [mesh for one in model.parameters() if (mesh := getattr(one, "device_mesh", None)) is not None]
+    meshes = [mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None)) is not None]
     if meshes and not has_groups(meshes[0]):
         raise ConfigError(
             f"This {type(model).__name__} was sharded over a process group that has ended, so its shards cannot be "

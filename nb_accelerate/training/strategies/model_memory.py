@@ -11,8 +11,10 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from nb_accelerate.training.strategies.parts import parameters_of
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor, nn
 
@@ -34,8 +36,8 @@ def measure(
     models: Iterable[nn.Module],
     optimizers: Iterable[torch.optim.Optimizer],
     *,
-    parameters: Sequence[Tensor] = (),
-    gradients: Sequence[Tensor] = (),
+    parameters: Iterable[Tensor] = (),
+    gradients: Iterable[Tensor] = (),
     states: Iterable[Tensor] = (),
 ) -> ModelMemory:
     """Return what is held for models and optimizers.
@@ -50,13 +52,13 @@ def measure(
     optimizers = list(optimizers)
     weights = [parameter for model in models for parameter in model.parameters()]
     trained = [weight for weight in weights if weight.requires_grad]
-    stepped = _stepped(optimizers)
+    stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
     states = [*states, *stepped]
-    found = [one.grad for one in (*trained, *stepped) if one.grad is not None]
+    found = [weight.grad for weight in (*trained, *stepped) if weight.grad is not None]
     seen: set[Any] = set()  # what is in the same memory counts once, where it comes first
     of_weights = _bytes([*parameters, *weights], seen)
     of_gradients = _bytes([*gradients, *found], seen)
-    pending = 0 if of_gradients else _bytes([one for one in stepped if one.requires_grad] or trained, set())
+    pending = 0 if of_gradients else _bytes([weight for weight in stepped if weight.requires_grad] or trained, set())
     for optimizer in optimizers:
         own = tensors_in(list(optimizer.state.values()))
         states += own
@@ -70,17 +72,13 @@ def describe_sharding(models: Iterable[nn.Module], optimizers: Iterable[torch.op
 
     Optimizers know the shards also while a model is gathered.
     """
-    for tensor in itertools.chain(_stepped(optimizers), *(model.parameters() for model in models)):
+    for tensor in itertools.chain(*map(parameters_of, optimizers), *(model.parameters() for model in models)):
         if _is_shard(tensor):
-            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]  # of a DTensor
+            mesh: Any = tensor.device_mesh
             names = mesh.mesh_dim_names or tuple(f"axis {number}" for number in range(mesh.ndim))
             axes = " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
             return f"FSDP, {axes}" if "dp_shard" in names else axes
     return ""
-
-
-def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -129,5 +127,5 @@ def _expected(optimizer: torch.optim.Optimizer) -> int:
     total = 0
     for group in optimizer.param_groups:
         copies = 2 + bool(group.get("amsgrad")) if "betas" in group else 1 if group.get("momentum") else 0
-        total += copies * _bytes([one for one in group["params"] if one.requires_grad], set())
+        total += copies * _bytes([weight for weight in group["params"] if weight.requires_grad], set())
     return total

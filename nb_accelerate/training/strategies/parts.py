@@ -51,14 +51,20 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
             tensors of no model have a number.
     """
     names: dict[int, str] = {}
-    mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    mine = set(map(id, parameters_of(optimizer)))
     for number, model in enumerate(models):
-        own = {id(one): name for name, one in model.named_parameters() if id(one) in mine and id(one) not in names}
+        new = {id(weight): name for name, weight in model.named_parameters() if id(weight) in mine - names.keys()}
         prefix = f"model_{number}." if names else ""
-        names |= {key: prefix + name for key, name in own.items()}
+        names |= {key: prefix + name for key, name in new.items()}
     groups = []
     count = 0
     for group in optimizer.param_groups:
-        groups.append([names.get(id(one), f"tensor_{count + index}") for index, one in enumerate(group["params"])])
+        numbered = enumerate(group["params"], count)
+        groups.append([names.get(id(weight), f"tensor_{number}") for number, weight in numbered])
         count += len(group["params"])
     return groups
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

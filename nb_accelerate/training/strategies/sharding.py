@@ -151,7 +151,7 @@ def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin
 
 def check_weights(model: nn.Module, collectives: Collectives) -> None:
     """Refuse a model without weights on rank 0, on all ranks alike."""
-    names = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+    names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     lacking = collectives.broadcast_objects([names[0] if names else None], 0)[0]
     if lacking is not None:
         raise ConfigError(

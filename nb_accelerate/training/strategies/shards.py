@@ -87,6 +87,7 @@ def settled(gradient: Any) -> Any:
     """Return a gradient without sums that are still to be taken over ranks. Collective if there are some."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    if not isinstance(gradient, DTensor) or not any(one.is_partial() for one in gradient.placements):
+    if not isinstance(gradient, DTensor):
         return gradient
-    return gradient.redistribute(placements=[Replicate() if one.is_partial() else one for one in gradient.placements])
+    placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=placements) if placements != list(gradient.placements) else gradient

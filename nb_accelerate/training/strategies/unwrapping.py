@@ -63,8 +63,8 @@ def innermost(model: nn.Module) -> nn.Module:
 
 def flattened(models: Iterable[Any]) -> Iterator[nn.Module]:
     """Yield the modules in what a user gives for models: in lists and tuples too, and nothing of other kinds."""
-    for one in models:
-        if isinstance(one, (list, tuple)):
-            yield from flattened(one)
-        elif isinstance(one, Module):
-            yield one
+    for item in models:
+        if isinstance(item, (list, tuple)):
+            yield from flattened(item)
+        elif isinstance(item, Module):
+            yield item

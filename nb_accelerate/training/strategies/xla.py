@@ -12,6 +12,7 @@ from torch_xla import runtime
 from torch_xla.debug import metrics
 from typing_extensions import override
 
+from nb_accelerate.training.strategies.parts import parameters_of
 from nb_accelerate.training.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class XLAStrategy(Strategy):
             with _swapping():
                 model.to(self.device)
         if self.collectives.world_size > 1:
-            held = {id(one): one for one in (*model.parameters(), *model.buffers())}
-            self.collectives.broadcast_([one.detach() for one in held.values() if one.device.type == "xla"])
+            held = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+            self.collectives.broadcast_([weight.detach() for weight in held.values() if weight.device.type == "xla"])
         return model
 
     @override
@@ -68,18 +69,18 @@ class XLAStrategy(Strategy):
             return None
 
         def average(steps: bool) -> None:  # noqa: ARG001
-            parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-            new = [one for one in parameters if self._averaged.get(id(one)) != _version(one.grad)]
-            self.collectives.average_([one.grad for one in new])
+            parameters = [weight for weight in parameters_of(optimizer) if weight.grad is not None]
+            new = [weight for weight in parameters if self._averaged.get(id(weight)) != _version(weight.grad)]
+            self.collectives.average_([weight.grad for weight in new])
             self._note(new)
 
         return average
 
     def _note(self, parameters: Iterable[Tensor]) -> None:
         """Note that gradients are averages, also after a change that was the same on all ranks."""
-        for one in parameters:
-            if one.grad is not None:
-                self._averaged[id(one)] = _version(one.grad)
+        for weight in parameters:
+            if weight.grad is not None:
+                self._averaged[id(weight)] = _version(weight.grad)
 
     @override
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -154,21 +155,22 @@ def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> No
     order. Nothing is changed unless all of them are, nor where one has a gradient, is on the device already, or belongs
     to a model as it is.
     """
-    of_models = {id(one): one for model in models for one in model.parameters()}
-    held = [one for group in optimizer.param_groups for one in group["params"]]
-    if optimizer.state or any(id(one) in of_models or one.grad is not None or one.device.type == "xla" for one in held):
+    of_models = {id(weight): weight for model in models for weight in model.parameters()}
+    held = parameters_of(optimizer)
+    is_followed = [id(old) in of_models or old.grad is not None or old.device.type == "xla" for old in held]
+    if optimizer.state or any(is_followed):
         return
-    moved = (one for one in of_models.values() if one.device.type == "xla")
+    moved = (weight for weight in of_models.values() if weight.device.type == "xla")
     found: dict[int, nn.Parameter] = {}
     for old in held:
         value = old.detach().cpu()
-        alike = (one for one in moved if (one.shape, one.dtype) == (old.shape, old.dtype))
-        new = next((one for one in alike if torch.equal(one.detach().cpu(), value)), None)
+        alike = (weight for weight in moved if (weight.shape, weight.dtype) == (old.shape, old.dtype))
+        new = next((weight for weight in alike if torch.equal(weight.detach().cpu(), value)), None)
         if new is None:
             return
         found[id(old)] = new
     for group in optimizer.param_groups:
-        group["params"] = [found[id(one)] for one in group["params"]]
+        group["params"] = [found[id(weight)] for weight in group["params"]]
 
 
 def _on_host(state: Any) -> Any:

@@ -53,16 +53,17 @@ class XLASpmdStrategy(XLAStrategy):
 
     def _shard_weights(self, model: nn.Module) -> None:
         """Cut each weight along its longest dimension that can be cut evenly; one without is whole on each device."""
-        for weight in {id(one): one for one in model.parameters() if one.device.type == "xla"}.values():
+        for weight in {id(tensor): tensor for tensor in model.parameters() if tensor.device.type == "xla"}.values():
             evenly = [axis for axis, length in enumerate(weight.shape) if length and not length % self._num_devices]
             if evenly:
                 self._shard(weight, max(evenly, key=lambda axis: weight.shape[axis]))
         torch_xla.sync()
 
     def _shard_inputs(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        for one in tensors_in([args, kwargs]):
-            if one.device.type == "xla" and one.dim() and one.shape[0] and not one.shape[0] % self._num_devices:
-                self._shard(one, 0)
+        for tensor in tensors_in([args, kwargs]):
+            num_rows = tensor.shape[0] if tensor.dim() else 0
+            if tensor.device.type == "xla" and num_rows and not num_rows % self._num_devices:
+                self._shard(tensor, 0)
 
     def _shard(self, tensor: Tensor, axis: int) -> None:
         if not torch_xla._XLAC._get_xla_sharding_spec(tensor):  # noqa: SLF001 - there is no other name

@@ -36,10 +36,10 @@ def engine_with(parameters: Sequence[Tensor]) -> Any | None:
     for engine in engines:
         if not has_buffers(engine):
             continue
-        trained = [one for one in engine.module.parameters() if one.requires_grad]
-        if not any(id(one) in wanted for one in trained):
+        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        if not any(id(parameter) in wanted for parameter in trained):
             continue
-        missing = sum(id(one) not in wanted for one in trained)
+        missing = sum(id(parameter) not in wanted for parameter in trained)
         if missing:
             raise ConfigError(
                 f"clip_grad_norm_ was given parameters of a model of which {missing} others are trained too, and ZeRO "
@@ -56,7 +56,8 @@ def has_buffers(engine: Any) -> bool:
 
 def shards_of(engine: Any) -> list[Tensor]:
     """Return what this rank holds of the parameters that stage 3 has sharded; none in other stages."""
-    return [one.ds_tensor for one in engine.module.parameters() if getattr(one, "ds_tensor", None) is not None]
+    shards = [getattr(parameter, "ds_tensor", None) for parameter in engine.module.parameters()]
+    return [shard for shard in shards if shard is not None]
 
 
 def held_by(engine: Any) -> list[Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.strategies.parts import parameters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import nn
@@ -23,7 +24,7 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
         ConfigError: there are several, or it trains other models too, or has a state that the engine would lose.
     """
     own = {id(parameter) for parameter in model.parameters()}
-    mine = [one for one in optimizers if any(id(parameter) in own for parameter in _parameters_of(one))]
+    mine = [one for one in optimizers if not own.isdisjoint(map(id, parameters_of(one)))]
     if not mine:
         return None
     if len(mine) > 1:
@@ -32,7 +33,7 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             "Make one optimizer with several parameter groups."
         )
     [optimizer] = mine
-    others = sum(id(parameter) not in own for parameter in _parameters_of(optimizer))
+    others = sum(id(parameter) not in own for parameter in parameters_of(optimizer))
     if others:
         raise ConfigError(
             f"This {type(optimizer).__name__} trains {others} parameters that are not those of the "
@@ -46,7 +47,3 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             "an empty state. Prepare it first, then call accelerator.load_state."
         )
     return optimizer
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -133,7 +133,7 @@ def engine_of_loss(loss: Tensor) -> Any:
             engine = node.metadata.get(_ENGINE)
             if engine is not None and engine() is not None:
                 return engine()
-            following += [one for one, _ in node.next_functions]
+            following += [function for function, _ in node.next_functions]
         level = following
     raise NotPreparedError(
         "accelerator.backward was given a loss that comes from no DeepSpeed engine. DeepSpeed trains models that were "

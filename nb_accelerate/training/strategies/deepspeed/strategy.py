@@ -14,6 +14,7 @@ parameter groups (and so learning rates) stay the same objects, or the one that 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -121,9 +122,9 @@ class DeepSpeedStrategy(Strategy):
         return measure(
             models,
             optimizers,
-            parameters=[one for model in own for one in gradients.shards_of(model)],
-            gradients=[one for model in own for one in gradients.held_by(model)],
-            states=[one for model in own for one in gradients.precise_weights(model)],
+            parameters=itertools.chain.from_iterable(map(gradients.shards_of, own)),
+            gradients=itertools.chain.from_iterable(map(gradients.held_by, own)),
+            states=itertools.chain.from_iterable(map(gradients.precise_weights, own)),
         )
 
     # -- preparation
@@ -182,7 +183,7 @@ class DeepSpeedStrategy(Strategy):
                     "with it the engine. Make the model anew, and load a checkpoint."
                 )
             return request.model
-        free = [one for one in optimizers if id(one) not in taken] if request.training else []
+        free = [optimizer for optimizer in optimizers if id(optimizer) not in taken] if request.training else []
         optimizer = optimizer_of(model, free)
         if optimizer is None and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             return model.to(self.device) if request.place else model  # it is only evaluated
