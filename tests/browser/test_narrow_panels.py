@@ -36,7 +36,7 @@ def measured(chromium: Chromium) -> list[dict[str, Any]]:
     run.put(memory=840_000_000, loss=2.0, utilisation=97)
     run.train(6.0)
     view = run.view
-    row = dataclasses.replace(view.rows[0], now="waits in backward", place="cell 1 line 40")
+    row = dataclasses.replace(view.rows[0], now="waits in backward", location="cell 1 line 40")
     source = html.render(dataclasses.replace(view, rows=(row, *view.rows[1:])))
     cells = "".join(
         f'<div class="cell" data-width="{width}" style="width:{width}px">{source}</div>' for width in WIDTHS
