@@ -23,7 +23,6 @@ from nb_accelerate.base.config.parallelism import (
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
-from nb_accelerate.base.config.precision import PrecisionType as PrecisionType
 from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
 from nb_accelerate.base.config.project import (
     ComputeEnvironment as ComputeEnvironment,

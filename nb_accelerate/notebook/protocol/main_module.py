@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable
 
-    from nb_accelerate.notebook.protocol.content import Checksum
+    from _typeshed import SupportsWrite
 
 
 class Globals(enum.Enum):
@@ -42,7 +42,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         codes: code of the functions that were pickled with `Globals.FOUND`.
     """
 
-    def __init__(self, file: IO[bytes] | Checksum, *, globals_there: Globals = Globals.OWN, **options: Any) -> None:
+    def __init__(self, file: SupportsWrite[bytes], *, globals_there: Globals = Globals.OWN, **options: Any) -> None:
         super().__init__(file, **options)
         self._main = main_globals()
         self._globals = globals_there
