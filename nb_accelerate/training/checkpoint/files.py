@@ -59,7 +59,7 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder |
     try:
         if isinstance(file, (str, os.PathLike)):
             # Opened here: torch would tell nothing of what the disk says.
-            with Path(file).open("wb") as opened, _checksums_of_torch(recorder is None or _is_in_background()):
+            with Path(file).open("wb") as opened, _without_checksums_of_torch(recorder is not None):
                 _write_to(obj, opened, safe_serialization=safe_serialization)
             if recorder is not None:
                 recorder.add(Path(file))
@@ -123,15 +123,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(numbers)
 
 
-def _is_in_background() -> bool:
-    """Whether another thread may save something of its own meanwhile: torch has one setting for all threads."""
-    return threading.current_thread() is not threading.main_thread()
-
-
 @contextlib.contextmanager
-def _checksums_of_torch(wanted: bool) -> Iterator[None]:
+def _without_checksums_of_torch(unwanted: bool) -> Iterator[None]:
     before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(before and wanted)
+    # Torch has one setting for all threads: while one saves in the background, another may save something of its own.
+    is_main = threading.current_thread() is threading.main_thread()
+    torch.serialization.set_crc32_options(before and not (unwanted and is_main))
     try:
         yield
     finally:
@@ -290,12 +287,9 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
         whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == storage[2]
         own = whole and storage not in seen and not any(signs)
         seen |= {tied, storage}
-        kept[name] = tensor.detach() if own else _contiguous_copy(tensor)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        kept[name] = tensor.detach() if own else plain.clone(memory_format=torch.contiguous_format)
     return kept
-
-
-def _contiguous_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def convert_file_size_to_int(size: int | str) -> int:

@@ -8,9 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.training.checkpoint.checksums import Verification, obvious_damage
-from nb_accelerate.training.checkpoint.manifest import Manifest
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.checkpoint.checksums import Verification
+from nb_accelerate.training.checkpoint.manifest import examine
 from nb_accelerate.training.checkpoint.names import MANIFEST_NAME
 from nb_accelerate.training.checkpoint.publishing import published
 
@@ -106,18 +106,14 @@ def checkpoints(directory: str | os.PathLike[str], *, read: bool = False) -> Che
 
 
 def _info_of(folder: Path, *, read: bool) -> CheckpointInfo:
-    where = published(folder, "state")
-    try:
-        manifest = Manifest.read(where)
-        assert manifest is not None, "there was one just now"
-        damage = obvious_damage(where, manifest.files)
-        if read and not damage:
-            with Verification(where, manifest.files) as compared:
-                damage = compared.result()
-    except CheckpointError as error:
+    where, manifest, damage = examine(folder)
+    if manifest is None:
         return CheckpointInfo(
-            folder=folder, step=None, epoch=None, saved_at=None, num_bytes=0, metrics={}, damage=(str(error),)
+            folder=folder, step=None, epoch=None, saved_at=None, num_bytes=0, metrics={}, damage=tuple(damage)
         )
+    if read and not damage:
+        with Verification(where, manifest.files) as compared:
+            damage = compared.result()
     positions = manifest.positions or [0] * len(manifest.epochs)
     try:
         saved_at = datetime.fromisoformat(manifest.saved_at)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from nb_accelerate.base.version import __version__
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.checksums import FileRecord, open_file
+from nb_accelerate.training.checkpoint.checksums import FileRecord, obvious_damage, open_file
 from nb_accelerate.training.checkpoint.names import MANIFEST_NAME, is_plain
+from nb_accelerate.training.checkpoint.publishing import published
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,6 +108,20 @@ class Manifest:
             return _checked(content, has_crc32=found != 3)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_ANOTHER}") from error
+
+
+def examine(folder: Path) -> tuple[Path, Manifest | None, list[str]]:
+    """Examine a checkpoint without reading more than its manifest.
+
+    Returns:
+        Where its files are; what is known about it; and a sentence for each file that is obviously damaged.
+    """
+    where = published(folder, "state")
+    try:
+        manifest = Manifest.read(where)
+    except CheckpointError as error:
+        return where, None, [str(error)]
+    return where, manifest, [] if manifest is None else obvious_damage(where, manifest.files)
 
 
 _ANOTHER = "Load another checkpoint, or an intact copy of this one."

@@ -8,8 +8,7 @@ import re
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.training.checkpoint.checksums import obvious_damage
-from nb_accelerate.training.checkpoint.manifest import Manifest
+from nb_accelerate.training.checkpoint.manifest import Manifest, examine
 from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks
 from nb_accelerate.training.checkpoint.opening import read_checkpoint
 from nb_accelerate.training.checkpoint.publishing import published, remove
@@ -160,11 +159,5 @@ def _manifest_if_whole(folder: Path) -> Manifest | None:
 
     It says nothing for one of accelerate's, which nobody can know to be whole or not.
     """
-    where = published(folder, "state")
-    try:
-        manifest = Manifest.read(where)
-    except CheckpointError:
-        return None
-    if manifest is None:
-        return Manifest(step=0, num_processes=0, ranks=[], epochs=[], seeds=[])
-    return None if obvious_damage(where, manifest.files) else manifest
+    _, manifest, damage = examine(folder)
+    return None if damage else manifest or Manifest(step=0, num_processes=0, ranks=[], epochs=[], seeds=[])

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.checksums import Verification, obvious_damage
+from nb_accelerate.training.checkpoint.checksums import Verification
 from nb_accelerate.training.checkpoint.files import read
-from nb_accelerate.training.checkpoint.manifest import Manifest
+from nb_accelerate.training.checkpoint.manifest import examine
 from nb_accelerate.training.checkpoint.names import MANIFEST_NAME, METADATA_NAME, OF_A_STATE, OF_SHARDS
 from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.training.checkpoint.publishing import published
 from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, SAVED_BY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from nb_accelerate.training.checkpoint.manifest import Manifest
     from nb_accelerate.training.checkpoint.shared_staging import ThisRank
     from nb_accelerate.training.comm import Collectives
 
@@ -61,12 +61,12 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     Returns:
         The checkpoint, and a sentence for each file of it that is obviously damaged; there is one or the other.
     """
-    where = published(folder, "state")
-    try:
-        manifest = Manifest.read(where)
-        damage = _damage_without_manifest(where) if manifest is None else obvious_damage(where, manifest.files)
-    except CheckpointError as error:
-        damage = [str(error)]
+    where, manifest, damage = examine(folder)
+    if manifest is None and not damage:
+        try:
+            damage = _damage_without_manifest(where)
+        except CheckpointError as error:
+            damage = [str(error)]
     if damage:
         return None, damage
     # What is there besides is not part of it, and is not read.

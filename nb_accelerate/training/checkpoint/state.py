@@ -75,7 +75,10 @@ class Part:
 
     def name_on(self, rank: int) -> str:
         """Return the name of the file of a rank."""
-        return _on_rank(self.file, rank) if self.on_every_rank else self.file
+        if not self.on_every_rank or not rank:
+            return self.file
+        stem, _, ending = self.file.rpartition(".")
+        return f"{stem}_rank{rank}.{ending}"
 
 
 def parts_of(
@@ -319,8 +322,3 @@ def position_of(loader: Any) -> tuple[int, int]:
 def _seed(loader: Any) -> int | None:
     seed = getattr(loader.get_sampler(), "initial_seed", None)
     return seed if type(seed) is int else None
-
-
-def _on_rank(name: str, rank: int) -> str:
-    stem, _, ending = name.rpartition(".")
-    return f"{stem}_rank{rank}.{ending}" if rank else name

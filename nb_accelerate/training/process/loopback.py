@@ -64,7 +64,7 @@ def install(path: str) -> None:
     Torch has no call after a group was made, so what makes it is replaced.
     """
     module: Any = dist.distributed_c10d
-    if not isinstance(module.ProcessGroupGloo, _Checked) and _can_look():
+    if not isinstance(module.ProcessGroupGloo, _Checked) and Path("/proc/self/fd").is_dir():
         module.ProcessGroupGloo = _checked(module.ProcessGroupGloo)
     _paths.add(path)
 
@@ -78,11 +78,6 @@ def _is_of_ranks(store: Any) -> bool:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return isinstance(store, FileStore) and store.path in _paths  # type: ignore[attr-defined] # no stub
-
-
-def _can_look() -> bool:
-    """Return whether the system tells which sockets this process has open."""
-    return Path("/proc/self/fd").is_dir()
 
 
 def _checked(original: Any) -> Any:

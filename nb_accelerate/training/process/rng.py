@@ -116,19 +116,14 @@ def synchronize(
             if generator is not None:
                 generator.set_state(broadcast(generator.get_state()))
         elif rng_type is RNGType.XLA:
-            _synchronize_xla(broadcast)
+            if (xla := _xla_model()) is not None:
+                xla.set_rng_state(int(broadcast(torch.tensor(xla.get_rng_state())).item()))
         elif rng_type is RNGType.TORCH:
             torch.set_rng_state(broadcast(torch.get_rng_state()))
         else:
             kind = device_kind(rng_type.value)
             if kind.get_rng_state is not None and kind.is_available():
                 kind.set_rng_state(broadcast(kind.get_rng_state()))
-
-
-def _synchronize_xla(broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    xla = _xla_model()
-    if xla is not None:
-        xla.set_rng_state(int(broadcast(torch.tensor(xla.get_rng_state())).item()))
 
 
 def _xla_model() -> Any:

@@ -51,7 +51,9 @@ class TensorBoardTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         values = plain_values(values)
-        known = {name: value if _is_hparam(value) else str(value) for name, value in values.items()}
+        known = {
+            name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in values.items()
+        }
         self.tracker.add_hparams(known, metric_dict={})
         self.tracker.flush()
         self.logging_dir.mkdir(parents=True, exist_ok=True)
@@ -85,7 +87,3 @@ class TensorBoardTracker(LibraryTracker):
         """
         for name, images in values.items():
             self.tracker.add_images(name, images, global_step=step, **kwargs)
-
-
-def _is_hparam(value: Any) -> bool:
-    return isinstance(value, (int, float, str, bool))
