@@ -325,7 +325,7 @@ with open(sys.argv[2], "w") as file:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="there is no list of descriptors")
-@pytest.mark.parametrize("method", METHODS[:-1])
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.slow), "forkserver", METHODS[2]])
 def test_a_process_without_standard_streams_launches_too(method: str, tmp_path: Path) -> None:
     # What it opens then has numbers that every rank redirects.
     result = tmp_path / "result"
