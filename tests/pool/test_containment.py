@@ -185,7 +185,7 @@ def test_a_look_for_hangs_that_fails_is_not_repeated(pool: Pool, monkeypatch: py
     with goes_on(pool), fault(HangWatch, "act") as raised:
         assert run(pool, "import time; time.sleep(0.3)\nrank", page) == [0, 1]
     assert len(raised) == 1
-    assert page.text.count("the look for ranks that hang failed (Fault: act). The ranks go on\n") == 1
+    assert page.text.count("the watch for ranks that hang failed (Fault: act). The ranks go on\n") == 1
     assert "could not be shown" not in page.text
 
 
