@@ -31,12 +31,12 @@ _FLAGS = {flag.name: flag for _, flags in GROUPS for flag in flags if flag.needs
 _MESH_FLAGS = {flag.name for _, flags in GROUPS for flag in flags if flag.needs == "use_parallelism_config"}
 
 
-def chosen_engine(arguments: argparse.Namespace, file: ConfigFile | None) -> str:
+def chosen_engine(arguments: argparse.Namespace, file: ConfigFile) -> str:
     """Return ``FSDP``, ``DEEPSPEED`` or ``XLA`` if flags ask for it, or else the file; "" for none of them."""
     switches = [name for name in (*_SWITCHES, "multi_gpu") if getattr(arguments, name)]
     if len(switches) > 1:
         raise ConfigError(f"--{switches[0]} and --{switches[1]} were both given. Leave one of them out.")
-    of_file = file.get("distributed_type", "") if file is not None else ""
+    of_file = file.get("distributed_type", "")
     engine = _SWITCHES.get(switches[0], "") if switches else of_file if of_file in _SWITCHES.values() else ""
     for name, flag in _FLAGS.items():
         if getattr(arguments, name) is not None and _SWITCHES[flag.needs] != engine:
@@ -46,10 +46,10 @@ def chosen_engine(arguments: argparse.Namespace, file: ConfigFile | None) -> str
     return engine
 
 
-def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, engine: str) -> dict[str, str]:
+def engine_variables(arguments: argparse.Namespace, file: ConfigFile, engine: str) -> dict[str, str]:
     """Return the variables for an engine. Flags come before the environment, which comes before the file."""
     given = {name: getattr(arguments, name) for name, flag in _FLAGS.items() if getattr(arguments, name) is not None}
-    low = file.engine_variables(engine) if file is not None else {}
+    low = file.engine_variables(engine)
     high: dict[str, str] = {}
     if engine == "FSDP":
         low = {**FSDP_DEFAULTS, **low}
@@ -61,15 +61,15 @@ def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, eng
         low = {**deepspeed_fields((), has_precision=False), **low}
         switch = {"ACCELERATE_USE_DEEPSPEED": "true"} if arguments.use_deepspeed else {}
         high = {**switch, **deepspeed_variables(given)}
-        if arguments.mixed_precision is not None and file is not None:  # then the file does not decide it
+        if arguments.mixed_precision is not None and file.values:  # then the file does not decide it
             high |= deepspeed_fields(file.section("deepspeed_config"), has_precision=False)
     elif engine == "XLA":
-        precision = arguments.mixed_precision or (file.get("mixed_precision") if file is not None else None)
-        downcast = arguments.downcast_bf16 or bool(file is not None and file.get("downcast_bf16"))
+        precision = arguments.mixed_precision or file.get("mixed_precision")
+        downcast = arguments.downcast_bf16 or bool(file.get("downcast_bf16"))
         low = xla_variables(downcast=downcast) if precision == "bf16" else {}
     asked = {name for name in USES.values() if arguments.multi_gpu or os.environ.get(name, "").strip()}
-    if file is not None:  # ranks also read the configuration file, for variables that are not set
-        asked.add(USES.get(file.get("distributed_type", ""), ""))
+    # Ranks also read the configuration file, for variables that are not set.
+    asked.add(USES.get(file.get("distributed_type", ""), ""))
     is_chosen = _is_chosen_by_flag(arguments)
     off = {name: "false" for word, name in USES.items() if is_chosen and word != engine and name in asked}
     return off | {name: value for name, value in low.items() if not os.environ.get(name, "").strip()} | high
@@ -80,7 +80,7 @@ def _is_chosen_by_flag(arguments: argparse.Namespace) -> bool:
     return arguments.multi_gpu or any(getattr(arguments, name) for name in _SWITCHES)
 
 
-def mesh_of(arguments: argparse.Namespace, file: ConfigFile | None, engine: str) -> dict[str, str]:
+def mesh_of(arguments: argparse.Namespace, file: ConfigFile, engine: str) -> dict[str, str]:
     """Return the variables about how ranks are laid out, as flags say it.
 
     Args:
@@ -94,7 +94,7 @@ def mesh_of(arguments: argparse.Namespace, file: ConfigFile | None, engine: str)
             f"--{min(sizes)} is for --use_parallelism_config, which was not given. Add --use_parallelism_config, or "
             f"leave it out."
         )
-    if _is_chosen_by_flag(arguments) and engine != "FSDP" and file is not None and file.section("parallelism_config"):
+    if _is_chosen_by_flag(arguments) and engine != "FSDP" and file.section("parallelism_config"):
         return {USE_MESH: "false"}
     return {}
 

@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.config.file import CONFIG_FILE
+from nb_accelerate.base.config.file import CONFIG_FILE, ConfigFile
 from nb_accelerate.cli.engines import check_mesh, chosen_engine, engine_variables, mesh_of
 from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.errors import ConfigError
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from nbformat import NotebookNode
 
-    from nb_accelerate.base.config.file import ConfigFile
     from nb_accelerate.cli.job import Job
+
+NO_FILE = ConfigFile(path=Path(), values={})
+"""Stands for a configuration file that says nothing, where there is none."""
 
 _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
 
@@ -102,8 +104,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.cli.job import options_for, planned
     from nb_accelerate.cli.wording import errors_in_flags
 
-    file = read_config(arguments.config_file)
-    if file is not None and not arguments.quiet and name_unknown(file):
+    file = read_config(arguments.config_file) or NO_FILE
+    if not arguments.quiet and name_unknown(file):
         print(name_unknown(file), file=sys.stderr)
     chosen = launch_options(arguments, file)
     with errors_in_flags():
@@ -156,28 +158,28 @@ def _is_importable(name: str) -> bool:
     return here is not None or importlib.util.find_spec(name) is not None
 
 
-def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, Any]:
+def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str, Any]:
     """Return the options of a launch from flags, and from the configuration file where there is no flag.
 
     Environment variables come between the two; an `Accelerator` reads them in the ranks, as it always does.
     """
-    said = vars(arguments)
-
     from nb_accelerate.base.topology.master_address import node_in_step
 
+    said = vars(arguments)
+
     def choose(flag: str, default: Any) -> Any:
-        return said[flag] if said[flag] is not None else default if file is None else file.get(flag, default)
+        return said[flag] if said[flag] is not None else file.get(flag, default)
 
     given = [flag for flag in ("cpu", "tpu", "multi_gpu", "gpu_ids") if said[flag]]
     if len(given) > 1 and given[0] in ("cpu", "tpu"):
         raise ConfigError(f"--{given[0]} and --{given[1]} were both given. Leave one of them out.")
-    fewest, machines = said["num_machines"] or (file.machines if file is not None else (1, 1))
+    fewest, machines = said["num_machines"] or file.machines
     if not 1 <= fewest <= machines:
         raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
-    kind = file.get("distributed_type", "NO") if file is not None else "NO"
+    kind = file.get("distributed_type", "NO")
     if kind not in _KINDS and not (arguments.cpu or arguments.multi_gpu or chosen_engine(arguments, file)):
         raise ConfigError(
-            f"distributed_type: {kind}, in {file.path if file is not None else ''}, is for hardware or an engine that "
+            f"distributed_type: {kind}, in {file.path}, is for hardware or an engine that "
             f"this package does not know. Write one of {', '.join(_KINDS)}, or a flag such as --multi_gpu or --cpu"
         )
     processes = choose("num_processes", None)
@@ -235,13 +237,13 @@ def _where_machines_meet(
     return {"master_addr": address, "use_port": port}
 
 
-def _sources(arguments: argparse.Namespace, file: ConfigFile | None) -> Iterator[str]:
+def _sources(arguments: argparse.Namespace, file: ConfigFile) -> Iterator[str]:
     """Return what comes from elsewhere than flags, a line for each place, for ``--dry_run``."""
     named = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NB_ACCELERATE_")
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(named) and value]
     if variables:
         yield f"# from the environment: {', '.join(variables)}"
-    if file is not None:
+    if file is not NO_FILE:
         said = [
             f"{key}={value}"
             for key, value in sorted(file.values.items())
@@ -252,13 +254,13 @@ def _sources(arguments: argparse.Namespace, file: ConfigFile | None) -> Iterator
         yield f"# from {file.path}: {', '.join(said)}"
 
 
-def _is_for_gpus(file: ConfigFile | None) -> bool:
+def _is_for_gpus(file: ConfigFile) -> bool:
     kinds = ("MULTI_GPU", "FSDP", "DEEPSPEED")
-    return file is not None and file.get("distributed_type") in kinds and not file.get("use_cpu")
+    return file.get("distributed_type") in kinds and not file.get("use_cpu")
 
 
-def _is_on_cpu(file: ConfigFile | None) -> bool:
-    return file is not None and bool(file.get("use_cpu") or file.get("distributed_type") == "MULTI_CPU")
+def _is_on_cpu(file: ConfigFile) -> bool:
+    return bool(file.get("use_cpu") or file.get("distributed_type") == "MULTI_CPU")
 
 
 def _gpu_numbers(text: str, processes: int | None) -> list[int]:
@@ -278,10 +280,10 @@ def _pairs(text: str | None) -> dict[str, str] | None:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, str]:
+def _variables(arguments: argparse.Namespace, file: ConfigFile) -> dict[str, str]:
     """Return the variables of the ranks. Flags come before the environment, the environment before the file."""
-    of_file = file.general_variables() if file is not None else {}
-    if file is not None:
+    of_file = file.general_variables()
+    if file is not NO_FILE:
         of_file[CONFIG_FILE] = str(file.path.absolute())
     found = {name: value for name, value in of_file.items() if not os.environ.get(name, "").strip()}
     if arguments.config_file is not None:
@@ -332,7 +334,7 @@ def _function_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from nb_accelerate.base.config.file import read_config
 
     if arguments.function is not None:
-        options = launch_options(arguments, read_config(arguments.config_file))
+        options = launch_options(arguments, read_config(arguments.config_file) or NO_FILE)
         return {name: value for name, value in options.items() if value not in (None, {})}
     given = next((flag for flag in vars(arguments) if flag in _LAUNCH_FLAGS and getattr(arguments, flag)), None)
     if given is not None:

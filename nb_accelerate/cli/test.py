@@ -33,14 +33,14 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.cli.checks import run_checks
     from nb_accelerate.cli.job import planned
-    from nb_accelerate.cli.launch import launch_options
+    from nb_accelerate.cli.launch import NO_FILE, launch_options
     from nb_accelerate.cli.script import tell
     from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.notebook.launch.launch import Launch
     from nb_accelerate.notebook.launch.machine import facts_here
     from nb_accelerate.notebook.ranks.output.sinks import StreamSink
 
-    file = read_config(arguments.config_file)
+    file = read_config(arguments.config_file) or NO_FILE
     chosen = launch_options(arguments, file)
     # A machine without several GPUs shows the most with two processes.
     if chosen["num_processes"] is None and not facts_here(chosen["env"]).num_gpus:
@@ -48,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with errors_in_flags():
         options = LaunchOptions(function=run_checks, **{**chosen, "timeout": 300.0})
         plan = planned(options, facts_here(chosen["env"]))
-    print(plan.describe() + (f" (from {file.path})" if file is not None else ""), flush=True)
+    print(plan.describe() + (f" (from {file.path})" if file is not NO_FILE else ""), flush=True)
     began = time.monotonic()
     try:
         values = Launch(options, plan, StreamSink(), name="nb-accelerate test").run()

@@ -16,6 +16,7 @@ from nb_accelerate.base.config.file import name_unknown, read_config, write_conf
 from nb_accelerate.cli import main
 from nb_accelerate.cli.engines import chosen_engine, engine_variables
 from nb_accelerate.cli.flags import add_flags
+from nb_accelerate.cli.launch import NO_FILE
 
 FSDP = {
     "fsdp_version": 2,
@@ -120,7 +121,7 @@ def test_bf16_on_a_tpu_leaves_weights_in_32_bits_unless_that_is_asked_for(tmp_pa
     add_flags(parser)
     for downcast, expected in ((False, {}), (True, {"XLA_DOWNCAST_BF16": "1"})):
         flags = ["--tpu", "--mixed_precision=bf16", *(["--downcast_bf16"] if downcast else [])]
-        assert engine_variables(parser.parse_args(flags), None, "XLA") == expected
+        assert engine_variables(parser.parse_args(flags), NO_FILE, "XLA") == expected
         values = {"distributed_type": "XLA", "mixed_precision": "bf16", "downcast_bf16": downcast}
         found = read_config(write_config(values, tmp_path / f"{downcast}.json"))
         assert found is not None

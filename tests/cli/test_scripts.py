@@ -19,7 +19,7 @@ from cli import flags_page
 from nb_accelerate.base.config.file import read_config
 from nb_accelerate.cli import main
 from nb_accelerate.cli.flags import GROUPS, REFUSED, add_flags
-from nb_accelerate.cli.launch import launch_options
+from nb_accelerate.cli.launch import NO_FILE, launch_options
 
 SAY_WHO = """
 import json, os, sys
@@ -315,14 +315,14 @@ def test_several_machines_share_out_the_processes(tmp_path: Path):
     parser.set_defaults(target="train.py")
     address = ["--main_process_ip", "10.0.0.1"]
     static = launch_options(
-        parser.parse_args(["--num_machines=2", "--num_processes=8", "--machine_rank=1", *address]), None
+        parser.parse_args(["--num_machines=2", "--num_processes=8", "--machine_rank=1", *address]), NO_FILE
     )
     assert (static["num_processes"], static["num_nodes"], static["node_rank"]) == (4, 2, 1)
     assert (static["master_addr"], static["use_port"]) == ("10.0.0.1", None)
     c10d = ["--num_machines=2", "--rdzv_backend=c10d", "--rdzv_conf=join_timeout=60", *address]
-    found = launch_options(parser.parse_args(c10d), None)
+    found = launch_options(parser.parse_args(c10d), NO_FILE)
     assert (found["rdzv_endpoint"], found["rdzv_conf"]) == ("10.0.0.1:29500", {"join_timeout": "60"})
-    some = launch_options(parser.parse_args(["--num_machines=1:4", "--num_processes=8", *c10d[1:]]), None)
+    some = launch_options(parser.parse_args(["--num_machines=1:4", "--num_processes=8", *c10d[1:]]), NO_FILE)
     assert (some["min_nodes"], some["num_nodes"], some["num_processes"]) == (1, 4, 2)
     range_of_file = read_config(
         write(tmp_path, "num_machines: 1:4\nnum_processes: 8\nmain_process_ip: host\n", "r.yaml")

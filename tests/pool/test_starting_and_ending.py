@@ -259,24 +259,3 @@ def test_a_pool_is_idle_when_its_cell_in_the_background_has_ended(pool: Pool):
     handle = CellHandle(pool, pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}))
     assert handle.wait(30)
     assert (pool.state, pool.is_idle) == (PoolState.IDLE, True)
-
-
-def test_values_that_new_ranks_get_from_the_notebook_in_place_of_their_own_are_told(
-    pool: Pool, capfd: pytest.CaptureFixture[str]
-):
-    def use() -> str:
-        pool.run(read_cell("ours"), CellOptions(progress="off"), variables={"ours": [0, 1]})
-        return capfd.readouterr().err
-
-    pool.start(PoolOptions(num_processes=2))
-    run(pool, "ours = rank")
-    pool.restart(1)
-    assert "the notebook's ours was sent to rank 1, which no longer has its own\n" in use()
-    run(pool, "ours = rank")
-    pool.restart()
-    assert "the notebook's ours was sent to the ranks, which no longer have their own\n" in use()
-    assert "was sent" not in use()
-    run(pool, "ours = rank")
-    pool.stop()
-    pool.start(PoolOptions(num_processes=2))
-    assert "the notebook's ours was sent to the ranks, which no longer have their own\n" in use()

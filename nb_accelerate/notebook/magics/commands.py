@@ -138,7 +138,7 @@ class Commands:
             for name, found in zip(names, zip(*by_rank, strict=True), strict=True)
         }
         self._shell.user_ns.update(values)
-        pool.note_pulled(values)
+        pool.variables.note_pulled(values)
         differ = f"; the other ranks' are different: %distributed pull {' '.join(different)} --all" if different else ""
         _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
 

@@ -61,7 +61,7 @@ class RankNames:
     def _hint_of_trained(self, info: Any) -> None:
         """Say, once, of a model that a cell of the notebook uses that it was trained on the ranks only."""
         pools = sys.modules.get("nb_accelerate.notebook.pool")
-        trained = pools.current().trained if pools is not None else None
+        trained = pools.current().variables.trained if pools is not None else None
         cell = info.raw_cell or ""
         if not trained or not self._auto.runs_here(cell):
             return
@@ -126,8 +126,8 @@ def _hint(result: Any) -> None:
     if not isinstance(error, NameError) or pools is None:
         return
     name = error.name
-    if name is not None and name in pools.current().own_names:
-        module = pools.current().own_modules.get(name)
+    if name is not None and name in pools.current().variables.own_names:
+        module = pools.current().variables.own_modules.get(name)
         said = f"{name} is on the ranks: %distributed pull {name}" if module is None else _import_here(name, module)
         print(said, file=sys.stderr)  # noqa: T201 - under the error
 

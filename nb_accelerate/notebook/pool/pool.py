@@ -15,19 +15,18 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.pool.cell import Cell
 from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.notebook.pool.lifecycle import PoolState, check_idle, check_stopped, state_of
-from nb_accelerate.notebook.pool.namespace_sync import RANK_NAMES, SHELL_NAMES, NamespaceSync
+from nb_accelerate.notebook.pool.namespace_sync import RANK_NAMES, SHELL_NAMES
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
 from nb_accelerate.notebook.pool.packing import SIZE_LIMIT, of_pulled, pack_plan
 from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.pool.starting import plan_pool
-from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.pool.variables import RankVariables, missing_name
 from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.messages import Call
 from nb_accelerate.notebook.protocol.random_states import RandomStates
@@ -42,12 +41,10 @@ from nb_accelerate.notebook.worker import namespace as remote
 from nb_accelerate.notebook.worker.received import Key, changed_there
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nb_accelerate.notebook.pool.rank import PoolRank
     from nb_accelerate.notebook.pool.source import CellSource
-    from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
 
@@ -64,23 +61,22 @@ class Pool:
 
     Attributes:
         timeouts: timeouts of requests that begin from now on.
-        trained: models of the notebook that cells have trained on the ranks, which left the notebook's as they were; by
-            the name of each.
+        options: the options that it was started with.
+        variables: which variables the ranks have.
+        failed_rank: the rank that failed first in the last cell that failed; None before one has.
     """
 
     timeouts: ClassVar[Timeouts] = Timeouts(ask=0.2, cause=0.0, interrupt=0.4, quit=5.0, stacks=0.5)
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._options = PoolOptions()
+        self.options = PoolOptions()
         self._is_starting = False
         self._group: RankGroup | None = None
-        self._syncs: dict[int, NamespaceSync] = {}
-        self._numbers = Numbers()
+        self.variables = RankVariables()
         self._running: Request | None = None
-        self._failed_rank: int | None = None
+        self.failed_rank: int | None = None
         self._disconnected_silently = False
-        self.trained: dict[str, weakref.ref[Any]] = {}
 
     # Its state.
 
@@ -116,11 +112,6 @@ class Pool:
         """Number of ranks, also of those that have ended."""
         return self._group.size if self._group else 0
 
-    @property
-    def options(self) -> PoolOptions:
-        """The options that it was started with."""
-        return self._options
-
     def describe(self) -> str:
         """Return one line about the ranks: how many, on what device, how started."""
         return self._group.plan.describe() if self._group else "no ranks"
@@ -131,25 +122,10 @@ class Pool:
         return self._group.plan.brief if self._group else "no ranks"
 
     @property
-    def own_names(self) -> set[str]:
-        """Names that cells have bound on the ranks. Those of the cell that runs are added when it has ended."""
-        return {name for sync in self._syncs.values() for name in sync.own} if self._group else set()
-
-    @property
-    def own_modules(self) -> dict[str, str]:
-        """Full names of the modules among the values of `own_names`, by name."""
-        return {name: full for sync in self._syncs.values() for name, full in sync.modules.items()}
-
-    @property
     def lost(self) -> dict[int, str]:
         """Ranks that have ended, each with a few words about how."""
         group = self._group
         return {} if group is None else {rank: group.how_it_ended(rank) for rank in group.missing}
-
-    @property
-    def failed_rank(self) -> int | None:
-        """The rank that failed first in the last cell that failed; None before one has."""
-        return self._failed_rank
 
     # Start and end.
 
@@ -172,7 +148,7 @@ class Pool:
         check_stopped(self.state)
         with Interrupts() as interrupts:
             try:
-                self._options = options
+                self.options = options
                 with self._starting():
                     self._group = RankGroup(launch, plan, self._on_rank_end, lambda: self.timeouts)
                     self._bring_up(range(plan.num_processes), interrupts)
@@ -193,8 +169,8 @@ class Pool:
                 self._group.close(interrupts, ask=self.is_idle and self._group.why_it_failed is None)
                 self._group = None  # only now, so that a stop that was broken off can be repeated
             atexit.unregister(self.stop)
-            self._forget_variables()
-            self._running = self._failed_rank = None
+            self.variables.forget()
+            self._running = self.failed_rank = None
 
     def restart(self, rank: int | None = None) -> list[int]:
         """Start all ranks anew, or replace one. The others then keep their variables.
@@ -217,7 +193,7 @@ class Pool:
         if not self.is_running and error is None:
             check_idle(self.state)
         if rank is None:
-            options = self._options
+            options = self.options
             self.stop()
             self.start(options)
             return [*range(self.world_size)]
@@ -226,21 +202,14 @@ class Pool:
         check_idle(self.state)
         new = sorted({rank, *group.missing})
         with Interrupts() as interrupts:
-            for one in new:
-                group.remove(one, interrupts)
+            for ended in new:
+                group.remove(ended, interrupts)
             with self._starting():
                 self._bring_up(new, interrupts)
-        others = [one for one in range(self.world_size) if one not in new]
+        others = sorted({*range(self.world_size)} - {*new})
         if others:  # who have drawn random numbers since they began
             self.call(self.call(RandomStates.here, ranks=others[:1])[0].use, ranks=new)
         return new
-
-    def lacking(self, rank: int) -> list[str]:
-        """Return the names that cells have bound on other ranks and that this rank lacks."""
-        others: set[str] = set()
-        for sync in self._syncs.values():
-            others |= sync.own
-        return sorted(others - self._syncs[rank].own)
 
     # Work.
 
@@ -315,14 +284,14 @@ class Pool:
         self.wait()
         group = self._the_group()
         ranks = group.chosen(options.ranks)
-        syncs = {rank.rank: self._syncs[rank.rank] for rank in ranks}
+        syncs = {rank.rank: self.variables.syncs[rank.rank] for rank in ranks}
         sink = sink or sink_here()
         output = RequestOutput(
             [*syncs], sink, group.display_ids, style=options.style, quiet=options.quiet, hold=self.timeouts.fold
         )
         if self.state is PoolState.DISCONNECTED:
             self._reconnect(output)
-        plan = plan_cell(source.free, variables, syncs, self._numbers, options.send)
+        plan = plan_cell(source.free, variables, syncs, self.variables.numbers, options.send)
         shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT)
         for remark in plan.remarks(group.plan.kind.name):
             output.say(remark)
@@ -378,7 +347,7 @@ class Pool:
         options = CellOptions(ranks=numbers, send=tuple(values), large=large, quiet=True)
         self.run(_NOTHING, options, variables=values)
         modules = [value for value in values.values() if isinstance(value, ModuleType)]
-        own = tuple(one.__name__ for one in modules if is_users(getattr(one, "__file__", None) or "<frozen>"))
+        own = tuple(module.__name__ for module in modules if is_users(getattr(module, "__file__", None) or "<frozen>"))
         if own:
             self.call(remote.reload, own, ranks=ranks)
 
@@ -401,9 +370,10 @@ class Pool:
             values = self.call(remote.pull, tuple(names), ranks=chosen)
         except ShippingError as error:
             raise of_pulled(error, names) from None
-        missing = {rank: one for rank, one in zip(chosen, values, strict=True) if isinstance(one, remote.MissingName)}
+        found = zip(chosen, values, strict=True)
+        missing = {rank: value for rank, value in found if isinstance(value, remote.MissingName)}
         if missing:
-            raise NameError(_of_missing(missing, self.world_size))
+            raise missing_name(missing, self.world_size)
         return values
 
     def different(self, names: Sequence[str]) -> list[str]:
@@ -411,17 +381,10 @@ class Pool:
         found = zip(names, *self.call(remote.checksums, tuple(names)), strict=True)
         return [name for name, *sums in found if len(set(sums)) > 1]
 
-    def note_pulled(self, values: Mapping[str, Any]) -> None:
-        """Note that variables of the notebook are copies of what the ranks have, who go on with theirs."""
-        for sync in self._syncs.values():
-            sync.bound(values)
-            for name, value in values.items():
-                sync.tell(name, value, Snapshot(value, self._numbers))
-
     def reset(self) -> None:
         """Delete all variables of the ranks."""
         self.call(remote.reset, (*RANK_NAMES, *SHELL_NAMES))
-        self._forget_variables()
+        self.variables.forget()
 
     def call(
         self,
@@ -445,25 +408,21 @@ class Pool:
             PoolError: there are no ranks.
             BaseException: what the function raised on a rank.
         """
-        chosen = self._ready(ranks)
-        with pack(
-            (function, args, {}), name=getattr(function, "__name__", "function"), globals_there=Globals.FOUND
-        ) as packed:
-            return self._call(chosen, packed, timeout)
+        chosen, group = self._ready(ranks), self._the_group()
+        name = getattr(function, "__name__", "function")
+        with pack((function, args, {}), name=name, globals_there=Globals.FOUND) as packed:
 
-    def _call(self, ranks: Sequence[PoolRank], packed: Packed, timeout: float | None = None) -> list[Any]:
-        def send(rank: PoolRank) -> None:
-            with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
-                rank.handle.ask(Call(parcel=packed.parcel), packed.fds)
+            def send(rank: PoolRank) -> None:
+                with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
+                    rank.handle.ask(Call(parcel=packed.parcel), packed.fds)
 
-        group = self._the_group()
-        request = group.request(ranks, send, timeout=timeout)
-        try:
-            with Interrupts() as interrupts:
-                return group.ask(request, interrupts)
-        finally:
-            if StepKind.CUT in request.taken and self.world_size > 1:
-                group.is_disconnected = True
+            request = group.request(chosen, send, timeout=timeout)
+            try:
+                with Interrupts() as interrupts:
+                    return group.ask(request, interrupts)
+            finally:
+                if StepKind.CUT in request.taken and self.world_size > 1:
+                    group.is_disconnected = True
 
     # From outside.
 
@@ -526,14 +485,8 @@ class Pool:
     def _bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and make a process group of all ranks."""
         group = self._the_group()
-        for rank in ranks:
-            self._syncs[rank] = NamespaceSync()
+        self.variables.begin(ranks)
         group.bring_up(ranks, interrupts)
-
-    def _forget_variables(self) -> None:
-        """Note that the ranks have no variables any more."""
-        self._syncs = {rank: NamespaceSync() for rank in self._syncs}
-        self.trained.clear()
 
     def _changed_there(self, keys: Mapping[int, set[Key]]) -> set[Key]:
         """Return which of these objects a rank has changed."""
@@ -551,9 +504,9 @@ class Pool:
     def _take_note(self, group: RankGroup, cell: Cell) -> None:
         """Note what a cell that has ended did to the ranks. Called in the loop's thread."""
         cell.take_note()
-        self.trained.update(cell.trained)
+        self.variables.trained.update(cell.trained)
         request = cell.request
-        self._failed_rank = request.failed_rank if request.failed_rank is not None else self._failed_rank
+        self.failed_rank = request.failed_rank if request.failed_rank is not None else self.failed_rank
         if breaks_group(request, group.ranks, group.plan.backend):
             group.is_disconnected = True
             self._disconnected_silently = not request.incidents
@@ -563,13 +516,3 @@ class Pool:
         """Say that a rank has ended, unless the error of a cell will. Called in the loop's thread."""
         if self._group is not None and not self._is_busy and not self._is_starting:
             self._group.loop.say(str(error))
-
-
-def _of_missing(missing: Mapping[int, remote.MissingName], world_size: int) -> str:
-    """Return the text of the error for names that ranks do not have: that of the first, and all ranks that lack it."""
-    name, near = next(iter(missing.values()))
-    ranks = [rank for rank, one in missing.items() if one.name == name]
-    hint = f". Did you mean: '{near}'?" if near else ""
-    if len(ranks) == world_size > 1:
-        return f"no rank has a variable {name!r}{hint}"
-    return f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} no variable {name!r}{hint}"
