@@ -49,17 +49,14 @@ class FSDPStrategy(DTensorStrategy):
     """Train with FSDP2, after layers of a plan have been parallelized (see `TensorParallelizer`)."""
 
     refusals: ClassVar[Mapping[str, str]] = {
-        "LocalSGD": (
-            "LocalSGD lets every rank train a whole model for a while, and with FSDP a rank has a part only. Leave "
-            "LocalSGD out, or fsdp_plugin."
-        ),
+        "LocalSGD": "a rank has a part of the model only. Leave LocalSGD out, or fsdp_plugin.",
         "join_uneven_inputs": (
-            "join_uneven_inputs lets ranks end before the others, but with FSDP every forward and backward needs the "
-            "shards of all ranks. Write DataLoaderConfiguration(even_batches=True), the default, instead."
+            "every forward and backward needs the shards of all ranks. Write "
+            "DataLoaderConfiguration(even_batches=True), the default, instead."
         ),
         "create_graph": (
-            "Gradients of gradients were asked for (create_graph=True), and with FSDP backward keeps no graph and "
-            "frees the weights that it has gathered. Leave fsdp_plugin out, and train with DDP."
+            "backward keeps no graph for gradients of gradients, and frees the weights that it has gathered. Leave "
+            "fsdp_plugin out, and train with DDP."
         ),
     }
 
@@ -161,7 +158,7 @@ class FSDPStrategy(DTensorStrategy):
     @override
     def explain_backward(self, error: RuntimeError) -> None:
         if "setStorage" in str(error):  # a second backward reads weights that the first has freed
-            raise ConfigError(self.refusals["create_graph"]) from error
+            self.check_supports("create_graph")
 
     @override
     def complete_gradients(

@@ -56,8 +56,7 @@ class Strategy:
 
     Attributes:
         data_collectives: between ranks, or groups of ranks, that read rows of their own.
-        refusals: what cannot be done with this strategy: the name of a method or class of the API, and a sentence
-            that says why and what to write instead.
+        refusals: what cannot be done with this strategy: its name in the API, why, and what to write instead.
         saves_shards: whether each rank saves the part that it holds; else one saves all of it.
         is_replicated: whether every rank holds all weights and all optimizer state, so that one rank can save alone.
         checks_optimizers: whether `prepare` refuses optimizers that train no prepared model.
@@ -84,7 +83,7 @@ class Strategy:
     def check_supports(self, feature: str) -> None:
         """Raise `ConfigError` if a feature is one of `refusals`."""
         if feature in self.refusals:
-            raise ConfigError(self.refusals[feature])
+            raise ConfigError(f"{feature} cannot be used with {self.distributed_type}: {self.refusals[feature]}")
 
     @property
     def mesh(self) -> DeviceMesh | None:

@@ -60,26 +60,14 @@ class DeepSpeedStrategy(Strategy):
     checks_optimizers = True
     owns_gradients = True
     refusals: ClassVar[Mapping[str, str]] = {
-        "LocalSGD": (
-            "LocalSGD lets every rank train a whole model for a while, and DeepSpeed averages gradients at every step. "
-            "Leave LocalSGD out, or deepspeed_plugin."
-        ),
-        "join_uneven_inputs": (
-            "join_uneven_inputs lets ranks end before the others, but with DeepSpeed every step needs all ranks. Write "
-            "DataLoaderConfiguration(even_batches=True), the default, instead."
-        ),
-        "sync_each_batch": (
-            "GradientAccumulationPlugin(sync_each_batch=True) averages gradients after every batch, and a DeepSpeed "
-            "engine does so when a window closes, or in stages 2 and 3 always. Leave it out."
-        ),
+        "LocalSGD": "DeepSpeed averages gradients at every step. Leave LocalSGD out, or deepspeed_plugin.",
+        "join_uneven_inputs": "every step needs all ranks. Write DataLoaderConfiguration(even_batches=True) instead.",
+        "sync_each_batch": "an engine averages when a window closes, or in stages 2 and 3 always. Leave it out.",
         "torch.compile": (
-            "dynamo_backend and dynamo_plugin compile the wrapper around a model, and a DeepSpeed engine cannot be "
-            "compiled so. Leave them out, and call model.compile() on the prepared model, which is DeepSpeed's own."
+            "a DeepSpeed engine cannot be compiled by dynamo_backend and dynamo_plugin. Leave them out, and call "
+            "model.compile() on the prepared model."
         ),
-        "async_save": (
-            "save_state(async_save=True) copies states to host memory first, and a DeepSpeed engine writes its own "
-            "files. Leave async_save out."
-        ),
+        "async_save": "a DeepSpeed engine writes its own files. Leave async_save out.",
     }
 
     def __init__(
