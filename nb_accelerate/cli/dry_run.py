@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.devices import find_kind
-from nb_accelerate.cli.job import planned
 from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.machine import VisibleDevices, facts_here
+from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[
         number = options.num_processes or 1
         yield f"# no GPU is visible here; on a machine with {number} GPU{'s' if number > 1 else ''}:"
         facts = _with_gpus(facts, options)
-    plan = planned(options, facts)
+    plan = make_plan(options, facts, may_copy=False)
     yield f"# {plan.describe()}"
     for local_rank in range(plan.num_processes):
         changed = _changed_environ(plan, options, local_rank)

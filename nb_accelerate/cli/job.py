@@ -1,4 +1,4 @@
-"""What `nb-accelerate launch` runs, and the plan for it."""
+"""What `nb-accelerate launch` runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.config.launch import LaunchOptions
-from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.worker.script import run_module, run_program, run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from nb_accelerate.notebook.launch.machine import MachineFacts
-    from nb_accelerate.notebook.launch.plan import LaunchPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +37,3 @@ class Job:
         if self.kind == "program":
             return run_program, (self.command,)
         return (run_module if self.kind == "module" else run_script), (self.target, self.arguments)
-
-
-def options_for(job: Job, **options: Any) -> LaunchOptions:
-    """Return the options of a launch that runs a job."""
-    function, args = job.call
-    return LaunchOptions(function=function, args=args, **options)
-
-
-def planned(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
-    """Return the plan of a launch from a terminal."""
-    return make_plan(options, facts, may_copy=False)  # nothing is in memory here; a server has torch imported

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import socket
 import sys
 from dataclasses import replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,15 +99,17 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} is for notebooks, but {arguments.target!r} is none.")
     job = _job(arguments)
     from nb_accelerate.base.config.file import name_unknown, read_config
-    from nb_accelerate.cli.job import options_for, planned
+    from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.cli.wording import errors_in_flags
+    from nb_accelerate.notebook.launch.plan import make_plan
 
     file = read_config(arguments.config_file) or NO_FILE
     if not arguments.quiet and name_unknown(file):
         print(name_unknown(file), file=sys.stderr)
     chosen = launch_options(arguments, file)
     with errors_in_flags():
-        options = options_for(job, **chosen)
+        function, args = job.call
+        options = LaunchOptions(function=function, args=args, **chosen)
         if arguments.dry_run:
             from nb_accelerate.cli.dry_run import describe
 
@@ -121,7 +121,8 @@ def _run(arguments: argparse.Namespace) -> int:
         facts = facts_here(options.env)
         if arguments.multi_gpu and not facts.num_gpus:
             raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
-        plan = planned(options, facts)
+        # Nothing is in memory here that a fork would share, and the server of ranks has torch imported.
+        plan = make_plan(options, facts, may_copy=False)
         from nb_accelerate.notebook.launch.servers import warm_up_for
 
         warm_up_for(plan.method)  # it imports torch while this process imports the rest
@@ -144,18 +145,7 @@ def _job(arguments: argparse.Namespace) -> Job:
             raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")
     elif kind == "program" and shutil.which(arguments.target) is None:
         raise ConfigError(f"launch was given the program {arguments.target!r}, but none of that name can be run here.")
-    elif kind == "module" and not _is_importable(arguments.target.partition(".")[0]):
-        raise ConfigError(
-            f"launch was given the module {arguments.target!r}, but there is none in {Path.cwd()} or in "
-            f"the packages of {sys.executable}."
-        )
     return Job(target=arguments.target, arguments=tuple(arguments.arguments), kind=kind)
-
-
-def _is_importable(name: str) -> bool:
-    """Return whether there is a module of this name in the current folder, as with ``python -m``, or on the path."""
-    here = PathFinder.find_spec(name, [str(Path.cwd())])
-    return here is not None or importlib.util.find_spec(name) is not None
 
 
 def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str, Any]:

@@ -32,12 +32,12 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.base.config.file import read_config
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.cli.checks import run_checks
-    from nb_accelerate.cli.job import planned
     from nb_accelerate.cli.launch import NO_FILE, launch_options
     from nb_accelerate.cli.script import tell
     from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.notebook.launch.launch import Launch
     from nb_accelerate.notebook.launch.machine import facts_here
+    from nb_accelerate.notebook.launch.plan import make_plan
     from nb_accelerate.notebook.ranks.output.sinks import StreamSink
 
     file = read_config(arguments.config_file) or NO_FILE
@@ -47,7 +47,7 @@ def _run(arguments: argparse.Namespace) -> int:
         chosen["num_processes"] = 2
     with errors_in_flags():
         options = LaunchOptions(function=run_checks, **{**chosen, "timeout": 300.0})
-        plan = planned(options, facts_here(chosen["env"]))
+        plan = make_plan(options, facts_here(chosen["env"]), may_copy=False)
     print(plan.describe() + (f" (from {file.path})" if file is not NO_FILE else ""), flush=True)
     began = time.monotonic()
     try:

@@ -264,7 +264,6 @@ def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
         (["--config_file", "nothing.yaml"], "There is no configuration file"),
         (["--num_processes", "-2"], "Write --num_processes 1 or more, or leave it out for one on each GPU"),
         (["--main_process_port", "99999"], "1 to 65535, or 0 for a free one"),
-        (["-m", "no_such_module.train"], "the module 'no_such_module.train', but there is none in"),
         (["--no_python", "no_such_program"], "the program 'no_such_program', but none of that name can be run here"),
         (["--html"], "is for notebooks"),
         (["--rdzv_conf", "a"], "is not a list such as"),

@@ -127,14 +127,7 @@ def _hint(result: Any) -> None:
         return
     name = error.name
     if name is not None and name in pools.current().variables.own_names:
-        module = pools.current().variables.own_modules.get(name)
-        said = f"{name} is on the ranks: %distributed pull {name}" if module is None else _import_here(name, module)
-        print(said, file=sys.stderr)  # noqa: T201 - under the error
-
-
-def _import_here(name: str, module: str) -> str:
-    line = f"import {module}" if name == module else f"import {module} as {name}"
-    return f"{name} is imported on the ranks only. To have it here too: {line}"
+        print(f"{name} is on the ranks: %distributed pull {name}", file=sys.stderr)  # noqa: T201 - under the error
 
 
 def words_for(line: str) -> list[str]:

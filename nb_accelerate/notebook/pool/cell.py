@@ -103,7 +103,7 @@ class Cell:
             if end.has_names and number in self._sent:
                 sync.sent(*self._sent[number])
             sync.gone(end.gone)
-            sync.bound(end.bound, end.modules)
+            sync.bound(end.bound)
             sync.unbound(end.unbound)
             ranks[number].steps = end.steps
             for name in end.trained:

@@ -38,26 +38,7 @@ def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[St
     A rank that has variables is killed only if the user interrupts again.
     """
     notice = _BUSY if timeouts.wait == NEVER else ""
-    return (
-        Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
-        Step(
-            kind=StepKind.INTERRUPT,
-            act=interrupt,
-            seconds=timeouts.unwind,
-            for_user=timeouts.interrupt,
-            save=timeouts.save,
-        ),
-        Step(kind=StepKind.CUT, act=cut, seconds=timeouts.cut),
-        Step(
-            kind=StepKind.WAIT,
-            act=leave_alone,
-            seconds=timeouts.wait,
-            on_interrupt=StepKind.KILL,
-            notice=notice,
-        ),
-        Step(kind=StepKind.KILL, act=kill, seconds=timeouts.kill),
-        Step(kind=StepKind.GIVE_UP, act=give_up),
-    )
+    return _early_end(timeouts, cut, interrupt, wait=timeouts.wait, save=timeouts.save, notice=notice)
 
 
 def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
@@ -65,11 +46,23 @@ def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tu
 
     No code of users runs then, and new ranks, which have no variables yet, are killed at once.
     """
+    return _early_end(timeouts, cut, _interrupt_or_kill, wait=timeouts.rendezvous)
+
+
+def _early_end(
+    timeouts: Timeouts,
+    cut: Callable[[RankProxy], None],
+    act: Callable[[RankProxy], object],
+    *,
+    wait: float,
+    save: float = 0.0,
+    notice: str = "",
+) -> tuple[Step, ...]:
     return (
         Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
-        Step(kind=StepKind.INTERRUPT, act=_interrupt_or_kill, seconds=timeouts.unwind, for_user=timeouts.interrupt),
+        Step(kind=StepKind.INTERRUPT, act=act, seconds=timeouts.unwind, for_user=timeouts.interrupt, save=save),
         Step(kind=StepKind.CUT, act=cut, seconds=timeouts.cut),
-        Step(kind=StepKind.WAIT, act=leave_alone, seconds=timeouts.rendezvous, on_interrupt=StepKind.KILL),
+        Step(kind=StepKind.WAIT, act=leave_alone, seconds=wait, on_interrupt=StepKind.KILL, notice=notice),
         Step(kind=StepKind.KILL, act=kill, seconds=timeouts.kill),
         Step(kind=StepKind.GIVE_UP, act=give_up),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import weakref
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.worker.namespace import is_hidden
@@ -25,8 +24,6 @@ RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerat
 
 SHELL_NAMES = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
 """Names that IPython defines in the notebook and on a rank alike."""
-
-NO_MODULES: Mapping[str, str] = MappingProxyType({})
 
 
 def is_users(name: str) -> bool:
@@ -70,13 +67,11 @@ class NamespaceSync:
     """Knows which names one rank was sent, and which its cells have bound.
 
     Attributes:
-        modules: full names of the modules that cells on the rank have imported, by the names that they have there.
         known: what the objects held that the rank has, when they were sent.
     """
 
     def __init__(self) -> None:
         self.own: set[str] = set()
-        self.modules: dict[str, str] = {}
         self.known: dict[Key, list[Any]] = {}
         self._sent: dict[str, Sent] = {}
         self._uses: dict[Key, frozenset[str]] = {}
@@ -146,7 +141,6 @@ class NamespaceSync:
         """
         for name in values:
             self.own.discard(name)
-            self.modules.pop(name, None)
             self._told.pop(name, None)
         self._sent.update(values)
         for key, tokens in contents.items():
@@ -163,21 +157,15 @@ class NamespaceSync:
             self.known.pop(number, None)
             self._uses.pop(number, None)
 
-    def bound(self, names: Iterable[str], modules: Mapping[str, str] = NO_MODULES) -> None:
-        """Note names that a cell on the rank has bound.
-
-        Args:
-            modules: full names of the modules among their values, by name.
-        """
+    def bound(self, names: Iterable[str]) -> None:
+        """Note names that a cell on the rank has bound."""
         names = set(names)
         self.unbound(names)
         self.own |= names
-        self.modules.update(modules)
 
     def unbound(self, names: Iterable[str]) -> None:
         """Note names that a cell on the rank has deleted."""
         for name in names:
-            self.modules.pop(name, None)
             self.own.discard(name)
             self._sent.pop(name, None)
             self.known.pop(name, None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.notebook.pool.names import names_in
 from nb_accelerate.notebook.pool.namespace_sync import Verdict, is_users
 from nb_accelerate.notebook.protocol.content import ATOMS, Snapshot, is_constant
-from nb_accelerate.notebook.protocol.renewal import is_of_torch, state_of
+from nb_accelerate.notebook.protocol.renewal import state_of
 from nb_accelerate.notebook.worker.received import Key
 
 if TYPE_CHECKING:
@@ -203,9 +203,6 @@ class CellPlan:
                 f"{_were(conflicts)} changed both in the notebook and on the ranks, which go on with theirs. To send "
                 f"the notebook's: %distributed push {' '.join(conflicts)}"
             )
-        weights = sorted(self._changed_weights())
-        if weights:
-            said.append(f"{_were(weights)} changed in the notebook: its weights replace those of the ranks")
         if self.replacing:
             names = ", ".join(sorted(self.replacing))
             said.append(f"the notebook's new {names} replaces what the ranks had under that name and have changed")
@@ -223,17 +220,6 @@ class CellPlan:
         snapshot = None if about else self.snapshots.get(name)
         news = [sync.tell(subject, value, snapshot) for sync in self.syncs.values()]  # each of them notes it
         return any(news)
-
-    def _changed_weights(self) -> set[str]:
-        """Return the names of models whose tensors are changed on ranks without that the user has asked for it."""
-        return {
-            name
-            for changed in self.changed.values()
-            for name, keys in changed.items()
-            if name not in self.forced | self.conflicts
-            and is_of_torch(self.variables[name], "nn.Module")
-            and any(is_of_torch(self.object_of(name, key), "Tensor") for key in keys)
-        }
 
 
 def plan_cell(

@@ -35,11 +35,6 @@ class RankVariables:
         """Names that cells have bound on the ranks. Those of the cell that runs are added when it has ended."""
         return {name for sync in self.syncs.values() for name in sync.own}
 
-    @property
-    def own_modules(self) -> dict[str, str]:
-        """Full names of the modules among the values of `own_names`, by name."""
-        return {name: full for sync in self.syncs.values() for name, full in sync.modules.items()}
-
     def lacking(self, ranks: Iterable[int]) -> list[str]:
         """Return the names that cells have bound on other ranks and that one of these ranks lacks."""
         return sorted({name for rank in ranks for name in self.own_names - self.syncs[rank].own})

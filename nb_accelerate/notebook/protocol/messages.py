@@ -20,7 +20,7 @@ travels as a `Parcel`, already pickled, so that reading a message never runs use
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -253,7 +253,6 @@ class CellEnd:
     Attributes:
         bound: names that the cell bound, or bound to something else.
         unbound: names that it deleted.
-        modules: full names of the modules among what it bound, by the names that it bound.
         steps: how many collectives each process group has seen, by the group's name.
         trained: names of models that it has trained; told by rank 0.
         has_names: the names that came with the cell were defined, or there were none.
@@ -263,7 +262,6 @@ class CellEnd:
     answer: Result | Failure
     bound: tuple[str, ...] = ()
     unbound: tuple[str, ...] = ()
-    modules: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, int]
     trained: tuple[str, ...] = ()
     has_names: bool = True

@@ -12,7 +12,6 @@ import builtins
 import os
 from dataclasses import replace
 from datetime import timedelta
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.base.progress_page import here
@@ -33,7 +32,7 @@ from nb_accelerate.notebook.worker.shell import make_shell
 from nb_accelerate.notebook.worker.trained_models import trained_models
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from types import TracebackType
 
     from IPython.core.interactiveshell import ExecutionResult
@@ -112,11 +111,9 @@ class PersistentRank:
             outcome, packed = self._value(result.result if cell.wants_value else None)
         else:
             outcome, packed = _cell_failed(error)
-        bound = _visible(before.bound(self._names, self._shell.python_of(cell)))
         end = CellEnd(
             answer=outcome,
-            bound=bound,
-            modules=_modules({name: self._names[name] for name in bound}),
+            bound=_visible(before.bound(self._names, self._shell.python_of(cell))),
             unbound=_visible(before.unbound(self._names)),
             steps=collectives_of_groups(),
             trained=_visible(trained_models.among(list(self._names.items()))),
@@ -189,10 +186,3 @@ def _is_machinery(entry: TracebackType) -> bool:
 
 def _visible(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if not is_hidden(name)))
-
-
-def _modules(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the full names of the modules among some values, by the names of these. Runs no code of users."""
-    modules = {name: value for name, value in values.items() if issubclass(type(value), ModuleType)}
-    full = {name: vars(ModuleType)["__dict__"].__get__(module).get("__name__") for name, module in modules.items()}
-    return {name: module for name, module in full.items() if type(module) is str}
