@@ -54,15 +54,10 @@ def test_a_server_is_started_in_a_folder_that_exists(tmp_path: Path) -> None:
 
 WITHOUT_LOOPBACK = """
 from nb_accelerate import notebook_launcher
-from nb_accelerate.errors import StartError
 def add():
     import torch
     from nb_accelerate import Accelerator
     return Accelerator(cpu=True).reduce(torch.ones(1)).item()
-try:
-    notebook_launcher(add, (), 2, progress="off", timeout=40)
-except StartError as error:
-    print(error)
 print(notebook_launcher(add, (), 1, progress="off", timeout=40))
 """
 
@@ -74,15 +69,12 @@ def can_unshare() -> bool:
 
 
 @pytest.mark.slow
-def test_without_the_loopback_interface_one_rank_works_and_several_say_what_is_missing() -> None:
+def test_without_the_loopback_interface_one_rank_works() -> None:
     if not can_unshare():
         pytest.skip("needs a network of its own")
     command = ["unshare", "-n", sys.executable, "-c", WITHOUT_LOOPBACK]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
-    said, values = ran.stdout.splitlines()
-    assert "loopback network interface of this machine is down" in said
-    assert "ip link set lo up" in said
-    assert values == "[1.0]"
+    assert ran.stdout == "[1.0]\n"
 
 
 def test_a_process_that_a_function_forks_ends_with_it_and_answers_nothing(run_ranks: RunRanks) -> None:

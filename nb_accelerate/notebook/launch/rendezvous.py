@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.devices import backend_named
 from nb_accelerate.base.seam import StoreSpec
-from nb_accelerate.errors import ConfigError, StartError
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch.elastic import DONE, FAILED, INTERRUPTED, ElasticRendezvous
 from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
@@ -124,7 +124,7 @@ def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendez
 
     Raises:
         ConfigError: the port that was asked for is taken, or the address is not this machine's.
-        StartError: not all machines came, or this one has no loopback interface.
+        StartError: not all machines came.
     """
     with repeated_rendezvous(options, plan, lambda: None) as meet, meet() as rendezvous:
         yield rendezvous
@@ -152,7 +152,7 @@ def _meet_here(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]
             file = _file_without_name()
             if file >= 0:
                 stack.callback(os.close, file)
-        port = _keep_free(int(options.use_port or 0), stack, alone=plan.num_processes == 1)
+        port = _keep_free(int(options.use_port or 0), stack)
         if file < 0:
             listener = stack.enter_context(_listen(_LOOPBACK, 0))
             store_port = listener.getsockname()[1]
@@ -184,30 +184,21 @@ def _file_without_name() -> int:
         os.close(file)
 
 
-def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
+def _keep_free(port: int, stack: contextlib.ExitStack) -> int:
     """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there.
 
     Args:
         port: 0 finds a free one, which is returned.
-        alone: there is one rank, which can do without the loopback interface.
     """
     keeper = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     _keepers.add(keeper)
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         keeper.bind((_LOOPBACK, port))
-        # Sends nothing, and fails where the interface is down, which has the address all the same.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((_LOOPBACK, 9))
     except OSError as error:
-        if error.errno not in (errno.EADDRNOTAVAIL, errno.ENETUNREACH):
-            raise ConfigError(_why_not_bound(_LOOPBACK, port, error)) from error
-        if not alone:
-            raise StartError(
-                f"the loopback network interface of this machine is down, and ranks exchange tensors through it "
-                f"({_LOOPBACK}). Bring it up (ip link set lo up), or run one rank: num_processes=1"
-            ) from None
-        return port or _DEFAULT_PORT
+        if error.errno == errno.EADDRNOTAVAIL:  # no loopback interface, without which one rank can do
+            return port or _DEFAULT_PORT
+        raise ConfigError(_why_not_bound(_LOOPBACK, port, error)) from error
     return int(keeper.getsockname()[1])
 
 

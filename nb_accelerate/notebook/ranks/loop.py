@@ -17,9 +17,7 @@ The class is long because all of it acts, in that one thread, on the same ranks 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-import traceback
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -191,9 +189,7 @@ class RankLoop(RankEvents):
             self._thread.join(_JOIN_TIMEOUT)
             if self._thread.is_alive():
                 # It still uses the descriptors, so they cannot be closed. It ends by itself as soon as it can.
-                frame = sys._current_frames().get(self._thread.ident or 0)  # noqa: SLF001 - the documented way to it
-                place = "".join(traceback.format_stack(frame)) if frame else "unknown"
-                logger.warning("The thread that listens to the ranks has not ended; it is at\n%s", place)
+                logger.warning("The thread that listens to the ranks has not ended within %g s.", _JOIN_TIMEOUT)
                 return
         if self._is_closed:
             return
