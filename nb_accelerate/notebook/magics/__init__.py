@@ -9,15 +9,62 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.base.config.versions import check_versions
-from nb_accelerate.notebook.magics.session import Session
+from nb_accelerate.notebook.magics.auto import AutoMode
+from nb_accelerate.notebook.magics.cells import Cells
+from nb_accelerate.notebook.magics.commands import Commands
+from nb_accelerate.notebook.magics.names import RankNames
+from nb_accelerate.notebook.magics.seeding import Seeding
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
-_sessions: dict[int, Session] = {}
+
+class _Extension:
+    """The extension in one kernel: what magics share between cells. `register`, then `unregister`."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._auto = AutoMode(shell)
+        self._names = RankNames(shell, self._auto)
+        self._seeding = Seeding(shell, self._auto)
+
+    def register(self) -> None:
+        """Add the magics; take the place of those that are there."""
+        cells = Cells(self._shell, self._auto, self._seeding, SESSION_DEFAULTS)
+        commands = Commands(self._shell, self._auto, SESSION_DEFAULTS)
+        manager = self._shell.magics_manager
+        manager.register_function(cells.distributed, magic_kind="cell", magic_name="distributed")
+        manager.register_function(cells.rank, magic_kind="cell", magic_name="rank")
+        manager.register_function(cells.local, magic_kind="cell", magic_name="local")
+        manager.register_function(commands.run, magic_kind="line", magic_name="distributed")
+        self._auto.register()
+        self._names.register()
+        self._seeding.register()
+        if Environment().keep_warm:
+            from nb_accelerate.notebook.launch.servers import warm_server
+
+            warm_server()  # it imports PyTorch meanwhile; nobody waits for that here
+
+    def unregister(self) -> None:
+        """Take everything back, and end the ranks."""
+        self._auto.unregister()
+        self._names.unregister()
+        self._seeding.unregister()
+        SESSION_DEFAULTS.clear()
+        for kind, names in (("cell", ("distributed", "rank", "local")), ("line", ("distributed",))):
+            for name in names:
+                self._shell.magics_manager.magics[kind].pop(name, None)
+        from nb_accelerate.notebook import pool
+
+        pool.stop()
+
+
+_extensions: dict[int, _Extension] = {}
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
@@ -29,15 +76,15 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     if getattr(ipython, "is_rank", False):  # auto mode runs a whole notebook on the ranks, this line too
         return
     check_versions()
-    session = _sessions[id(ipython)] = Session(ipython)
-    session.register()
+    extension = _extensions[id(ipython)] = _Extension(ipython)
+    extension.register()
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
     """End every process this package keeps; IPython calls it for ``%unload_ext nb_accelerate``."""
-    session = _sessions.pop(id(ipython), None)
-    if session is not None:
-        session.unregister()
+    extension = _extensions.pop(id(ipython), None)
+    if extension is not None:
+        extension.unregister()
     # Looked up, not imported: where nothing was launched there is nothing to close.
     launch = sys.modules.get("nb_accelerate.notebook.launch")
     if launch is not None:

@@ -77,9 +77,7 @@ class Cells:
         replaced = offer(pool, options.ranks)
         if replaced:
             _show(replaced)
-        self._send_search_path(pool)
-        self._send_autoreload(pool)
-        self._seeding.send(pool)
+        self._bring_up_to_date(pool)
         variables = self._shell.user_ns
         if given.get("background"):
             return pools.CellHandle(pool, pool.begin(source, options, variables=variables, tell=True))
@@ -88,23 +86,21 @@ class Cells:
             self._shell.user_ns[given["out"]] = values
         return None
 
-    def _send_search_path(self, pool: Pool) -> None:
-        """Have ranks import from where the notebook does by now; ranks that are busy get it with a later cell."""
-        if self._search_path == sys.path or not pool.is_idle or pool.lost:
+    def _bring_up_to_date(self, pool: Pool) -> None:
+        """Give ranks the search path, the autoreload and the seeds of the notebook; busy ones with a later cell."""
+        if not pool.is_idle or pool.lost:
             return
+        from nb_accelerate.notebook.worker.autoreload import Autoreload, use_autoreload
         from nb_accelerate.notebook.worker.namespace import use_search_path
 
-        pool.call(use_search_path, list(sys.path))
-        self._search_path = list(sys.path)
-
-    def _send_autoreload(self, pool: Pool) -> None:
-        """Have ranks reload edited modules where the notebook does; each time, as some of them may be new."""
-        from nb_accelerate.notebook.worker.autoreload import Autoreload, use_autoreload
-
-        wanted = Autoreload.of(self._shell)
-        if (self._autoreloads or wanted != Autoreload()) and pool.is_idle and not pool.lost:
-            pool.call(use_autoreload, wanted)
-            self._autoreloads = wanted != Autoreload()
+        if self._search_path != sys.path:
+            pool.call(use_search_path, list(sys.path))
+            self._search_path = list(sys.path)
+        autoreload = Autoreload.of(self._shell)
+        if self._autoreloads or autoreload != Autoreload():  # each time, as some of the modules may be new
+            pool.call(use_autoreload, autoreload)
+            self._autoreloads = autoreload != Autoreload()
+        self._seeding.send(pool)
 
     def _read(self, cell: str, head: str | None) -> CellSource:
         """Check the cell here, once, before any rank sees it."""

@@ -41,8 +41,8 @@ class Seeding:
             self._is_news = True
 
     def send(self, pool: Pool) -> None:
-        """Send the states to ranks that have not got them; ranks that are busy get them with a later cell."""
-        if self._is_news and pool.is_idle and not pool.lost:
+        """Send the states to ranks that are idle and have not got them."""
+        if self._is_news:
             from nb_accelerate.notebook.protocol.random_states import RandomStates
 
             pool.call(RandomStates.here().use)
