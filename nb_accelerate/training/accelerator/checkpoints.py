@@ -262,6 +262,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             states = loading.read_states(checkpoint, parts=parts, this_rank=this_rank, **(load_kwargs or {}))
             return checkpoint, states, weights
 
+        # All is read and checked on all ranks, from the newest folder that is whole or from the one that was given.
         if self._means_newest(input_dir):
             parent = run_on_all_ranks(collectives, self._numbered_folders)
             found, next_number = read_newest(
@@ -283,6 +284,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             models[:] = [model for model in offered if not core.strategy.saves_itself(model)]
             engines = {tag: engine for tag, engine in engines.items() if any(model is engine for model in offered)}
             weights = run_on_all_ranks(collectives, lambda: read_weights(checkpoint))
+        # From here on nothing is refused: models, optimizers and all others are changed.
         loading.apply(
             checkpoint,
             states,

@@ -110,6 +110,7 @@ class CommunicationMixin(CoreMixin):
                 "accelerator.prepare(loader): there it leaves them out.",
                 stacklevel=2,
             )
+        # At the first batch of any pass, and not at the last one: after the epoch would be too late to say so.
         if any(loop.is_uneven for loop in loops):
             raise ValueError(
                 "gather_for_metrics cannot be used with a loader that has even_batches=False: at the end of its data "
@@ -117,9 +118,10 @@ class CommunicationMixin(CoreMixin):
                 "DataLoaderConfiguration; the rows it repeats are left out here."
             )
         rows = _rows_of_group(input_data, loops, ranks)
-        if rows is None or rows.real is None:
+        if rows is None or rows.real is None:  # no row of this batch is a copy
             with torch.no_grad():
                 return operations.gather_object(collectives, input_data) if as_objects else self.gather(input_data)
+        # Copies stand at the end of what is gathered, behind all real rows.
         if as_objects:
             parts = operations.gather_lists(collectives, input_data)
             kept = [rows.real_entries([len(part) for part in parts])]

@@ -174,6 +174,7 @@ def build_core(
     Raises:
         ConfigError: an option has a wrong value. The process was not connected to others then.
     """
+    # What was not given is inherited, or read from the environment.
     environment = Environment()
     before = inherited(environment)
     if mixed_precision is None and before is not None:
@@ -203,6 +204,7 @@ def build_core(
     if cpu is not None:
         check_flag("cpu", cpu)
 
+    # All options are right: the process joins the others.
     process = setup_process(
         cpu=cpu, options=handlers.process_group, environment=environment, needs_group=engines.needs_group
     )

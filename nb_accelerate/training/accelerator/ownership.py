@@ -40,21 +40,21 @@ def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -
     )
 
 
-def forgotten_model(call: str, world_size: int) -> NotPreparedError:
+def forgotten_model(world_size: int) -> NotPreparedError:
     """Return the error for training on several ranks when nothing was prepared."""
     return NotPreparedError(
-        f"{call} was called on {world_size} ranks, but no model and no optimizer went through prepare. Each rank "
-        "would train a copy of its own, on its part of the data. Write model, optimizer, loader = "
+        f"accelerator.backward was called on {world_size} ranks, but no model and no optimizer went through prepare. "
+        "Each rank would train a copy of its own, on its part of the data. Write model, optimizer, loader = "
         "accelerator.prepare(model, optimizer, loader). A model that you wrapped yourself may be handed to prepare "
         "too; it stays as it is."
     )
 
 
-def foreign_accelerator(call: str) -> NotPreparedError:
+def foreign_accelerator() -> NotPreparedError:
     """Return the error for an `Accelerator` that this process inherited from the one that started it."""
     return NotPreparedError(
-        f"{call} was called on an Accelerator that was made in another process, before this one was started from it. "
-        f"{MAKE_IT_INSIDE}"
+        "accelerator.backward was called on an Accelerator that was made in another process, before this one was "
+        f"started from it. {MAKE_IT_INSIDE}"
     )
 
 

@@ -86,6 +86,7 @@ class PreparingMixin(CoreMixin):
         if again := [args[index] for index in models if _contains(self.core.prepared.models, args[index])]:
             self.core.strategy.copy_rank_0(again)
             self.core.replicas.prepared_again()
+        # Models and optimizers together, since an engine may replace the parameters that an optimizer holds.
         results: dict[int, Any] = dict.fromkeys(range(len(args)))
         trained = self._prepare_training(
             [self._request(args[index], places[index], args) for index in models],

@@ -147,24 +147,20 @@ class RecordingMixin(CoreMixin):
 
     def _log(self, tracker: GeneralTracker, values: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
         """Log values with a tracker, without those that it does not take."""
+        refused = self.core.recording.refused
         try:
             tracker.log(values, step=step, **kwargs)
-            return
         except NbAccelerateError:  # says what is wrong in the program
             raise
         except Exception as error:
-            if len(values) == 1:
-                self._refused(tracker, next(iter(values)), error)
+            if len(values) > 1:  # it may take the others
+                for name, value in values.items():
+                    self._log(tracker, {name: value}, step, kwargs)
                 return
-        for name, value in values.items():
-            self._log(tracker, {name: value}, step, kwargs)
-
-    def _refused(self, tracker: GeneralTracker, name: str, error: Exception) -> None:
-        if (tracker.name, name) not in self.core.recording.refused:
-            self.core.recording.refused.add((tracker.name, name))
-            logger.warning(
-                "%s does not take %r, so it is left out (%s: %s)", tracker.name, name, type(error).__name__, error
-            )
+            told = tracker.name, next(iter(values), "")
+            if told not in refused:
+                refused.add(told)
+                logger.warning("%s does not take %r, so it is left out (%s: %s)", *told, type(error).__name__, error)
 
     def end_training(self) -> None:
         """Close the trackers, wait for background saves, and destroy the process group if an `Accelerator` made it."""

@@ -178,10 +178,10 @@ class TrainingMixin(CoreMixin):
         """
         core, page = self.core, self.core.page
         if not core.process.is_here:
-            raise foreign_accelerator("accelerator.backward")
+            raise foreign_accelerator()
         is_distributed = core.collectives.world_size > 1
         if is_distributed and not core.shared.models and not core.shared.optimizers:
-            raise forgotten_model("accelerator.backward", core.collectives.world_size)
+            raise forgotten_model(core.collectives.world_size)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"accelerator.backward takes the loss as a tensor, not as {type(loss).__name__}. Pass it as the loss "

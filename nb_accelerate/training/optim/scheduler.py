@@ -59,7 +59,7 @@ class AcceleratedScheduler:
         self._accumulation = accumulation or newest_accumulation("AcceleratedScheduler")
         # OneCycleLR raises when it is stepped past its end, which rounding up to whole steps of n does.
         self._last: int | None = getattr(scheduler, "total_steps", None)
-        self._seen = [optimizer.num_steps for optimizer in self.optimizers]
+        self._steps_before = [optimizer.num_steps for optimizer in self.optimizers]
         self._is_told = False
 
     def join(self, accumulation: AccumulationState) -> None:
@@ -96,8 +96,8 @@ class AcceleratedScheduler:
 
         Inside of such a loop, a schedule that is stepped every hundredth batch still counts batches.
         """
-        before, self._seen = self._seen, [optimizer.num_steps for optimizer in self.optimizers]
-        several = any(now - then > 1 for now, then in zip(self._seen, before, strict=False))
+        before, self._steps_before = self._steps_before, [optimizer.num_steps for optimizer in self.optimizers]
+        several = any(now - then > 1 for now, then in zip(self._steps_before, before, strict=False))
         counts = several and self._accumulation.loaders.active is None
         if counts and not self._is_told:
             self._is_told = True
