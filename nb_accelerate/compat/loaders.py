@@ -11,7 +11,7 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training import data
 from nb_accelerate.training.comm import SingleCollectives
 from nb_accelerate.training.data.loader import DataLoaderShard
-from nb_accelerate.training.data.samplers import innermost_sampler
+from nb_accelerate.training.data.plan.samplers import innermost_sampler
 from nb_accelerate.training.process.rng import resolve_rng_types
 from nb_accelerate.training.state import GradientState
 from nb_accelerate.training.state.choices import current_collectives, current_process, newest_choices

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings, strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.data.iterable import IterableDatasetShard, LastRow, MarkingShard
-from nb_accelerate.training.data.plan import GroupRows, ShardPlan
-from nb_accelerate.training.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.training.data.split import split_between
+from nb_accelerate.training.data.plan.plan import GroupRows, ShardPlan
+from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.training.data.plan.split import split_between
+from nb_accelerate.training.data.reading.iterable import IterableDatasetShard, LastRow, MarkingShard
 
 CASES = {
     "rows": st.integers(0, 60),

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.errors import ConfigError, DispatchError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher
-from nb_accelerate.training.data.packing import pack, unpack, write
-from nb_accelerate.training.data.plan import part_bounds
+from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher
+from nb_accelerate.training.data.dispatching.packing import pack, unpack, write
+from nb_accelerate.training.data.plan.plan import part_bounds
 
 Pair = namedtuple("Pair", ["inputs", "numbers"])
 

@@ -17,7 +17,7 @@ from nb_accelerate.data_loader import SkipDataLoader
 from nb_accelerate.errors import CheckpointError, MissingDependencyError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.data import DataLoaderShard, skip_first_batches
-from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher
+from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher
 
 pytest.importorskip("torchdata")
 

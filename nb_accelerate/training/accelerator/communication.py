@@ -14,7 +14,7 @@ from nb_accelerate.training.pytree import find_batch_size, map_tensors, tensors_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.training.data.plan import GroupRows
+    from nb_accelerate.training.data.plan.plan import GroupRows
     from nb_accelerate.training.data.tracker import TrackedLoop
 
 

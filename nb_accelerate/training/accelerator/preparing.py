@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.accelerator.equal_losses import EqualLosses
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data import DataLoaderShard
-    from nb_accelerate.training.data.dispatcher import SliceFunction
+    from nb_accelerate.training.data.dispatching.dispatcher import SliceFunction
 
 logger = logging.getLogger("nb_accelerate")
 

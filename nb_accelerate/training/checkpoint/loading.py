@@ -27,7 +27,7 @@ from nb_accelerate.training.checkpoint.names import (
 from nb_accelerate.training.checkpoint.on_all_ranks import run_on_all_ranks
 from nb_accelerate.training.checkpoint.opening import IF_TRUSTED
 from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
-from nb_accelerate.training.data.orders import Order
+from nb_accelerate.training.data.resuming.orders import Order
 from nb_accelerate.training.process import rng
 
 if TYPE_CHECKING:

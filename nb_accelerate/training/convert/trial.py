@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from nb_accelerate.training.convert.rows import Cut, narrowed
-from nb_accelerate.training.data.split import bounds
+from nb_accelerate.training.data.plan.split import bounds
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.pytree import map_tensors, tensors_in
 

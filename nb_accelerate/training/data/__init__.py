@@ -1,11 +1,22 @@
-"""Share out data between ranks: which rows are mine, in which order, and which of them are copies."""
+"""Share out data between ranks: which rows are mine, in which order, and which of them are copies.
 
-from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher
+A batch goes from the top to the bottom::
+
+    prepare.py, reader_arguments.py    rebuild the user's loader; sameness.py compares those of the ranks
+    plan/                              which rows go to which rank: arithmetic, samplers
+    reading/                           the batches of this rank: by row number, of a whole stream, of its own shards
+    dispatching/                       or rank 0 reads for all, cuts and sends
+    resuming/                          positions and orders of an epoch that goes on in its middle
+    adapter.py, loader.py              the loop's side: position, device, the end of the data
+    tracker.py                         which loops run, for accumulation and `gather_for_metrics`
+"""
+
+from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher
 from nb_accelerate.training.data.loader import DataLoaderShard
+from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SeedableRandomSampler
+from nb_accelerate.training.data.plan.skipping import SkipBatchSampler
 from nb_accelerate.training.data.prepare import prepare_data_loader, skip_first_batches
 from nb_accelerate.training.data.sameness import check_loaders
-from nb_accelerate.training.data.samplers import BatchSamplerShard, SeedableRandomSampler
-from nb_accelerate.training.data.skipping import SkipBatchSampler
 from nb_accelerate.training.data.tracker import LoaderTracker
 
 __all__ = [

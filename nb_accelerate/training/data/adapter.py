@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
-from nb_accelerate.training.data.epochs import EpochCounter, EpochProgress
-from nb_accelerate.training.data.orders import Order, numbers_of, order_of, shuffles
-from nb_accelerate.training.data.reader import Reader
-from nb_accelerate.training.data.samplers import innermost_sampler, replace_sampler
-from nb_accelerate.training.data.stateful import loader_class, source_of, stateful_class
+from nb_accelerate.training.data.plan.samplers import innermost_sampler, replace_sampler
+from nb_accelerate.training.data.reading.reader import Reader
+from nb_accelerate.training.data.resuming.epochs import EpochCounter, EpochProgress
+from nb_accelerate.training.data.resuming.orders import Order, numbers_of, order_of, shuffles
+from nb_accelerate.training.data.resuming.stateful import loader_class, source_of, stateful_class
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.process.devices import device_kind
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from nb_accelerate.training.data.positions import SavedPosition
+    from nb_accelerate.training.data.resuming.positions import SavedPosition
 
 
 class DataLoaderAdapter(DataLoader[Any]):

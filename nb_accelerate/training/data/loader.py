@@ -4,7 +4,7 @@ A batch goes forward through these steps::
 
     read -> look ahead -> note what is known of the last group -> place on the device -> yield
 
-`training.data.reader` reads; the steps after that are those of `DataLoaderShard.__iter__`.
+`training.data.reading.reader` reads; the steps after that are those of `DataLoaderShard.__iter__`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing_extensions import override
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.training.data.adapter import DataLoaderAdapter
-from nb_accelerate.training.data.iterable import LastBatch
 from nb_accelerate.training.data.outer_loops import epoch_around
+from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.training.process.rng import RNGType
 from nb_accelerate.training.pytree import map_tensors, send_to_device
@@ -28,7 +28,7 @@ from nb_accelerate.training.pytree import map_tensors, send_to_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from nb_accelerate.training.data.epochs import EpochProgress
+    from nb_accelerate.training.data.resuming.epochs import EpochProgress
     from nb_accelerate.training.data.tracker import LoaderTracker
 
 

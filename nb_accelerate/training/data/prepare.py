@@ -15,14 +15,14 @@ from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm import SingleCollectives
 from nb_accelerate.training.data.adapter import DataLoaderAdapter
-from nb_accelerate.training.data.batch_parts import CountingCollate
-from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher, DispatchingReader
+from nb_accelerate.training.data.dispatching.batch_parts import CountingCollate
+from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher, DispatchingReader
 from nb_accelerate.training.data.loader import DataLoaderShard
-from nb_accelerate.training.data.reader import Reader
 from nb_accelerate.training.data.reader_arguments import ReaderArguments
-from nb_accelerate.training.data.source import settings_of
-from nb_accelerate.training.data.stateful import is_stateful
-from nb_accelerate.training.data.streams import StreamReader, is_split, shards_itself, shuffled_without_seed
+from nb_accelerate.training.data.reading.reader import Reader
+from nb_accelerate.training.data.reading.source import settings_of
+from nb_accelerate.training.data.reading.streams import StreamReader, is_split, shards_itself, shuffled_without_seed
+from nb_accelerate.training.data.resuming.stateful import is_stateful
 from nb_accelerate.training.process.rng import RNGType
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data.dispatcher import SliceFunction
+    from nb_accelerate.training.data.dispatching.dispatcher import SliceFunction
     from nb_accelerate.training.data.tracker import LoaderView
 
 _KNOWN_ITERATION = {DataLoader.__iter__, DataLoaderAdapter.__iter__, DataLoaderShard.__iter__}

@@ -16,15 +16,15 @@ from torch.utils.data import (
 )
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.data.dispatcher import DispatchingReader
-from nb_accelerate.training.data.iterable import MarkingCollate, MarkingShard
+from nb_accelerate.training.data.dispatching.dispatcher import DispatchingReader
 from nb_accelerate.training.data.loader import DataLoaderShard
-from nb_accelerate.training.data.plan import rows_per_rank
-from nb_accelerate.training.data.reader import Reader
-from nb_accelerate.training.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.training.data.shuffling import RNGSync, SharedStart, sampler_sync
-from nb_accelerate.training.data.skipping import split_skip
-from nb_accelerate.training.data.streams import StreamReader, shard_of
+from nb_accelerate.training.data.plan.plan import rows_per_rank
+from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.training.data.plan.shuffling import RNGSync, SharedStart, sampler_sync
+from nb_accelerate.training.data.plan.skipping import split_skip
+from nb_accelerate.training.data.reading.iterable import MarkingCollate, MarkingShard
+from nb_accelerate.training.data.reading.reader import Reader
+from nb_accelerate.training.data.reading.streams import StreamReader, shard_of
 from nb_accelerate.training.process.rng import RNGType
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.loader import DataLoaderConfiguration
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data.samplers import MakeSync
+    from nb_accelerate.training.data.plan.samplers import MakeSync
 
 _COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they may be given a generator
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from nb_accelerate.errors import CollectiveMismatchError
 from nb_accelerate.errors.traceback_lines import calling_line
-from nb_accelerate.training.data.dispatcher import DataLoaderDispatcher
+from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher
 from nb_accelerate.training.data.loader import DataLoaderShard
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.training.data.plan import GroupRows
+from nb_accelerate.training.data.plan.plan import GroupRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

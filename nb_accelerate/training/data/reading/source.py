@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.data.positions import SavedPosition
-from nb_accelerate.training.data.samplers import BatchSamplerShard
-from nb_accelerate.training.data.torch_iterator import accelerated
+from nb_accelerate.training.data.plan.samplers import BatchSamplerShard
+from nb_accelerate.training.data.reading.torch_iterator import accelerated
+from nb_accelerate.training.data.resuming.positions import SavedPosition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

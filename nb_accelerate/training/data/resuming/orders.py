@@ -26,10 +26,10 @@ from torch.utils.data import (
 )
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.training.data.shuffling import SeededGenerator
-from nb_accelerate.training.data.skipping import SkipBatchSampler
-from nb_accelerate.training.data.stateful import is_stateful
+from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.training.data.plan.shuffling import SeededGenerator
+from nb_accelerate.training.data.plan.skipping import SkipBatchSampler
+from nb_accelerate.training.data.resuming.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from nb_accelerate.training.data.plan import part_bounds, round_of_batches, rows_of_ranks
-from nb_accelerate.training.data.rows import CannotCutError, count_rows, row_taker
+from nb_accelerate.training.data.dispatching.rows import CannotCutError, count_rows, row_taker
+from nb_accelerate.training.data.plan.plan import part_bounds, round_of_batches, rows_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from nb_accelerate.training.data.plan import GroupRows
-    from nb_accelerate.training.data.rows import Take
+    from nb_accelerate.training.data.dispatching.rows import Take
+    from nb_accelerate.training.data.plan.plan import GroupRows
 
 T = TypeVar("T")
 

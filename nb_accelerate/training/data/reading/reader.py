@@ -8,7 +8,7 @@ A prepared loader owns a `Reader`, and a reader owns a `TorchSource`::
 
 `Reader.read` begins an epoch; `Reader.starting_at` returns a reader that begins later; `Reader.read_state` and
 `Reader.restore` save and restore the state of reading. A group is what all ranks see in one step, see
-`training.data.plan`; its real rows are those that are not copies.
+`training.data.plan.plan`; its real rows are those that are not copies.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.training.comm import SingleCollectives
-from nb_accelerate.training.data import positions
-from nb_accelerate.training.data.iterable import LastBatch
-from nb_accelerate.training.data.plan import GroupRows
-from nb_accelerate.training.data.positions import SavedPosition
-from nb_accelerate.training.data.rows import count_rows
-from nb_accelerate.training.data.samplers import IterationEnd
-from nb_accelerate.training.data.skipping import skipping
-from nb_accelerate.training.data.source import settings_of
+from nb_accelerate.training.data.dispatching.rows import count_rows
+from nb_accelerate.training.data.plan.plan import GroupRows
+from nb_accelerate.training.data.plan.samplers import IterationEnd
+from nb_accelerate.training.data.plan.skipping import skipping
+from nb_accelerate.training.data.reading.iterable import LastBatch
+from nb_accelerate.training.data.reading.source import settings_of
+from nb_accelerate.training.data.resuming import positions
+from nb_accelerate.training.data.resuming.positions import SavedPosition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data.iterable import MarkingShard
-    from nb_accelerate.training.data.samplers import BatchSamplerShard, SamplerShard
-    from nb_accelerate.training.data.source import TorchSource
+    from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard
+    from nb_accelerate.training.data.reading.iterable import MarkingShard
+    from nb_accelerate.training.data.reading.source import TorchSource
 
     Shard = BatchSamplerShard | SamplerShard | MarkingShard
 

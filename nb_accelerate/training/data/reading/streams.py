@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, DispatchError
-from nb_accelerate.training.data.batch_parts import (
+from nb_accelerate.training.data.dispatching.batch_parts import (
     CountedBatch,
     count_batch,
     next_or_error,
@@ -28,13 +28,13 @@ from nb_accelerate.training.data.batch_parts import (
     raise_on_next,
     take_from,
 )
-from nb_accelerate.training.data.iterable import LastBatch
-from nb_accelerate.training.data.reader import CollectiveReader, ReadState, skip
+from nb_accelerate.training.data.reading.iterable import LastBatch
+from nb_accelerate.training.data.reading.reader import CollectiveReader, ReadState, skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nb_accelerate.training.data.source import TorchSource
+    from nb_accelerate.training.data.reading.source import TorchSource
 
 _FULL, _OTHER, _FAILED = range(3)  # codes for what a rank has for the next step, from good to bad
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.data.plan import (
+from nb_accelerate.training.data.plan.plan import (
     GroupRows,
     ShardPlan,
     piece_of_last_group,

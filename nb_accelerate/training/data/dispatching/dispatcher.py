@@ -1,6 +1,6 @@
 """Read data on rank 0 alone, and send the other ranks their part of each group.
 
-A group is what all ranks together see in one step, see `training.data.plan`.
+A group is what all ranks together see in one step, see `training.data.plan.plan`.
 
 ::
 
@@ -25,7 +25,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, DispatchError
-from nb_accelerate.training.data.batch_parts import (
+from nb_accelerate.training.data.dispatching.batch_parts import (
     count_batch,
     grouped,
     next_or_error,
@@ -35,13 +35,13 @@ from nb_accelerate.training.data.batch_parts import (
     raise_on_next,
     take_from,
 )
-from nb_accelerate.training.data.iterable import LastBatch
+from nb_accelerate.training.data.dispatching.packing import ALIGNMENT_BYTES, BatchLayout, pack, unpack, write
+from nb_accelerate.training.data.dispatching.rows import CannotCutError, count_rows
 from nb_accelerate.training.data.loader import DataLoaderShard
-from nb_accelerate.training.data.packing import ALIGNMENT_BYTES, BatchLayout, pack, unpack, write
-from nb_accelerate.training.data.plan import part_bounds, rows_of_ranks
-from nb_accelerate.training.data.reader import CollectiveReader, ReadState, skip
-from nb_accelerate.training.data.rows import CannotCutError, count_rows
-from nb_accelerate.training.data.samplers import innermost_sampler
+from nb_accelerate.training.data.plan.plan import part_bounds, rows_of_ranks
+from nb_accelerate.training.data.plan.samplers import innermost_sampler
+from nb_accelerate.training.data.reading.iterable import LastBatch
+from nb_accelerate.training.data.reading.reader import CollectiveReader, ReadState, skip
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.process.devices import device_kind
 
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.devices import DeviceKind
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data.batch_parts import CountedBatch
-    from nb_accelerate.training.data.plan import GroupRows
-    from nb_accelerate.training.data.positions import SavedPosition
-    from nb_accelerate.training.data.reader import Reader
-    from nb_accelerate.training.data.source import TorchSource
+    from nb_accelerate.training.data.dispatching.batch_parts import CountedBatch
+    from nb_accelerate.training.data.plan.plan import GroupRows
+    from nb_accelerate.training.data.reading.reader import Reader
+    from nb_accelerate.training.data.reading.source import TorchSource
+    from nb_accelerate.training.data.resuming.positions import SavedPosition
 
 SliceFunction = Callable[..., Any]
 

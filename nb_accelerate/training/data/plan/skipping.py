@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from nb_accelerate.training.data.samplers import (
+from nb_accelerate.training.data.plan.samplers import (
     FINITE,
     BatchSamplerShard,
     PassesEpochOn,

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler
 from typing_extensions import override
 
-from nb_accelerate.training.data.iterable import IterableDatasetShard
-from nb_accelerate.training.data.reader import ReadState
-from nb_accelerate.training.data.samplers import PassesEpochOn
+from nb_accelerate.training.data.plan.samplers import PassesEpochOn
+from nb_accelerate.training.data.reading.iterable import IterableDatasetShard
+from nb_accelerate.training.data.reading.reader import ReadState
 from nb_accelerate.training.data.tracker import TrackedLoop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nb_accelerate.training.data.orders import Order
-    from nb_accelerate.training.data.reader import Reader
+    from nb_accelerate.training.data.reading.reader import Reader
+    from nb_accelerate.training.data.resuming.orders import Order
 
 
 class EpochProgress(TrackedLoop):

@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from typing_extensions import override
 
-from nb_accelerate.training.data.plan import GroupRows, ShardPlan, piece_of_last_group, rows_per_rank
-from nb_accelerate.training.data.samplers import IterationEnd
+from nb_accelerate.training.data.plan.plan import GroupRows, ShardPlan, piece_of_last_group, rows_per_rank
+from nb_accelerate.training.data.plan.samplers import IterationEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

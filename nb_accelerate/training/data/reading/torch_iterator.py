@@ -12,7 +12,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.utils.data import BatchSampler, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from nb_accelerate.training.data.samplers import SHUFFLING, BatchSamplerShard
+from nb_accelerate.training.data.plan.samplers import SHUFFLING, BatchSamplerShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

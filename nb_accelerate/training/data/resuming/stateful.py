@@ -1,7 +1,7 @@
 """Loaders that save the state of samplers and datasets with their position, by means of torchdata.
 
 Such a loader saves what torchdata's own would save after the batch that was handed out last, although it has read
-further; see `training.data.positions`.
+further; see `training.data.resuming.positions`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from nb_accelerate.errors import MissingDependencyError
-from nb_accelerate.training.data import positions
-from nb_accelerate.training.data.source import TorchSource
+from nb_accelerate.training.data.reading.source import TorchSource
+from nb_accelerate.training.data.resuming import positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nb_accelerate.training.data.positions import SavedPosition
+    from nb_accelerate.training.data.resuming.positions import SavedPosition
 
 
 def is_stateful(loader: object) -> bool:

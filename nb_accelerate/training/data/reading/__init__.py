@@ -1,0 +1,1 @@
+"""Read the batches of one rank."""

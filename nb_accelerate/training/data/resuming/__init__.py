@@ -1,0 +1,1 @@
+"""Go on in the middle of an epoch: positions, and what drew the order of rows."""
