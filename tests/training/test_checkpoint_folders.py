@@ -321,7 +321,9 @@ def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ran
         own = Path(root) / f"disk {rank}"
         accelerator, model = _numbering(own)
         # As on two machines with a rank each: what is on the disk of one does not exist on the other.
-        place = dataclasses.replace(accelerator._this_rank(), node_rank=rank, local_rank=0, local_world_size=1)
+        place = dataclasses.replace(
+            accelerator._this_rank(), node_rank=rank, num_nodes=2, local_rank=0, local_world_size=1
+        )
         accelerator._this_rank = lambda: place  # type: ignore[method-assign]
         whole = shared_staging.folder_of
         shared_staging.folder_of = lambda path, rank: whole(

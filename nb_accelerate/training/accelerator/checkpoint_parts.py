@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +71,9 @@ class CheckpointPartsMixin(CoreMixin):
         return _added(self.core.registry.before_load, hook)
 
     def _this_rank(self) -> ThisRank:
-        topology = self.core.process.topology
+        process = self.core.process
         return ThisRank(
-            rank=topology.rank,
-            world_size=topology.world_size,
-            node_rank=topology.node_rank,
-            local_rank=topology.local_rank,
-            local_world_size=topology.local_world_size,
-            kind=self.core.process.kind,
-            num_sharing=self.core.data_collectives.num_sharing,
+            **asdict(process.topology), kind=process.kind, num_sharing=self.core.data_collectives.num_sharing
         )
 
     def _parts(self) -> list[state.Part]:

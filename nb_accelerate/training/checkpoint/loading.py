@@ -26,7 +26,7 @@ from nb_accelerate.training.checkpoint.names import (
 )
 from nb_accelerate.training.checkpoint.on_all_ranks import run_on_all_ranks
 from nb_accelerate.training.checkpoint.opening import IF_TRUSTED
-from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
+from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, name_of
 from nb_accelerate.training.data.resuming.orders import Order
 from nb_accelerate.training.process import rng
 
@@ -74,27 +74,30 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
     # steps counted on a device every step would wait for it, and a sampler's random state cannot be restored from one.
     for part in parts:
         name = part.name_on(rank)
-        if part.on_every_rank and name not in checkpoint.there:
+        if part.loader is not None and name not in checkpoint.there:
             name = part.file  # of accelerate's, which has one for all
             if name not in checkpoint.there:
                 continue
         path = checkpoint.folder / name
-        if part.on_every_rank and manifest is not None and not this_rank.is_laid_out_like(manifest):
-            number = loader_number(part)
-            position = position_here(manifest, number, part.thing, this_rank.readers)
+        # On other numbers of ranks a loader does not go on from its own state, but after as many rows.
+        if part.loader is not None and manifest is not None and not this_rank.is_laid_out_like(manifest):
+            position = position_here(manifest, part.loader, part.thing, this_rank.readers)
             if isinstance(part.thing.dataset, IterableDataset) and position:
                 raise CheckpointError(
                     f"{path} is the position of {manifest.readers} processes in a stream, in the middle of an "
                     f"epoch, and this run has {this_rank.readers}. Start {manifest.readers} processes, or load "
                     "a checkpoint that was saved between epochs."
                 )
-            states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))
+            states.append(
+                (part, path, {"nb_accelerate": {"epoch": manifest.epochs[part.loader], "position": position}})
+            )
             continue
         state = _read_optimizer(checkpoint, part) or read(path, "cpu", if_trusted=IF_TRUSTED, **kwargs)
         if part.check is not None:
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)
         states.append((part, path, state))
+    # A rank that had no part in the save draws other numbers; the orders of loaders are those of all ranks.
     numbers, orders = None, []
     file = RANDOM_NUMBERS.format(rank)
     if file in checkpoint.there:
@@ -145,7 +148,7 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
         part.file
         for part in parts
         if part.file not in there
-        and not part.on_every_rank
+        and part.loader is None
         and not (part.folder is not None and checkpoint.has_shards(part.folder))
     ]
     if missing:
@@ -160,6 +163,7 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
             f"{folder} has the states of {len(saved)} registered objects, and {len(registered)} are registered now. "
             "Call register_for_checkpointing with the same objects before load_state."
         )
+    # What the checkpoint has for models, optimizers and schedulers that nothing here takes.
     taken = {part.file for part in parts}
     for number in range(num_models):
         taken |= {*_weight_names(number), shards_of(name_of(SAFE_WEIGHTS_NAME, number))}

@@ -143,11 +143,11 @@ def load_checkpoint_in_model(
         _load_distributed(model, checkpoint, strict=strict, full=full_state_dict, broadcast=broadcast_from_rank0)
         return
     files = weight_files(checkpoint)
+    # Everything is checked before anything changes: the map, then names and shapes in all files.
     if device_map is not None:
         for name in model.state_dict():
             device_of(name, device_map)  # raises, before anything changes
     tied = find_tied_parameters(model)
-    # All files are checked before anything changes. What they hold is read one by one, for models that fill memory.
     found: set[str] = set()
     for file in files:
         shapes = shapes_in(file)
@@ -155,7 +155,7 @@ def load_checkpoint_in_model(
         found |= shapes.keys()
     if strict:
         _compare(found, model, str(checkpoint), strict=True)
-    for file in files:
+    for file in files:  # one by one, for models that fill memory
         tensors = load_state_dict(file, device_map)
         if device_map is None:
             model.load_state_dict(tensors, strict=False)

@@ -119,7 +119,7 @@ class Staging:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what was not published, and what was replaced."""
+        """Remove what was not published."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)  # what is left counts for nothing; the next save removes it
             with contextlib.suppress(OSError):
@@ -128,6 +128,7 @@ class Staging:
             self._lock = None
 
     def _commit_inside(self) -> None:
+        """Rename this to a hidden folder of the target, and then put its files in place of those that are there."""
         new = {entry.name for entry in self.path.iterdir()}
         in_the_way = [name for name in new if (self.path / name).is_file() and (self.target / name).is_dir()]
         if in_the_way:
@@ -138,9 +139,10 @@ class Staging:
         trash.mkdir()
         try:
             self.path.rename(committed)
-            sync(self.target)
+            sync(self.target)  # from here on the new one counts, even if the process is killed in what follows
             for name in sorted(new):
                 _put_copy(committed / name, self.target / name, trash)
+            # What is ours and not in the new one: files of more ranks, say, or weights in the other format.
             for entry in list(os.scandir(self.target)):
                 if entry.name not in new and self._kind == "state" and _is_of_shards(entry):
                     Path(entry).rename(trash / entry.name)

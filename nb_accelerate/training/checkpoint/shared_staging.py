@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks
 from nb_accelerate.training.checkpoint.publishing import Staging, folder_of
@@ -28,19 +29,14 @@ logger = logging.getLogger("nb_accelerate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThisRank:
-    """Which rank this is.
+class ThisRank(Topology):
+    """Which rank this is, and what it is to a checkpoint.
 
     Attributes:
         kind: its kind of device, which has random numbers of its own.
         num_sharing: processes that read the same rows as this one, with itself.
     """
 
-    rank: int
-    world_size: int
-    node_rank: int
-    local_rank: int
-    local_world_size: int
     kind: DeviceKind
     num_sharing: int = 1
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,13 +58,13 @@ class Part:
     """One thing with a state.
 
     Attributes:
-        on_every_rank: whether ranks have states that differ; the first one's has the plain name.
+        loader: the number of the loader that it is; None for anything else. Ranks have loaders in states that differ.
         check: looks whether a state fits, given its file, the state and the thing; None where nobody can know.
     """
 
     file: str
     thing: Any
-    on_every_rank: bool = False
+    loader: int | None = None
     check: Callable[[str, Any, Any], None] | None = None
 
     @property
@@ -74,8 +73,8 @@ class Part:
         return shards_of(self.file) if self.file.startswith(OPTIMIZER_NAME) else None
 
     def name_on(self, rank: int) -> str:
-        """Return the name of the file of a rank."""
-        if not self.on_every_rank or not rank:
+        """Return the name of the file of a rank: the first one's has the plain name."""
+        if self.loader is None or not rank:
             return self.file
         stem, _, ending = self.file.rpartition(".")
         return f"{stem}_rank{rank}.{ending}"
@@ -95,7 +94,7 @@ def parts_of(
             for number, scheduler in enumerate(schedulers)
         ),
         *(
-            Part(file=name_of("dl_state_dict.bin", number), thing=loader, on_every_rank=True)
+            Part(file=name_of("dl_state_dict.bin", number), thing=loader, loader=number)
             for number, loader in enumerate(loaders)
             if loader.use_stateful_dataloader
         ),
@@ -103,13 +102,6 @@ def parts_of(
     if scaler is not None:
         parts.append(Part(file=SCALER_NAME, thing=scaler))
     return [*parts, *(Part(file=f"custom_checkpoint_{number}.pkl", thing=thing) for number, thing in enumerate(custom))]
-
-
-def loader_number(part: Part) -> int:
-    """Return the number of the loader whose state a part is, among all that were prepared."""
-    match = re.fullmatch(r"dl_state_dict(?:_(\d+))?\.bin", part.file)
-    assert match is not None
-    return int(match[1] or 0)
 
 
 def name_of(first: str, number: int) -> str:
@@ -161,7 +153,7 @@ def collect(
     states = [
         (part.name_on(this_rank.rank), part.thing.state_dict())
         for part in parts
-        if (part.on_every_rank or publishes) and part.folder not in names
+        if (part.loader is not None or publishes) and part.folder not in names
     ]
     orders = [order and order.encoded() for order in (loader.order() for loader in loaders)]
     numbers = rng.capture(this_rank.kind) | {"step": step, SAVED_BY: "nb_accelerate", "orders": orders}

@@ -47,6 +47,7 @@ def setup_process(
         needs_group: make a process group also where this process is alone, for an engine that wants one.
     """
     environment = environment or Environment()
+    # This process is set up already; an engine may want a group that it has not needed so far.
     known = context.current()
     if known is not None and needs_group and known.group is None:
         group.create_alone(known.kind)
@@ -54,6 +55,7 @@ def setup_process(
     if known is not None:
         _check_same(known, cpu=cpu, options=options)
         return known
+    # Who it is and its device: as the environment says, or as the group that others have made.
     use_cpu = bool(environment.use_cpu) if cpu is None else cpu
     options = options or InitProcessGroupKwargs()
     adopted = context.default_group()
@@ -67,6 +69,7 @@ def setup_process(
             _say_what_is_idle(topology)
         guessed = topology is not read
         kind, device = device_of_group(adopted.bound_device_id, topology, guessed=guessed, cpu=use_cpu)
+    # Connect it: by the runtime of its device, in a process group, or not at all.
     if environment.flag("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(topology.local_rank if device.index is None else device.index)
     if kind.start_runtime is not None:
