@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,22 +151,29 @@ def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None
         raise ConfigError(
             f"There is no configuration file {str(file)!r}. To make one: nb-accelerate config --config_file {file}"
         ) from None
-    except OSError as error:
-        raise _unreadable(file, error) from None
     return _read(file, changed)
 
 
 @functools.lru_cache(maxsize=8)
 def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that has changed is another one
+    import yaml  # here, because it is slow to import
+
+    class Loader(yaml.SafeLoader):
+        """YAML as others read it, but for 1:4, which is a range of machines, and in YAML 1.1 the number 64."""
+
+        def construct_number(self, node: yaml.ScalarNode) -> int | str:
+            """Return a whole number, or the text of a range."""
+            return str(node.value) if ":" in node.value else self.construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(file, error) from None
-    return ConfigFile(path=file, **_checked(file, _parsed(file, text)))
-
-
-def _unreadable(file: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.")
+        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"The configuration file {str(file)!r} has no lines such as 'num_processes: 2'.")
+    return ConfigFile(path=file, **_checked(file, found))
 
 
 def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -192,28 +198,6 @@ def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Pat
     except OSError as error:
         raise ConfigError(f"The configuration file {str(file)!r} cannot be written: {error.strerror}.") from None
     return file
-
-
-def _parsed(file: Path, text: str) -> dict[str, Any]:
-    import yaml  # here, because it is slow to import
-
-    class Loader(yaml.SafeLoader):
-        """YAML as others read it, but for 1:4, which is a range of machines, and in YAML 1.1 the number 64."""
-
-    Loader.yaml_implicit_resolvers = {
-        first: [
-            (tag, re.compile(rf"(?![^:]*:)(?:{pattern.pattern})", re.VERBOSE)) if ":int" in tag else (tag, pattern)
-            for tag, pattern in resolvers
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    try:
-        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
-    except (yaml.YAMLError, ValueError) as error:
-        raise _unreadable(file, error) from None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"The configuration file {str(file)!r} has no lines such as 'num_processes: 2'.")
-    return found
 
 
 def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -287,4 +287,5 @@ def resolve_parallelism(
     if given is None and not environment.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
     given = given or ParallelismConfig()
-    return replace(given, **fields_in(environment, given, _VARIABLES))
+    found = fields_in(environment, given, _VARIABLES)
+    return replace(given, **found) if found else given
