@@ -31,6 +31,14 @@ _KEYS = {
 }
 """Fields of `DeepSpeedPlugin` by the keys that say the same in a DeepSpeed configuration."""
 
+_DEFAULT = {
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "zero_optimization": {},
+}
+
 _DEVICES = ("none", "cpu", "nvme")
 
 
@@ -98,7 +106,7 @@ class DeepSpeedPlugin(KwargsHandler):
             if getattr(self, name) == AUTO:
                 self._set(name, None)
         if self.hf_ds_config in (None, "none"):  # the word of accelerate
-            self._set("hf_ds_config", _default())
+            self._set("hf_ds_config", _DEFAULT)
         super()._check()
         if self.enable_msamp:
             raise ConfigError(
@@ -280,16 +288,6 @@ class DeepSpeedPlugin(KwargsHandler):
     def deselect(self) -> None:
         """Note that another plugin is selected."""
         self._set("selected", False)
-
-
-def _default() -> dict[str, Any]:
-    return {
-        "train_batch_size": AUTO,
-        "train_micro_batch_size_per_gpu": AUTO,
-        "gradient_accumulation_steps": AUTO,
-        "gradient_clipping": AUTO,
-        "zero_optimization": {},
-    }
 
 
 def tell_transformers(plugin: DeepSpeedPlugin) -> None:
