@@ -196,6 +196,8 @@ class GradientAverage:
         self._known = [list(group["params"]) for group in self._optimizer.param_groups]
         rest = {id(parameter): parameter for known in self._known for parameter in known}
         trained = set(rest)
+        # What no wrapper has is averaged here from now on. It begins with the values of rank 0, unless it was trained
+        # before, or its wrapper was told to leave it out.
         for wrapper in self._wrappers():
             averaged = trained & {id(parameter) for parameter in wrapper.averaged()}
             self._left_alone |= trained & {id(parameter) for parameter in wrapper.ignored()}

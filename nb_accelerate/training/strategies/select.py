@@ -122,6 +122,7 @@ def resolve_engines(
         if fsdp is None and deepspeed is None:
             fsdp, deepspeed = before.fsdp, followed
     parallelism = resolve_parallelism(layout, plugins.get("torch_tp_plugin"), environment)
+    # DeepSpeed lays ranks out by itself; everything else stands on a mesh.
     chosen = None if fsdp is not None else resolve_deepspeed(deepspeed, environment)
     if chosen is not None:
         if deepspeed is None and environment.flag("ACCELERATE_USE_FSDP"):
@@ -136,6 +137,7 @@ def resolve_engines(
             )
         return EngineOptions(ddp=ddp, deepspeed=chosen)
     fsdp = resolve_fsdp(fsdp, environment)
+    # Sizes of a layout ask for FSDP, where nothing says how.
     if fsdp is None and parallelism is not None:
         if parallelism.dp_shard_enabled:
             fsdp = FullyShardedDataParallelPlugin()

@@ -98,6 +98,7 @@ def check_engine(
             f"states anew. Start {max(shares) + 1} ranks; or, {'' if stage == 3 else converted}{weights_alone}"
         )
     if weights_only:
+        # This rank opens its own share, and what is the same for all.
         own = f"zero_pp_rank_{engine.global_rank}_"
         for name in sorted(names):
             if name.endswith(".pt") and (own in name or not name.partition("zero_pp_rank_")[1]):
