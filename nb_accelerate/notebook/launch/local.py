@@ -96,14 +96,8 @@ class LocalRank(RankHandle):
             self.status, self._status_end = _pipe(undo)
             interrupt, self._interrupt = _pipe(undo)
             stack_requests, self._stack_requests = _pipe(undo)
-            self._kernel_ends = (
-                self.stdout,
-                self.stderr,
-                self.stacks,
-                self.status,
-                self._interrupt,
-                self._stack_requests,
-            )
+            output = self.stdout, self.stderr, self.stacks, self.status
+            self._kernel_ends = (*output, self._interrupt, self._stack_requests)
             for fd in self._kernel_ends:
                 os.set_blocking(fd, False)
             page = os.dup(self.page.fd)
