@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.base.seam import group_replaced, training_half
@@ -53,7 +52,6 @@ class PersistentRank:
         self._gate = gate
         self._shell = make_shell(DisplayPort(channel, mark))
         self._names: dict[str, Any] = main_globals()
-        builtins.input = _no_input
         debug_with(InputRequests(channel))
         self._half = training_half()
         self._store: object = None
@@ -93,6 +91,7 @@ class PersistentRank:
         outcome: Result | Failure
         try:
             with self._gate:
+                # Names first: what came along counts as the notebook's, and not as bound by the cell.
                 if cell.names is not None:
                     received.define(cell.names, fds, self._names)
                     has_names = True
@@ -111,6 +110,7 @@ class PersistentRank:
             outcome, packed = self._value(result.result if cell.wants_value else None)
         else:
             outcome, packed = _cell_failed(error)
+        # After a failure too: the notebook asks what the cell did before it failed.
         end = CellEnd(
             answer=outcome,
             bound=_visible(before.bound(self._names, self._shell.python_of(cell))),
@@ -140,10 +140,6 @@ class PersistentRank:
         return Result(parcel=packed.parcel), packed
 
 
-def _no_input(_prompt: object = "", /) -> NoReturn:
-    raise EOFError("input() does not work on a rank. Call it in a cell of the notebook, and use its value on the ranks")
-
-
 def _cell_failed(error: BaseException) -> tuple[Failure, Packed | None]:
     # Past what a class may have put in the place of these.
     BaseException.with_traceback(error, _without_shell(vars(BaseException)["__traceback__"].__get__(error)))
@@ -157,7 +153,7 @@ def _cell_failed(error: BaseException) -> tuple[Failure, Packed | None]:
 
 
 _OURS = "/nb_accelerate/notebook/worker/"
-_MACHINERY = ("/IPython/", "/asyncio/", _OURS)
+_MACHINERY = ("/IPython/", "/asyncio/", "/nb_accelerate/training/in_ranks.py", _OURS)
 
 
 def _without_shell(traceback: TracebackType | None) -> TracebackType | None:

@@ -76,6 +76,7 @@ def run_rank(
         broken: why this process cannot work (a preloaded module failed to import, say); told to the kernel.
         own_path: `sys.path` for imports of this package; by default the current one, before that of the kernel is set.
     """
+    # Before any output and any signal: what was inherited belongs to whoever forked this process.
     replace_streams(ends.stdout, ends.stderr, mark)
     install(ends.page, functools.partial(send_record, mark))
     gate = InterruptGate(ends.interrupt)
@@ -101,6 +102,7 @@ def run_rank(
                 sources, random = unpack(setup.notebook, fds)
                 store = _set_up(setup, sources, random, ends.store)
         except Exception as error:
+            # The rank goes on, and answers nothing but `Quit`: the kernel reads why it is of no use.
             _send(channel, *fail(error, result_of_call=False))
         else:
             is_usable = True
@@ -115,6 +117,7 @@ def run_rank(
                 if not is_usable:  # the kernel sent it before it read the Failure
                     continue
                 load = functools.partial(_load, message.parcel, fds, inherited)
+                # In a rank that runs cells, displays are those of its shell.
                 shows = setup.shows_displays and persistent is None
                 with _displays(channel, mark, own_path) if shows else contextlib.nullcontext():
                     answered, packed = answer(load, gate)

@@ -30,7 +30,6 @@ from nb_accelerate.training.accelerator.replicas import Replicas
 from nb_accelerate.training.accelerator.steering import Steering
 from nb_accelerate.training.checkpoint.registry import Registry
 from nb_accelerate.training.comm import Trigger
-from nb_accelerate.training.optim import AccumulationState
 from nb_accelerate.training.precision import select_precision
 from nb_accelerate.training.process.rng import resolve_rng_types
 from nb_accelerate.training.process.setup import setup_process
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.progress_page import ProgressPage
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data import LoaderTracker
+    from nb_accelerate.training.optim import AccumulationState
     from nb_accelerate.training.precision import Precision
     from nb_accelerate.training.process.context import ProcessContext
     from nb_accelerate.training.process.rng import RNGType
@@ -232,7 +232,7 @@ def build_core(
         collectives=strategy.collectives,
         strategy=strategy,
         precision=precision,
-        accumulation=AccumulationState(accumulation, shared.tracker, shared.window),
+        accumulation=shared.accumulation(accumulation),
         shared=shared,
         loader=loader,
         rng_types=in_step,

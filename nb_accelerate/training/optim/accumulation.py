@@ -8,7 +8,6 @@ window is shared by all of a process (`Window`), since a loop may train what sev
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
 
 from nb_accelerate.base.seam import asks_for_accelerator
 from nb_accelerate.errors import NotPreparedError
@@ -37,15 +36,13 @@ class Window:
 
     Attributes:
         num_open: how many blocks of ``accumulate`` are open; they may be nested.
-        states: of the `Accelerator` objects.
     """
 
-    __slots__ = ("closes", "num_open", "states")
+    __slots__ = ("closes", "num_open")
 
     def __init__(self) -> None:
         self.closes = True
         self.num_open = 0
-        self.states: WeakSet[AccumulationState] = WeakSet()
 
     def join(self) -> None:
         """Note that another `Accelerator` was made.
@@ -54,12 +51,6 @@ class Window:
         """
         if not self.num_open:
             self.closes = True
-
-    def begin_anew(self) -> None:
-        """Begin new windows: ranks may have failed at different batches."""
-        for state in self.states:
-            state.step = 0
-        self.join()
 
 
 class AccumulationState:
@@ -89,7 +80,6 @@ class AccumulationState:
         self.sync_each_batch = options.sync_each_batch
         self.loaders = loaders
         self.window = window or Window()
-        self.window.states.add(self)
         self.step = 0
 
     @property

@@ -10,7 +10,6 @@ from nb_accelerate.base.config.dynamo import resolve_dynamo
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.precision import resolve_precision
 from nb_accelerate.training.comm.data_parallel import between_groups
-from nb_accelerate.training.optim.accumulation import AccumulationState
 from nb_accelerate.training.process import context
 from nb_accelerate.training.process.setup import setup_process
 from nb_accelerate.training.state.shared import shared_training
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.dynamo import TorchDynamoPlugin
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data.tracker import LoaderTracker
+    from nb_accelerate.training.optim.accumulation import AccumulationState
     from nb_accelerate.training.process.context import ProcessContext
     from nb_accelerate.training.strategies.select import EngineOptions
 
@@ -53,7 +53,7 @@ class Choices:
         return cls(
             mixed_precision=str(resolve_precision(mixed_precision, environment)),
             dynamo=resolve_dynamo(None, None, environment),
-            accumulation=AccumulationState(plugin or GradientAccumulationPlugin(), shared.tracker, shared.window),
+            accumulation=shared.accumulation(plugin or GradientAccumulationPlugin()),
             tracker=shared.tracker,
         )
 

@@ -14,7 +14,7 @@ from weakref import WeakSet, ref
 
 from nb_accelerate.base.seam import group_replaced
 from nb_accelerate.training.data.tracker import LoaderTracker
-from nb_accelerate.training.optim.accumulation import Window
+from nb_accelerate.training.optim.accumulation import AccumulationState, Window
 from nb_accelerate.training.process import context
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.training.optim import AcceleratedOptimizer
     from nb_accelerate.training.precision.scaler import LossScaler
 
@@ -33,6 +34,7 @@ class SharedTraining:
 
     Attributes:
         scaler: None until an `Accelerator` uses fp16.
+        accumulations: positions in accumulation windows, of `Accelerator` objects that are still referred to.
         models: prepared models that are still referred to.
         given_optimizers: optimizers that were given to ``prepare``.
         before_step: called with each optimizer of this process before its step, prepared or not.
@@ -41,6 +43,7 @@ class SharedTraining:
     tracker: LoaderTracker = field(default_factory=LoaderTracker)
     window: Window = field(default_factory=Window)
     scaler: LossScaler | None = None
+    accumulations: WeakSet[AccumulationState] = field(default_factory=WeakSet)
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     given_optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     before_step: Callable[[Optimizer], None] | None = None
@@ -58,13 +61,21 @@ class SharedTraining:
         if not any(known is optimizer for known in self.optimizers):
             self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
 
+    def accumulation(self, options: GradientAccumulationPlugin) -> AccumulationState:
+        """Return the position of a new `Accelerator` in its accumulation window."""
+        state = AccumulationState(options, self.tracker, self.window)
+        self.accumulations.add(state)
+        return state
+
     def begin_anew(self) -> None:
         """Begin new accumulation windows, and drop the gradients of all prepared models and optimizers.
 
         Called when a pool of ranks goes on after a failure: some ranks have accumulated batches that others have not,
         or gradients that are averaged on some ranks only.
         """
-        self.window.begin_anew()
+        for state in self.accumulations:
+            state.step = 0
+        self.window.join()
         for model in self.models:
             model.zero_grad()
         for optimizer in self.optimizers:

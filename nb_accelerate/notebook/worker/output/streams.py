@@ -107,7 +107,7 @@ def replace_streams(stdout: int, stderr: int, mark: bytes) -> None:
 
 
 def _no_input(_prompt: object = "", /) -> NoReturn:
-    raise EOFError("input() does not work on a rank. Call it before the launch, and pass its value")
+    raise EOFError("input() does not work on a rank. Call it in the notebook before, and use its value on the ranks")
 
 
 def _print_in_one(original: Callable[..., None]) -> Callable[..., None]:
