@@ -53,7 +53,7 @@ def _check_collectives(accelerator: Accelerator) -> str:
 
     rank, number = accelerator.process_index, accelerator.num_processes
     mine = torch.full((2,), float(rank), device=accelerator.device)
-    _expect("gather", accelerator.gather(mine).tolist(), [float(one) for one in range(number) for _ in range(2)])
+    _expect("gather", accelerator.gather(mine).tolist(), [float(rank) for rank in range(number) for _ in range(2)])
     _expect("reduce", accelerator.reduce(mine, "sum").tolist(), [float(sum(range(number)))] * 2)
     _expect("broadcast", broadcast(mine + 1, from_process=number - 1).tolist(), [float(number)] * 2)
     uneven = torch.ones(rank + 1, device=accelerator.device)

@@ -67,8 +67,15 @@ def _run(arguments: argparse.Namespace) -> int:
                 size, name = largest_layer(model)
                 number = sum(parameter.numel() for parameter in model.parameters())
                 print(f"{type(model).__name__}: {number:,} parameters; the largest layer is {name}, {_size(size)}")
-            one = estimate_memory(model, precision, inputs)
-            sizes = (one.weights, one.gradients, one.adam, one.activations, one.training, one.distributed)
+            memory = estimate_memory(model, precision, inputs)
+            sizes = (
+                memory.weights,
+                memory.gradients,
+                memory.adam,
+                memory.activations,
+                memory.training,
+                memory.distributed,
+            )
             rows.append((precision, *("not asked" if size is None else _size(size) for size in sizes)))
     if inputs is not None:
         print(f"activations of {batch_size} x {sequence_length} tokens")

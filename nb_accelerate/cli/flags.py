@@ -1,7 +1,6 @@
 """The flags of ``launch`` for scripts: accelerate's names, what each does here, or why it is refused.
 
 Flags can be written with underscores or with dashes. Where a flag is not given, the configuration file decides.
-Most of the file is the table of flags, which is longer than 400 lines with what each row needs, and is read as one.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _assigned(source: str) -> Iterator[str]:
 
 def _functions(cell: NotebookNode) -> Iterator[str]:
     if cell.cell_type == "code":
-        yield from (one.name for one in _tree(cell.source).body if isinstance(one, ast.FunctionDef))
+        yield from (node.name for node in _tree(cell.source).body if isinstance(node, ast.FunctionDef))
 
 
 def _launches(cell: NotebookNode) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nb_accelerate.base.ipython_versions import cell_number, is_module_level
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
 FULL_TRACEBACK = "NB_ACCELERATE_FULL_TRACEBACK"
@@ -215,21 +215,10 @@ def shorten_tracebacks(own: type[BaseException]) -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        lines = _lines_of(error, own)
+        lines = lines_instead(error) or (functools.partial(short_lines, error) if isinstance(error, own) else None)
         if lines is None or wants_full() or sys.stderr is None:
             return sys.__excepthook__(kind, error, trace)
-        return print("\n".join(lines), file=sys.stderr)  # noqa: T201 - it is what Python would print
+        style = ANSI if "NO_COLOR" not in os.environ and sys.stderr.isatty() else PLAIN
+        return print("\n".join(lines(style)), file=sys.stderr)  # noqa: T201 - it is what Python would print
 
     sys.excepthook = hook
-
-
-def _lines_of(error: BaseException, own: type[BaseException]) -> Sequence[str] | None:
-    style = ANSI if _is_terminal() else PLAIN
-    lines = lines_instead(error)
-    if lines is not None:
-        return lines(style)
-    return short_lines(error, style) if isinstance(error, own) else None
-
-
-def _is_terminal() -> bool:
-    return "NO_COLOR" not in os.environ and sys.stderr is not None and sys.stderr.isatty()

@@ -92,7 +92,7 @@ class RankNames:
         start, end, found = answer
         # The part of the token before what is completed stays as it is.
         before = cursor.token[: max(0, len(cursor.token) - (end - start))]
-        return Completions([before + one for one in found], "rank 0")
+        return Completions([before + name for name in found], "rank 0")
 
 
 def _also_on_ranks(here: Callable[..., Any], method: str) -> Callable[..., Any]:
@@ -148,7 +148,7 @@ def reads(python: str) -> set[str]:
         nodes = [*ast.walk(ast.parse(python))]
     except (SyntaxError, ValueError):
         return set()
-    return {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -86,7 +86,7 @@ def push(values: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
 def pull(*names: str, ranks: Sequence[int] | None = None) -> list[Any]:
     """Return the value of a name on each rank; for several names, a list for each rank. See `Pool.pull`."""
     values = _pool.pull(names, ranks)
-    return [one[0] for one in values] if len(names) == 1 else values
+    return [of_rank[0] for of_rank in values] if len(names) == 1 else values
 
 
 def interrupt() -> None:

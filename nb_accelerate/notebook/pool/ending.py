@@ -97,7 +97,7 @@ def cut_from(ranks: Sequence[RankProxy], rendezvous: int) -> Callable[[RankProxy
     Args:
         rendezvous: number of the rendezvous in which they made the connections, or are making them.
     """
-    pids = [one.handle.pid for one in ranks if one.handle.pid and not one.is_gone]
+    pids = [rank.handle.pid for rank in ranks if rank.handle.pid and not rank.is_gone]
 
     def cut(rank: RankProxy) -> None:
         assert isinstance(rank, PoolRank)

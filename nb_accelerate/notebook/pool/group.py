@@ -92,7 +92,7 @@ class RankGroup:
     @property
     def ranks(self) -> Mapping[int, PoolRank]:
         """The ranks that were started and not removed, by rank."""
-        return {number: one for number, one in self.loop.ranks.items() if isinstance(one, PoolRank)}
+        return {number: rank for number, rank in self.loop.ranks.items() if isinstance(rank, PoolRank)}
 
     @property
     def missing(self) -> list[int]:
@@ -145,7 +145,7 @@ class RankGroup:
         return request
 
     def _idle_beside(self, request: Request) -> list[PoolRank]:
-        asked = {one.rank for other in (request, *self.loop.requests) for one in other.ranks}
+        asked = {rank.rank for other in (request, *self.loop.requests) for rank in other.ranks}
         return [rank for number, rank in self.ranks.items() if number not in asked]
 
     def _request(self, ranks: Sequence[PoolRank], send: Callable[[PoolRank], None], **options: Any) -> Request:
@@ -175,7 +175,7 @@ class RankGroup:
                     send_setup(rank, self._options, self.plan, rendezvous, notebook)
 
                 self._ask_all("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
-                everybody = sorted(self.ranks.values(), key=lambda one: one.rank)
+                everybody = sorted(self.ranks.values(), key=lambda rank: rank.rank)
                 self._rendezvous_count += 1
 
                 def join(rank: PoolRank) -> None:
