@@ -19,6 +19,7 @@ from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.errors.frame_locals import locals_of
 from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.process import context
 
 Schedulers = torch.optim.lr_scheduler
 
@@ -213,6 +214,7 @@ def test_precision_comes_from_the_launcher_unless_it_is_written(monkeypatch):
 
 def test_schedulers_advance_once_per_process_and_say_so_in_one_line(run_ranks, caplog):
     def train(total_steps=3, **options):
+        context.reset()
         records = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
@@ -230,15 +232,19 @@ def test_schedulers_advance_once_per_process_and_say_so_in_one_line(run_ranks, c
                 scheduler.step()
                 cycle.step()
                 optimizer.zero_grad()
+        logging.getLogger("nb_accelerate").removeHandler(handler)
         return scheduler.scheduler.last_epoch, cycle.scheduler.last_epoch, records
 
-    for rank, (steps, cycle_steps, records) in enumerate(run_ranks(train)):
+    def train_in_all_ways():
+        others = ({"scheduler_steps_per_process": False}, {"split_batches": True})
+        steps = [train(**options)[0] for options in others]
+        return train(), [*steps, train(9, step_scheduler_with_optimizer=False)[0]]
+
+    for rank, ((steps, cycle_steps, records), others) in enumerate(run_ranks(train_in_all_ways)):
         assert (steps, cycle_steps) == (4, 3)  # 2 optimizer steps on 2 ranks; the cycle ends where it ends
         assert len(records) == (2 if rank == 0 else 0)
         assert all("advances 2 times" in record and "\n" not in record for record in records)
-    assert [found[0] for found in run_ranks(train, scheduler_steps_per_process=False)] == [2, 2]
-    assert [found[0] for found in run_ranks(train, split_batches=True)] == [2, 2]
-    assert [found[0] for found in run_ranks(train, 9, step_scheduler_with_optimizer=False)] == [4, 4]
+        assert others == [2, 2, 4]
     assert train()[::2] == (2, [])
 
 
@@ -262,8 +268,8 @@ def test_schedules_of_epochs_advance_once_an_epoch_and_say_so_once(run_ranks, ca
                 scheduler.step()
         return scheduler.scheduler.last_epoch
 
-    steps = {kind: run_ranks(train, kind) for kind in ("each batch", "each second", "accumulated")}
-    assert steps == {"each batch": [24, 24], "each second": [12, 12], "accumulated": [12, 12]}
+    kinds = ("each batch", "each second", "accumulated")
+    assert run_ranks(lambda: [train(kind) for kind in kinds]) == [[24, 12, 12]] * 2
     capsys.readouterr()
     assert run_ranks(train, "each epoch") == [3, 3]
     assert capsys.readouterr().out.count("LambdaLR is stepped after several optimizer steps, so it counts epochs") == 1
