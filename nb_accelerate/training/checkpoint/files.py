@@ -279,7 +279,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
                 f"{name} is of type {kind}, which safetensors cannot hold. Write safe_serialization=False."
             )
         storage = id_tensor_storage(tensor)
-        signs = tensor.is_conj(), tensor.is_neg()  # of views with other numbers at the same place
+        signs = tensor.is_conj(), tensor.is_neg()  # of views with other numbers at the same address
         tied = (*storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), signs)
         if tensor.numel() and tied in seen:
             continue

@@ -46,10 +46,10 @@ class HostCopies:
                 return deep_copy(leaf)
             if type(leaf) not in {torch.Tensor, torch.nn.Parameter} or leaf.layout is not torch.strided:
                 return leaf.detach().cpu().clone()
-            signs = leaf.is_conj(), leaf.is_neg()  # of views with other numbers at the same place
-            place = leaf.data_ptr()
-            key = leaf.device, place, leaf.shape, leaf.stride(), leaf.dtype, signs
-            if place and key in copies:  # 0: it has no elements, or its device tells no addresses, as XLA
+            signs = leaf.is_conj(), leaf.is_neg()  # of views with other numbers at the same address
+            address = leaf.data_ptr()
+            key = leaf.device, address, leaf.shape, leaf.stride(), leaf.dtype, signs
+            if address and key in copies:  # 0: it has no elements, or its device tells no addresses, as XLA
                 return copies[key]
             buffer = copies[key] = self._buffer_for(leaf)
             buffer.copy_(leaf.detach(), non_blocking=True)

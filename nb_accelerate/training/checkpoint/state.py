@@ -2,7 +2,7 @@
 
 ::
 
-    save   all ranks write beside the checkpoint -> all have -> manifest -> it takes the place of the one before
+    save   share a staging folder -> collect -> write -> all ranks have -> manifest -> publish it as a whole
     load   manifest -> parts -> random numbers -> weights -> checksums -> all fit, on all ranks -> they are applied
 """
 

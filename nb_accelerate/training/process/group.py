@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nb_accelerate.base.devices import BACKENDS, backend_named
 from nb_accelerate.base.topology.master_address import master_address
-from nb_accelerate.errors import ConfigError, MissingDependencyError
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context
 
 if TYPE_CHECKING:
@@ -42,16 +42,14 @@ def create(
     The group ends with `close`, at the latest when the interpreter ends: a rank that leaves without destroying
     its gloo groups sometimes aborts on the way out.
     """
-    if not dist.is_available():
-        raise MissingDependencyError("torch", needed_for=f"training on {topology.world_size} ranks (torch.distributed)")
     backend = options.backend or kind.backend
     if backend is None:
         raise ConfigError(
             f"{kind.name} devices cannot exchange tensors between ranks. Write Accelerator(cpu=True), or start "
             "one rank."
         )
-    place = None if environment.has_rendezvous else master_address(environment.variables, topology)
-    if options.init_method is None and not environment.has_rendezvous and place is None:
+    address = None if environment.has_rendezvous else master_address(environment.variables, topology)
+    if options.init_method is None and not environment.has_rendezvous and address is None:
         raise ConfigError(
             f"This is rank {topology.rank} of {topology.world_size}, but MASTER_ADDR and MASTER_PORT do not say where "
             "the ranks meet. Export both (the host of rank 0 and a free port there), or start the ranks with "
@@ -59,7 +57,7 @@ def create(
         )
     dist.init_process_group(
         backend=backend,
-        **_place(backend, topology, kind, device, options=options, environment=environment, place=place),
+        **_meeting(backend, topology, kind, device, options=options, environment=environment, address=address),
         timeout=options.timeout,
         rank=topology.rank,
         world_size=topology.world_size,
@@ -74,12 +72,7 @@ def create_alone(kind: DeviceKind, device: torch.device | None = None) -> None:
 
     Args:
         device: bound to the group where its backend can do that.
-
-    Raises:
-        MissingDependencyError: this build of torch has no torch.distributed.
     """
-    if not dist.is_available():
-        raise MissingDependencyError("torch", needed_for="a process group (torch.distributed)")
     from torch._C._distributed_c10d import HashStore  # missing where torch was built without torch.distributed
 
     name = kind.backend or "gloo"
@@ -88,7 +81,7 @@ def create_alone(kind: DeviceKind, device: torch.device | None = None) -> None:
     atexit.register(close)
 
 
-def _place(
+def _meeting(
     backend: str,
     topology: Topology,
     kind: DeviceKind,
@@ -96,10 +89,10 @@ def _place(
     *,
     options: InitProcessGroupKwargs,
     environment: Environment,
-    place: tuple[str, int] | None,
+    address: tuple[str, int] | None,
 ) -> dict[str, Any]:
     """Return where the ranks meet, as arguments of `init_process_group`."""
-    url = "env://" if place is None else f"tcp://{place[0]}:{place[1]}"
+    url = "env://" if address is None else f"tcp://{address[0]}:{address[1]}"
     is_bound = backend_named(backend).binds_device and device.index is not None
     uuid = kind.uuid(device.index) if is_bound else None
     if options.init_method is not None or not (environment.has_agent_store or uuid):

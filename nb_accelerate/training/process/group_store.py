@@ -85,8 +85,8 @@ class RendezvousHandler:
         is_given_up: Callable[[], bool] = _never,
     ) -> None:
         self._part = part
-        self._place = (address, port)
-        self._store_place = (address, store_port)
+        self._address = (address, port)
+        self._store_address = (address, store_port)
         self._polls = polls
         self._is_given_up = is_given_up
         # Without a number of workers: with one, the last of them would remove the file.
@@ -122,12 +122,12 @@ class RendezvousHandler:
     ) -> Iterator[tuple[Store, int, int]]:
         """Yield the store, the rank and the number of ranks, as torch's rendezvous handlers do."""
         asked = _parse(url)
-        if asked is None or asked[0] != self._place:
+        if asked is None or asked[0] != self._address:
             here().note_other_group()
             yield from original(url, timeout=timeout, **options)
             return
         _, rank, world_size = asked
-        store = self._file or TCPStore(*self._store_place, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = self._file or TCPStore(*self._store_address, is_master=False, wait_for_workers=False, timeout=timeout)
         yield self._meet(store, rank, world_size, timeout), rank, world_size
         raise RuntimeError("the ranks of this group are connected already. To connect them anew, make another group")
 

@@ -225,7 +225,7 @@ def _uid_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int
     See ``man 7 sock_diag``. The table ``/proc/net/tcp`` says it too, and takes tens of milliseconds.
     """
     pack = "!HH16s16s"
-    addresses = (socket.inet_pton(family, place[0]).ljust(16, b"\0") for place in (local, remote))
+    addresses = (socket.inet_pton(family, end[0]).ljust(16, b"\0") for end in (local, remote))
     identity = struct.pack(pack, local[1], remote[1], *addresses) + struct.pack("=III", 0, *_ANY_COOKIE)
     request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED) + identity
     header = struct.pack("=IHHII", _HEADER + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)

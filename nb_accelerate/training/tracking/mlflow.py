@@ -77,8 +77,8 @@ class MLflowTracker(LibraryTracker):
         if found is not None:
             arguments["experiment_id"] = found.experiment_id
         elif name:
-            place = None if self.logging_dir is None else Path(self.logging_dir).absolute().as_uri()
-            arguments["experiment_id"] = self.library.create_experiment(name, artifact_location=place)
+            location = None if self.logging_dir is None else Path(self.logging_dir).absolute().as_uri()
+            arguments["experiment_id"] = self.library.create_experiment(name, artifact_location=location)
         return self.library.start_run(**arguments)
 
     @override
