@@ -173,13 +173,12 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         return self._wholes(parts, iter(parts))
 
     def _wholes(self, parts: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:
-        end = object()
         while True:
             if not self._is_here:
                 raise ConfigError("with --convert, batches are read by the thread of the cell. Read them there")
             with self._inside():
-                part = next(batches, end)
-            if part is end:
+                part = next(batches, None)  # parts are of tensors
+            if part is None:
                 return
             yield whole_batch(part, parts.batch_remainder, self._collectives)
 

@@ -54,7 +54,7 @@ class SharedModels:
         tensors = tensors_in(arguments)
         cut, why = self._find(model, arguments)
         rows, ranks = cut.rows(tensors) if cut is not None else {0}, self._collectives.world_size
-        norms = [one for one in model.modules() if isinstance(one, _NormBase)] if model.training else []
+        norms = [module for module in model.modules() if isinstance(module, _NormBase)] if model.training else []
         # Batch norm cannot be trained with one row.
         if cut is None or len(rows) > 1 or min(rows) < ranks * (2 if norms else 1):
             if any(arguments) and torch.is_grad_enabled() and model not in self.cut:
@@ -123,30 +123,30 @@ class SharedModels:
         Gradients of earlier backwards, of accumulated batches say, are equal on all ranks, and stay so.
         """
         models = self.cut
-        parameters = {id(one): one for model in models for one in model.parameters() if one.requires_grad}
-        before = {key: _version(one.grad) for key, one in parameters.items()}
+        parameters = {id(weight): weight for model in models for weight in model.parameters() if weight.requires_grad}
+        before = {key: _version(weight.grad) for key, weight in parameters.items()}
         plain()
         for model in models:
             # One that is in two models is averaged with the first.
-            own = [parameters.pop(id(one)) for one in model.parameters() if id(one) in parameters]
-            if any(_version(one.grad) != before[id(one)] for one in own):
+            own = [parameters.pop(id(weight)) for weight in model.parameters() if id(weight) in parameters]
+            if any(_version(weight.grad) != before[id(weight)] for weight in own):
                 self._average(own)
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put the mean over ranks in the place of gradients; one that no rank has stays None."""
-        lacks = any(one.grad is None for one in parameters)
-        mine = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in parameters]
-        has = torch.tensor([float(one.grad is not None) for one in parameters], device=mine[0].device)
+        lacks = any(weight.grad is None for weight in parameters)
+        mine = [torch.zeros_like(weight) if weight.grad is None else weight.grad.to_dense() for weight in parameters]
+        has = torch.tensor([float(weight.grad is not None) for weight in parameters], device=mine[0].device)
         *means, has = operations.reduce(self._collectives, [*mine, has], "mean")
         used = has.tolist() if lacks else [1.0] * len(parameters)
-        for one, mean, ranks in zip(parameters, means, used, strict=True):
-            is_sparse = one.grad is not None and one.grad.is_sparse
-            one.grad = None if not ranks else mean.to_sparse(1) if is_sparse else mean
+        for weight, mean, ranks in zip(parameters, means, used, strict=True):
+            is_sparse = weight.grad is not None and weight.grad.is_sparse
+            weight.grad = None if not ranks else mean.to_sparse(1) if is_sparse else mean
 
     def refuse_parameters(self, inputs: Any) -> None:
         """Refuse `torch.autograd.grad` of parameters, which does not average; gradients of inputs are whole."""
-        parameters = {id(one) for model in self.cut for one in model.parameters()}
-        if any(id(one) in parameters for one in inputs):
+        parameters = {id(weight) for model in self.cut for weight in model.parameters()}
+        if any(id(weight) in parameters for weight in inputs):
             raise ConfigError(
                 f"line {line_here()}: with --convert, autograd.grad does not give the gradients of parameters. Write "
                 "loss.backward(), or run this cell in the notebook"

@@ -37,7 +37,7 @@ class Cut:
 
     def rows(self, tensors: Sequence[Tensor]) -> set[int]:
         """Return how many rows arguments have; more than one number if they do not agree."""
-        return {one.shape[dim] for one, dim in zip(tensors, self.dims, strict=True) if dim is not None}
+        return {tensor.shape[dim] for tensor, dim in zip(tensors, self.dims, strict=True) if dim is not None}
 
     def own_part(self, arguments: Any, collectives: Collectives) -> Any:
         """Return this rank's part of arguments; the gradients of all parts come back."""
@@ -68,7 +68,7 @@ class Cut:
 
 def narrowed(data: Any, dims: Sequence[int | None], first: int, end: int) -> Any:
     """Return copies of some rows of arguments."""
-    return _mapped(lambda one, dim: (one if dim is None else one.narrow(dim, first, end - first)).clone(), data, dims)
+    return _mapped(lambda x, dim: (x if dim is None else x.narrow(dim, first, end - first)).clone(), data, dims)
 
 
 def _mapped(function: Callable[[Tensor, Any], Tensor], data: Any, ways: Sequence[Any]) -> Any:
@@ -111,7 +111,7 @@ class _Whole(Function):
             sent = torch.cat([sent, sent.new_zeros(missing, *sent.shape[1:])])
         ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
         parts = collectives.all_gather(sent.contiguous())
-        whole = torch.cat([one[: end - first] for one, (first, end) in zip(parts, ends, strict=True)])
+        whole = torch.cat([padded[: end - first] for padded, (first, end) in zip(parts, ends, strict=True)])
         return whole.to(part.dtype).movedim(0, dim)
 
     @staticmethod

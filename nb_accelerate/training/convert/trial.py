@@ -44,17 +44,17 @@ def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind) -> 
     if has_hooks(model):
         return None, "its hooks would see a part of the rows"
     for rows in dict.fromkeys(size for size in sizes if size >= ranks):
-        dims = [next((dim for dim, size in enumerate(one.shape) if size == rows), None) for one in inputs]
+        dims = [next((dim for dim, size in enumerate(tensor.shape) if size == rows), None) for tensor in inputs]
         reason = "parts of its rows do not give what all of them give together"
         joins: list[Join | None] = [None]
-        left = [one for one, dim in zip(inputs, dims, strict=True) if dim is None and one.dim()]
+        left = [tensor for tensor, dim in zip(inputs, dims, strict=True) if dim is None and tensor.dim()]
         # Numbers of rows (of a graph's nodes, say) would point outside of a part, which ends the runtime of a GPU.
-        if all(one.is_floating_point() for one in left):
+        if all(tensor.is_floating_point() for tensor in left):
             try:
                 joins = _try(model, narrowed(arguments, dims, 0, min(rows, _ROWS * ranks + 1)), dims, ranks, kind)
             except Exception as error:  # whatever users' code makes of fewer rows
                 reason = f"fewer of its rows give an error ({type(error).__name__})"
-        found = tuple(one for one in joins if one is not None)
+        found = tuple(join for join in joins if join is not None)
         if found and len(found) == len(joins):
             return Cut(tuple(dims), found), ""
         why = reason if rows == sizes[0] else why  # the second dimension is rarely one of rows
@@ -64,7 +64,7 @@ def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind) -> 
 def has_hooks(model: nn.Module) -> bool:
     """Return whether users' hooks on a model, or on its parameters, are called."""
     of_modules = (hook for part in model.modules() for name in _HOOKS for hook in vars(part)[name].values())
-    of_parameters = (getattr(one, name) for one in model.parameters() for name in _OF_GRADIENTS)
+    of_parameters = (getattr(parameter, name) for parameter in model.parameters() for name in _OF_GRADIENTS)
     return any(not hook.__module__.startswith("torch.") for hook in of_modules) or any(of_parameters)
 
 
@@ -72,9 +72,9 @@ def _kept(model: nn.Module) -> list[Tensor]:
     """Return the tensors in attributes of a model that are no parameters and buffers of it."""
     own = ("_parameters", "_buffers", "_modules")
     return [
-        one
+        tensor
         for part in model.modules()
-        for one in tensors_in({name: value for name, value in vars(part).items() if name not in own})
+        for tensor in tensors_in({name: value for name, value in vars(part).items() if name not in own})
     ]
 
 
@@ -82,26 +82,27 @@ def _try(
     model: nn.Module, arguments: Any, dims: Sequence[int | None], ranks: int, kind: DeviceKind
 ) -> list[Join | None]:
     """Return how the results of parts are joined; None for one that cannot be."""
-    rows = max(one.shape[dim] for one, dim in zip(tensors_in(arguments), dims, strict=True) if dim is not None)
+    rows = max(tensor.shape[dim] for tensor, dim in zip(tensors_in(arguments), dims, strict=True) if dim is not None)
     ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
     states = rng.capture(kind, all_devices=False)
     # torch copies only what was not computed.
-    model = copy.deepcopy(model, {id(one): one.detach() for one in _kept(model) if one.grad_fn is not None})
+    model = copy.deepcopy(model, {id(tensor): tensor.detach() for tensor in _kept(model) if tensor.grad_fn is not None})
     attributes, before = [(part, dict(vars(part))) for part in model.modules()], _kept(model)
     results = []
     with torch.no_grad(), _NoChance():  # type: ignore[no-untyped-call]
         for first, end in ((0, rows), (0, rows), *ends):
             args, kwargs = narrowed(arguments, dims, first, end)
             given = tensors_in(model(*args, **kwargs))
-            left = [one for one in _kept(model) if all(one is not old for old in before)]
-            results.append([one.clone() for one in (*given, *left)])
+            left = [tensor for tensor in _kept(model) if all(tensor is not old for old in before)]
+            results.append([tensor.clone() for tensor in (*given, *left)])
             rng.restore(states, kind)
             for part, own in attributes:
                 vars(part).clear()
                 vars(part).update(own)
             model.eval()  # from the second call on, as batch norm uses all rows in training
     in_training, *results = results
-    if [(one.dim(), one.dtype) for one in in_training] != [(one.dim(), one.dtype) for one in results[0]]:
+    forms = [[(tensor.dim(), tensor.dtype) for tensor in result] for result in (in_training, results[0])]
+    if forms[0] != forms[1]:
         return [None]
     weights = [(end - first) / rows for first, end in ends]
     each = list(zip(*results, strict=True))
@@ -141,5 +142,5 @@ class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            map_tensors(lambda one: one.zero_(), result)
+            map_tensors(lambda tensor: tensor.zero_(), result)
         return result

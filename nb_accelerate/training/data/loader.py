@@ -98,7 +98,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     def synchronized_generator(self) -> torch.Generator | None:
         """The generator of the sampler or dataset that is set to the state of rank 0's; None if there is none."""
         called = (self._on_start, getattr(self._reader.shard, "on_start", None))
-        found = (getattr(one, "generator", None) for one in called)
+        found = (getattr(sync, "generator", None) for sync in called)
         return next((generator for generator in found if generator is not None), None)
 
     @property

@@ -82,8 +82,8 @@ def _range(call: ast.Call, names: Mapping[str, Any]) -> range | None:
     """Return the range that a call makes; None if that takes more than arithmetic of whole numbers."""
     parts = [part for argument in call.args for part in ast.walk(argument)]
     used = {part.id: names.get(part.id) for part in parts if isinstance(part, ast.Name)}
-    is_plain = all(isinstance(part, _ARITHMETIC) for part in parts) and all(type(one) is int for one in used.values())
-    if call.keywords or not is_plain:
+    is_arithmetic = all(isinstance(part, _ARITHMETIC) for part in parts)
+    if call.keywords or not is_arithmetic or any(type(value) is not int for value in used.values()):
         return None
     try:
         made: range = eval(compile(ast.Expression(call), "", "eval"), {"range": range}, used)  # noqa: S307 - arithmetic

@@ -52,7 +52,9 @@ def check_loaders(collectives: Collectives, given: Sequence[DataLoader[Any]], ma
     for number, of_ranks in enumerate(zip(*collectives.all_gather_object(own), strict=False), start=1):
         _check_lengths(number, [extent for extent, _ in of_ranks])
         rows = [rows for _, rows in of_ranks]
-        differs = [(name, rank) for name in rows[0] for rank, one in enumerate(rows) if one.get(name) != rows[0][name]]
+        differs = [
+            (name, rank) for name in rows[0] for rank, other in enumerate(rows) if other.get(name) != rows[0][name]
+        ]
         if differs and collectives.rank == 0:
             name, rank = differs[0]
             logger.warning(
@@ -102,9 +104,9 @@ def _parts(owner: Any, name: str = "dataset") -> Iterator[tuple[str, Any]]:
         return
     for attribute, value in list(getattr(owner, "__dict__", {}).items()):
         inside = value if type(value) in (list, tuple) else (value,)
-        if any(isinstance(one, Dataset) for one in inside):
-            for one in inside:
-                yield from _parts(one)
+        if any(isinstance(item, Dataset) for item in inside):
+            for item in inside:
+                yield from _parts(item)
         elif type(value) not in _SCALARS:
             yield f"{type(owner).__name__}.{attribute}", value
 
@@ -119,7 +121,7 @@ def _add(digest: Any, value: Any, *, rows: int = _ROWS) -> bool:
         digest.update(np.ascontiguousarray(value[_evenly(value.shape, rows)]).tobytes())
     elif kind in (list, tuple, range) or kind is np.ndarray:
         digest.update(str(len(value)).encode())
-        taken = [_add(digest, one, rows=_VALUES) for one in value[:: max(1, len(value) // rows)]]
+        taken = [_add(digest, item, rows=_VALUES) for item in value[:: max(1, len(value) // rows)]]
         return any(taken)
     elif kind in _SCALARS or isinstance(value, np.generic):
         digest.update(str(value).rpartition("/")[2].encode())  # machines may have the same files in other folders

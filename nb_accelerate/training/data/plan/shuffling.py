@@ -79,17 +79,17 @@ class SharedStart:
 
     def __init__(self, collectives: Collectives, *others: Callable[[], None] | None) -> None:
         self._collectives = collectives
-        self._others = [one for one in others if one is not None]
+        self._others = [sync for sync in others if sync is not None]
 
     @property
     def generator(self) -> Any:
         """The generator that one of them sets; None if none does."""
-        return next((found for one in self._others if (found := getattr(one, "generator", None)) is not None), None)
+        return next((found for sync in self._others if (found := getattr(sync, "generator", None)) is not None), None)
 
     def __call__(self) -> None:
         """Set the states. All ranks call it together."""
-        for one in self._others:
-            one()
+        for sync in self._others:
+            sync()
         share_random_numbers(self._collectives)
 
 

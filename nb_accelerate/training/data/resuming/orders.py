@@ -104,7 +104,7 @@ def order_of(loader: DataLoader[Any], began: Mapping[str, Any] | None) -> Order 
 def shuffles(loader: DataLoader[Any]) -> bool:
     """Return whether one of torch's samplers draws the order of an epoch from numbers that go on."""
     samplers = _samplers(loader)
-    return any(isinstance(one, _SHUFFLE) and not isinstance(one, SeedableRandomSampler) for one in samplers)
+    return any(isinstance(sampler, _SHUFFLE) and not isinstance(sampler, SeedableRandomSampler) for sampler in samplers)
 
 
 def _may_draw(loader: DataLoader[Any]) -> bool:
@@ -146,7 +146,7 @@ def _held_by(loader: DataLoader[Any]) -> dict[str, Any]:
         if isinstance(owner, SeedableRandomSampler) or not hasattr(owner, "__dict__"):
             continue
         for name, value in vars(owner).items():
-            known = isinstance(value, SeededGenerator) or any(value is one for one in found.values())
+            known = isinstance(value, SeededGenerator) or any(value is other for other in found.values())
             if isinstance(value, _GENERATORS) and not known:
                 found[f"{type(owner).__name__}.{name}"] = value
     return found
