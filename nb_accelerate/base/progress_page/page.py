@@ -266,7 +266,7 @@ class ProgressPage:
         return bool(self._words[layout.ROWS_WANTED])
 
     def new_bar(self) -> int | None:
-        """Return the index of a free place for a progress bar, or that of one that has ended; None if there is none."""
+        """Return the index of a free slot for a progress bar, or that of one that has ended; None if there is none."""
         states = [self._bar_state(index) for index in range(layout.NUM_BARS)]
         for wanted in (0, 2):
             if wanted in states:
@@ -278,9 +278,9 @@ class ProgressPage:
     ) -> None:
         """Note how far a progress bar is; see `base.progress_page.Bar`. `began` is a `time.monotonic`."""
         state = 2 if ended else 1
-        place = layout.BARS_AT + index * layout.BAR.size
+        at = layout.BARS_AT + index * layout.BAR.size
         whole = -1.0 if total is None else float(total)
-        layout.BAR.pack_into(self._memory, place, state, level, count, whole, began, time.monotonic(), _cut(label, 56))
+        layout.BAR.pack_into(self._memory, at, state, level, count, whole, began, time.monotonic(), _cut(label, 56))
         self._words[layout.BARS_SEEN] += 1
 
     def drop_bar(self, index: int) -> None:

@@ -98,9 +98,9 @@ def _chain(report: ErrorReport, style: Style) -> Iterator[str]:
     *before, last = [line.rstrip("\n") for line in report.last_lines if line.strip()] or [report.type_name]
     yield from before
     yield highlight_type(last, style)
-    for number, one in enumerate(report.group, start=1):
+    for number, member in enumerate(report.group, start=1):
         yield f"  {style.faint}--- exception {number} of {report.group_size}{style.end}"
-        yield from (f"  {line}" for line in _chain(one, style) if line)
+        yield from (f"  {line}" for line in _chain(member, style) if line)
 
 
 def _library(filename: str) -> str:

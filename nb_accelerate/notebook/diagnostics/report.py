@@ -84,7 +84,9 @@ def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
         cause=_report(cause, depth - 1, seen) if cause is not None and tells_cause else None,
         explicit_cause=explicit is not None,
         last_lines=_last_lines(error, message),
-        group=tuple(_report(one, depth - 1, seen) for one in group[:_MAX_GROUP] if depth > 1 and id(one) not in seen),
+        group=tuple(
+            _report(member, depth - 1, seen) for member in group[:_MAX_GROUP] if depth > 1 and id(member) not in seen
+        ),
         group_size=len(group),
     )
 
@@ -118,7 +120,7 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 def _group(error: BaseException) -> list[BaseException]:
     """Return the exceptions in a group; none if it is not one."""
     found: Any = _asked(lambda: error.exceptions, ())  # type: ignore[attr-defined]
-    return [one for one in found if issubclass(type(one), BaseException)] if type(found) is tuple else []
+    return [member for member in found if issubclass(type(member), BaseException)] if type(found) is tuple else []
 
 
 def _last_lines(error: BaseException, message: str) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def where_in(frames: Iterable[Frame]) -> str:
 def innermost(dump: str) -> str:
     """Return the function a rank is in; "" if it did not answer."""
     frames = main_thread(dump)
-    return _said(frames, next((one for one in frames if is_users(one.filename)), frames[-1])) if frames else ""
+    return _said(frames, next((frame for frame in frames if is_users(frame.filename)), frames[-1])) if frames else ""
 
 
 def users_line(frames: Iterable[Frame]) -> tuple[Frame, str] | None:
@@ -116,7 +116,7 @@ def _said(frames: Sequence[Frame], user: Frame) -> str:
     """Return the name of the innermost function; of a collective the name that the user's line has for it."""
     name = frames[0].name
     if any(part in frames[0].filename for part in _COLLECTIVES):
-        called = [one.name for one in frames[: frames.index(user)] if one.name not in _WRAPPERS]
+        called = [frame.name for frame in frames[: frames.index(user)] if frame.name not in _WRAPPERS]
         name = called[-1] if called else name
     return _SAID.get(name, name)
 

@@ -37,7 +37,7 @@ def parts_of(held: RankMemory) -> str:
 
 def sharded_line(held: Mapping[int, RankMemory]) -> str:
     """Return how a model is spread over ranks and what each of them holds; "" if it is not spread."""
-    known = {rank: one for rank, one in held.items() if one.sharding and one.states}
+    known = {rank: memory for rank, memory in held.items() if memory.sharding and memory.states}
     if not known:
         return ""
     first = next(iter(known.values()))
@@ -46,9 +46,9 @@ def sharded_line(held: Mapping[int, RankMemory]) -> str:
     if most.states - least.states <= _SAME * most.states:
         text += f"each rank holds {parts_of(most)}"
     else:
-        rank = next(rank for rank, one in known.items() if one is most)
+        rank = next(rank for rank, memory in known.items() if memory is most)
         text += f"a rank holds {words.size(least.states)} to {words.size(most.states)}; rank {rank} {parts_of(most)}"
-    peak = max(one.peak for one in known.values())
+    peak = max(memory.peak for memory in known.values())
     return text + (f"; peak {words.size(peak)}" if peak else "")
 
 
@@ -68,7 +68,7 @@ def shortage(samples: Mapping[int, Sample], *, failed: int | None, wanted: int) 
     sample = samples[number]
     rows = sample.rows // len(samples) if sample.rows else 0
     found = advice(sample.held, rows=rows, ranks=len(samples), wanted=wanted)
-    return "\n".join((*lines, *(f"- {one}" for one in found[:_MOST_TIPS])))
+    return "\n".join((*lines, *(f"- {tip}" for tip in found[:_MOST_TIPS])))
 
 
 def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]:

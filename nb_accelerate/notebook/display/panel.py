@@ -222,7 +222,7 @@ class Panel:
         if now >= self._lines_at and any(drawing.shows_rows for drawing in self._drawings):
             self._lines_at = now + _LINES_EVERY
             source.note_lines()
-        if self._state.stalled(now):
+        if self._state.stalled(now):  # ask where they are, and take what has been answered a moment later
             if now >= self._ask_at:
                 self._ask_at, self._answers_at = now + _ASK_EVERY, now + _ANSWER
                 source.ask()

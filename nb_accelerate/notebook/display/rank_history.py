@@ -178,6 +178,7 @@ class RankHistory:
         """
         if not self._moments:
             return None
+        # Backwards from the newest sample: `last` is the one at the newest step, `first` at the oldest in the window.
         newest = oldest = after = self._moments[-1]
         first = last = None
         for moment in reversed(self._moments):
@@ -300,7 +301,7 @@ def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | 
     if is_first and sample.evaluates:
         return None
     if not sample.total or not (sample.trains or is_first):
-        return before
+        return before  # an evaluation between epochs, say
     if sample.spans_epochs:
         return min(sample.step, sample.total), sample.total
     if not sample.epochs:

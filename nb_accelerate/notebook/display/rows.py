@@ -90,6 +90,7 @@ class Rows:
     def _kind(self, number: int) -> Kind:
         rank = self.ranks[number]
         state = rank.status.state
+        # What has failed comes first: who else stopped or was late stopped for that.
         if self.failure is not None and self.failure.ranks:
             return "bad" if number in self.failure.ranks else ""
         if state == "failed" and self.state not in ENDED_BY_USER:
@@ -101,6 +102,7 @@ class Rows:
             return "late"
         if self.has_ended or state == "returned":
             return "done" if self.state not in ("failed", *ENDED_BY_USER) else ""
+        # Of those that go on, who waits in a collective is held up by others and not late.
         if state == "stopped" or number in self.slow:
             return "late"
         return "late" if number in self.stalled and not stuck.waits(rank) else ""
@@ -108,6 +110,7 @@ class Rows:
     def _step(self, number: int) -> tuple[str, float | None]:
         rank = self.ranks[number]
         sample = rank.sample
+        # A run that is done has no total any more: it may have ended before, as the program wanted.
         if self.state == "done" and sample.steps and (sample.ended_after is None or rank.whole is None):
             return words.count(sample.steps), 1.0
         if rank.whole is not None:

@@ -100,7 +100,7 @@ def advice(times: Mapping[int, RankTimes], *, cores: int, on_host: bool = True) 
     total = mean(sum(rank.seconds.values()) for rank in times.values())
     if total < _LEAST_SECONDS:
         return ""
-    shares = {rank: {phase: one.seconds.get(phase, 0.0) / total for phase in WORK} for rank, one in times.items()}
+    shares = {rank: {phase: spent.seconds.get(phase, 0.0) / total for phase in WORK} for rank, spent in times.items()}
     losses = [*_waiting(shares, times, cores), *_everywhere(shares, times, cores, on_host=on_host)]
     if not losses:
         return ""
@@ -166,15 +166,15 @@ def _everywhere(shares: Shares, times: Mapping[int, RankTimes], cores: int, *, o
 def _workers(times: Iterable[RankTimes], cores: int) -> str:
     """Say how many workers of the loader would do, so that loading takes no longer than the rest of a step."""
     needed, known = 0, []
-    for one in times:
-        if one.num_workers is None:
+    for rank in times:
+        if rank.num_workers is None:
             return ""
-        loading = one.seconds.get(Phase.DATA, 0.0)
-        rest = sum(spent for phase, spent in one.seconds.items() if phase not in (Phase.DATA, Phase.WAITING))
+        loading = rank.seconds.get(Phase.DATA, 0.0)
+        rest = sum(spent for phase, spent in rank.seconds.items() if phase not in (Phase.DATA, Phase.WAITING))
         # Workers load during the rest of a step too, and are never done early, or there would be no wait for them.
-        work = one.num_workers * (loading + rest) if one.num_workers else loading
-        needed = max(needed, math.ceil(work / max(rest, 0.01 * loading, 1e-9)) + (not one.num_workers))
-        known.append(one.num_workers)
+        work = rank.num_workers * (loading + rest) if rank.num_workers else loading
+        needed = max(needed, math.ceil(work / max(rest, 0.01 * loading, 1e-9)) + (not rank.num_workers))
+        known.append(rank.num_workers)
     now, tried = max(known), min(needed, cores)
     if tried > now:
         return f"Try num_workers={tried}" + (f" in place of {now}." if now else " in its DataLoader.")

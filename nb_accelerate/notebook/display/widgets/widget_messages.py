@@ -60,7 +60,7 @@ class Answers:
         session = self._kernel.session
         try:
             idents, rest = session.feed_identities(frames, copy=False)
-            # A look: the kernel takes no message twice.
+            # Nothing is taken here: the kernel accepts no message twice.
             message = session.deserialize(rest, content=False, copy=False)
             kind, subshell = message["header"]["msg_type"], message["header"].get("subshell_id")
             if kind in _OF_COMMS or (kind in ("comm_info_request", "execute_request") and subshell is None):
@@ -105,8 +105,8 @@ class Answers:
         return True
 
     def _comms_of(self, target: str | None) -> dict[str, Any]:
-        there = list(self._kernel.comm_manager.comms.items())
-        comms = {key: {"target_name": one.target_name} for key, one in there if target in (None, one.target_name)}
+        there = {key: comm.target_name for key, comm in list(self._kernel.comm_manager.comms.items())}
+        comms = {key: {"target_name": name} for key, name in there.items() if target in (None, name)}
         return {"status": "ok", "comms": comms}
 
     def _attach(self, idents: Any, message: dict[str, Any]) -> bool:
@@ -183,9 +183,9 @@ def _call_of_attach(code: str) -> tuple[list[str], str, list[Any]] | None:
         if not isinstance(last, ast.Expr) or not isinstance(last.value, ast.Call):
             return None
         call = last.value
-        names = [_IMPORTS[ast.unparse(one)] for one in imports]
-        given = [*call.args, *(one.value for one in call.keywords if one.arg == "name")]
-        called, arguments = ast.unparse(call.func), [ast.literal_eval(one) for one in given]
+        names = [_IMPORTS[ast.unparse(line)] for line in imports]
+        given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "name")]
+        called, arguments = ast.unparse(call.func), [ast.literal_eval(argument) for argument in given]
     except (SyntaxError, ValueError, KeyError):
         return None
     return (
