@@ -249,7 +249,7 @@ def test_a_loop_that_is_closed_while_a_deadline_is_due_ends(caplog: pytest.LogCa
     cell = ClosesLoop()
     loop.output = RequestOutput([0], cell)
     loop.start()
-    assert loop.ended.wait(20)
+    assert loop._posted.ended.wait(20)
     closing[0].join()
     assert not caplog.records
 

@@ -78,7 +78,6 @@ class RankLoop(RankEvents):
         requests: those that were begun and are not done.
         failure: the exception that has ended its thread, if there was one.
         post: runs an action in the thread; see `PostedActions.post`.
-        ended: set when its thread has ended.
         observers: called in the thread after each event, before deadlines are checked: for tests, and for whoever
             wants to act when something has happened and not at a time.
     """
@@ -110,7 +109,6 @@ class RankLoop(RankEvents):
         self._posted = PostedActions(self._sources.ring)
         self._reader = RankReader(self._sources, self)
         self.post = self._posted.post
-        self.ended = self._posted.ended
 
     # For other threads.
 
