@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import override
 
-from nb_accelerate.base.imported import imported
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
 from nb_accelerate.notebook.protocol.main_module import main_globals
-from nb_accelerate.notebook.protocol.renewal import renew
+from nb_accelerate.notebook.protocol.renewal import is_of_torch, renew
 from nb_accelerate.notebook.protocol.shipping import unpack_numbered
 
 if TYPE_CHECKING:
@@ -99,8 +98,7 @@ class Received(Numbers):
             self._gone.append(number)
 
     def _find_home_of_parameters(self, module: Any) -> None:
-        torch: Any = imported("torch")
-        if hasattr(torch, "nn") and issubclass(type(module), torch.nn.Module):
+        if is_of_torch(module, "nn.Module"):
             for name, parameter in vars(module)["_parameters"].items():
                 number = self.get(parameter)
                 if number in self._objects:
@@ -138,10 +136,9 @@ class Received(Numbers):
 
 def _is_within(value: Any, holder: Any) -> bool:
     """Return whether a variable holds a model in its wrapper, as `prepare` returns it."""
-    torch: Any = imported("torch")
-    if not hasattr(torch, "nn") or not issubclass(type(value), torch.nn.Module):
+    if not is_of_torch(value, "nn.Module"):
         return False
-    while holder is not value and issubclass(type(holder), torch.nn.Module):
+    while holder is not value and is_of_torch(holder, "nn.Module"):
         modules = vars(holder)["_modules"]
         holder = modules.get("module") or modules.get("_orig_mod")
     return holder is value

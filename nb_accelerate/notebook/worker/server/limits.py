@@ -45,10 +45,12 @@ def why_no_room(error: OSError | RuntimeError) -> str:
     if number == errno.EMFILE or os.strerror(errno.EMFILE) in text:
         most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         allowed = 65536 if hard == resource.RLIM_INFINITY else hard
+        more = "have the limit raised: it is the highest that this user may set"
+        if allowed > most:
+            more = f"allow more, here: import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({allowed}, {hard}))"
         return (
             f"too many files are open. One process may open {most} (ulimit -n), and each rank takes "
-            f"{_FILES_OF_A_RANK}. Close files and sockets, or allow more: import resource; "
-            f"resource.setrlimit(resource.RLIMIT_NOFILE, ({allowed}, {hard}))"
+            f"{_FILES_OF_A_RANK}. Close files and sockets, or {more}"
         )
     if number == errno.ENFILE:
         return "too many files are open on this machine, of all users together. Close programs, or ask who runs it."
