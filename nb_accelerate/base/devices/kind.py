@@ -39,10 +39,6 @@ def _nothing(*_: object) -> None:
     """Do nothing, for rows that have nothing to do."""
 
 
-def _no_variables(_devices: Sequence[str], _local_rank: int) -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
     """One row: a type of device.
@@ -124,7 +120,7 @@ class DeviceKind:
     forbids_fork: Callable[[], str] = str
     in_use: Callable[[], str] = str
     held: Callable[[], str] = str
-    pin: Callable[[Sequence[str], int], Mapping[str, str]] = _no_variables
+    pin: Callable[[Sequence[str], int], Mapping[str, str]] = lambda *_: {}
     memory_users: Callable[[Sequence[str]], str] = lambda _: ""
 
     is_available: Callable[[], bool] = lambda: True

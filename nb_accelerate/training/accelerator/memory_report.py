@@ -10,8 +10,6 @@ from nb_accelerate.base.progress_page import RankMemory
 from nb_accelerate.training.accelerator.reporting import only_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from nb_accelerate.base.devices import DeviceKind
@@ -31,7 +29,6 @@ class MemoryReport:
 
     Args:
         page: of this process. Whoever has it can have it measured, too, when memory did not suffice.
-        prepared: its lists grow.
         ranks: of this machine, which share the memory of the host.
     """
 
@@ -47,13 +44,20 @@ class MemoryReport:
         self._page = page
         self._kind = kind
         self._strategy = strategy
-        self._models = prepared.models  # the lists: the page must not keep an `Accelerator` alive
+        self._models = prepared.models  # the list itself, which grows
         self._optimizers = prepared.optimizers
         self._ranks = ranks
         self._due = 0.0
         self._wait = _FIRST_WAIT
         self._base = 0
-        page.measure = _weakly(self)
+        method = WeakMethod(self.measure)
+
+        def measure() -> None:
+            own = method()
+            if own is not None:
+                own()
+
+        page.measure = measure  # the page must not keep this, and so models, alive
 
     @only_reports(_WHAT)
     def prepared(self) -> None:
@@ -93,15 +97,3 @@ class MemoryReport:
             peak=max(self._kind.memory_peak(), used),
             sharding=self._strategy.sharding(self._models, optimizers),
         )
-
-
-def _weakly(report: MemoryReport) -> Callable[[], None]:
-    """Return a function that measures as long as the report is there: the page must not keep models alive."""
-    method = WeakMethod(report.measure)
-
-    def measure() -> None:
-        found = method()
-        if found is not None:
-            found()
-
-    return measure
