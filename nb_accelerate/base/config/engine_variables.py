@@ -115,13 +115,10 @@ def deepspeed_fields(section: Collection[str], *, has_precision: bool) -> dict[s
 
 
 def xla_variables(*, downcast: bool) -> dict[str, str]:
-    """Return the variable by which torch_xla keeps all numbers on a TPU in fewer bits; bf16 alone asks for none.
+    """Return the variable by which torch_xla keeps all numbers on a TPU in half the bits; bf16 alone asks for none.
 
     With bf16 an `Accelerator` computes in bfloat16 and keeps weights in float32. accelerate's launcher sets
     ``XLA_USE_BF16`` then, by which weights and the state of optimizers lose these bits.
-
-    Args:
-        downcast: tensors of 32 bits have 16, and those of 64 have 32.
     """
     return {"XLA_DOWNCAST_BF16": "1"} if downcast else {}
 

@@ -54,23 +54,14 @@ class ComputeEnvironment(str, Enum):
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often a checkpoint is saved. Made by `parse`.
-
-    Attributes:
-        amount: number of units.
-        unit: ``"steps"``, ``"seconds"`` or ``"epochs"``.
-    """
+    """How often a checkpoint is saved, in ``"steps"``, ``"seconds"`` or ``"epochs"``. Made by `parse`."""
 
     amount: float
     unit: str
 
     @classmethod
     def parse(cls, text: object) -> SaveInterval:
-        """Parse ``"500 steps"``, ``"10 min"`` or ``"1 epoch"``; a whole number counts steps.
-
-        Raises:
-            ConfigError: it is none of these.
-        """
+        """Parse ``"500 steps"``, ``"10 min"`` or ``"1 epoch"``; a whole number counts steps."""
         given = f"{text} steps" if isinstance(text, int) and not isinstance(text, bool) else str(text)
         match = _INTERVAL.fullmatch(given.strip().lower())
         unit, factor = _UNITS.get(match[2], ("", 0.0)) if match else ("", 0.0)

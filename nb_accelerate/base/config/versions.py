@@ -51,11 +51,7 @@ def is_too_old(package: str, version: str) -> bool:
 
 @functools.cache
 def check_versions() -> None:
-    """Refuse what is too old, in the kernel and once; this takes some milliseconds and imports none of the packages.
-
-    Raises:
-        MissingDependencyError: something is; it names what to install.
-    """
+    """Refuse what is too old, in the kernel and once; this takes some milliseconds and imports none of the packages."""
     for package in _USED_CLOSELY:
         version = installed_version(package)
         if version is not None and is_too_old(package, version):

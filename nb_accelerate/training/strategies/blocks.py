@@ -21,10 +21,9 @@ _READERS = (nn.MultiheadAttention,)
 
 
 def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """Return the blocks that the options ask for, inner ones first. The model itself is not among them.
+    """Return the blocks that the options ask for, inner ones first, without the model itself.
 
-    Raises:
-        ConfigError: they ask for blocks, and the model has none such; or blocks share a parameter.
+    It is an error if they ask for blocks that the model has not, or for blocks that share a parameter.
     """
     policy = options.auto_wrap_policy
     if policy == "no_wrap":

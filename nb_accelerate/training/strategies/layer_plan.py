@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 
 
 class TensorParallelizer:
-    """Parallelizes the layers of models that a plan names.
+    """Parallelizes the layers of models that a plan names, over the ranks of a mesh of one dimension.
 
-    Args:
-        mesh: of one dimension: the ranks that compute layers together.
-        plan: styles by the names of layers; None for the plans that models bring.
+    A plan has styles by the names of layers; None stands for the plans that models bring.
     """
 
     def __init__(self, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -> None:
@@ -39,9 +37,6 @@ class TensorParallelizer:
 
         Args:
             fill_layer: gives a layer the weights of rank 0 before it is parallelized.
-
-        Raises:
-            ConfigError: the plan does not fit the model, or there is none.
         """
         from torch.distributed.tensor.parallel import parallelize_module
 

@@ -48,13 +48,9 @@ ENGINE_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The options of the engines that can train a model; `select_strategy` chooses by them.
+    """The options of engines that can train a model, by which `select_strategy` chooses; None if nobody asks for one.
 
-    Attributes:
-        ddp: arguments of DistributedDataParallel, the engine of several ranks if no other one is asked for.
-        fsdp: how models are sharded; None if they are not.
-        parallelism: how ranks are laid out; None if nobody has said.
-        deepspeed: how DeepSpeed trains them, by names of the user's; None if it does not.
+    Plugins of DeepSpeed have names of the user's.
     """
 
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)

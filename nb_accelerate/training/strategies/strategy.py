@@ -104,9 +104,6 @@ class Strategy:
         """Return the precision as this strategy computes in it. Called once, when the `Accelerator` is made.
 
         An engine with a loss scaler or a ``backward`` of its own returns a `Precision` that calls them.
-
-        Raises:
-            ConfigError: models cannot be trained in this precision here.
         """
         return precision
 

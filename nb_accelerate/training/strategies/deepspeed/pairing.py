@@ -15,13 +15,9 @@ if TYPE_CHECKING:
 
 
 def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """Return the optimizer that trains a model; None if there is none.
+    """Return the optimizer that trains a model, of those that are prepared with it and others; None if there is none.
 
-    Args:
-        optimizers: those that are prepared with it, and with other models.
-
-    Raises:
-        ConfigError: there are several, or it trains other models too, or has a state that the engine would lose.
+    It is refused if there are several, if it trains other models too, or has a state that the engine would lose.
     """
     own = {id(parameter) for parameter in model.parameters()}
     mine = [one for one in optimizers if not own.isdisjoint(map(id, parameters_of(one)))]
