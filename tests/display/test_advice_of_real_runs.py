@@ -46,9 +46,9 @@ def train(*, slow_loader: int = -1, slow_rank: int = -1, width: int = 64, second
     [
         (
             {"slow_loader": 1},
-            ("Rank 0 waited", "for rank 1, which loads data more slowly, so that", "Try num_workers="),
+            ("Rank 0 waited", "for rank 1 (slower at loading data), so that", "Try num_workers="),
         ),
-        ({"slow_rank": 0}, ("Rank 1 waited", "for rank 0, which does more between steps, so that")),
+        ({"slow_rank": 0}, ("Rank 1 waited", "for rank 0 (more work between steps), so that")),
         ({"width": 1500}, ("Every rank waited", "for the exchange of gradients, so that", ". Try a larger batch")),
     ],
 )

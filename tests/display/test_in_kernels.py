@@ -230,7 +230,7 @@ before = recent[-1]
 def press_all():
     while recent[-1] is before:
         time.sleep(0.01)
-    actions = recent[-1]._watched.actions()[1:]
+    actions = recent[-1]._source.actions()[1:]
     while not all(action.why_not() for action in actions):  # until the ranks run the cell
         time.sleep(0.01)
     for action in actions:
