@@ -337,7 +337,8 @@ class TestInterrupts:
         for rank in range(1, ranks):
             wait_for_state(notebook, rank, "idle")
         notebook.run(
-            "import nb_accelerate.notebook.pool\nnb_accelerate.pool.current().group.loop.post(handle.request.expire)"
+            "import nb_accelerate.notebook.pool\nnb_accelerate.pool.current().group.loop.post("
+            "lambda: setattr(handle.request, '_late_at', 0.0))"
         ).ok()
         cell = notebook.run("handle.result(20)")
         assert cell.error == "DeadlineError"
