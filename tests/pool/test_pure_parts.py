@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import itertools
 import sys
@@ -16,13 +15,12 @@ from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.magics.auto import route
+from nb_accelerate.notebook.magics.commands import COMMANDS
 from nb_accelerate.notebook.magics.names import words_for
 from nb_accelerate.notebook.pool.group import breaks_group
 from nb_accelerate.notebook.pool.lifecycle import PoolState, check_idle, check_stopped, state_of
-from nb_accelerate.notebook.pool.names import free_names, names_in
 from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync, Sent, Verdict
 from nb_accelerate.notebook.pool.plan import plan_cell
-from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
 from nb_accelerate.notebook.ranks.failing.hang import verdict
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
@@ -156,56 +154,6 @@ class TestMerge:
         story.say(1, "d")
         story.merge.finish()
         assert story.lines == ["rank 0: a", "rank 0: b", "rank 0: c", "rank 1: d"]
-
-
-def free(code: str) -> set[str]:
-    return free_names(ast.parse(code))
-
-
-class TestNames:
-    @pytest.mark.parametrize(
-        ("code", "names"),
-        [
-            ("y = x + 1", {"x"}),
-            ("x = 1\ny = x", set()),
-            ("x = x + 1", {"x"}),
-            ("x += 1", {"x"}),
-            ("if flag:\n    x = 1\nprint(x)", {"flag", "print", "x"}),
-            ("for i in data:\n    i.go()", {"data"}),
-            ("with open_it() as f:\n    f.read()", {"open_it"}),
-            ("try:\n    a()\nexcept E as e:\n    b(e)", {"a", "E", "b"}),
-            ("def f(a, b=default):\n    return a + b + scale", {"default", "scale"}),
-            ("def f():\n    def g():\n        return deep\n    return g", {"deep"}),
-            ("def f():\n    return f()\nf()", set()),
-            ("class A(Base):\n    size = n\n    def go(self): return helper(self)", {"Base", "n", "helper"}),
-            ("[x * k for x in xs]", {"k", "xs"}),
-            ("import torch\ntorch.ones(2)", set()),
-            ("await fetch(url)", {"fetch", "url"}),
-            ("f'{value:{width}}'", {"value", "width"}),
-            ("lambda q: q + w", {"w"}),
-            ("get_ipython().run_line_magic('timeit', 'step(batch)')", {"get_ipython", "timeit", "step", "batch"}),
-        ],
-    )
-    def test_names_that_a_cell_reads_before_it_binds_them(self, code: str, names: set[str]):
-        assert free(code) == names
-
-    def test_names_that_a_function_reads_are_those_of_functions_inside_it_too(self):
-        def outer() -> object:
-            return lambda: ast
-
-        assert names_in(outer.__code__) == {"ast"}
-
-    def test_a_syntax_error_has_its_line_in_the_whole_cell(self):
-        with pytest.raises(SyntaxError) as caught:
-            read_cell("a = 1\ndef :", head="%%distributed")
-        assert caught.value.lineno == 3
-
-    def test_blank_lines_at_the_top_of_a_cell_are_counted(self):
-        source = read_cell("\n  \nx = 1", head="%%distributed")
-        assert (source.above, source.code) == (3, "x = 1")
-        with pytest.raises(SyntaxError) as caught:
-            read_cell("\n\ndef :", head="%%distributed")
-        assert caught.value.lineno == 4
 
 
 class Thing:
@@ -416,6 +364,10 @@ class TestArguments:
     def test_a_mistake_says_what_to_write(self, line: str, says: str):
         with pytest.raises(ConfigError, match=says):
             args.DISTRIBUTED_CELL.parse(line)
+
+    def test_a_command_may_do_without_its_rank(self):
+        assert [COMMANDS["restart"].parse(line) for line in ("", "1")] == [{"rank": None}, {"rank": 1}]
+        assert COMMANDS["pull"].parse("x y --all") == {"names": ["x", "y"], "all": True}
 
     def test_help_is_printed_and_names_every_option(self, capsys: pytest.CaptureFixture[str]):
         assert args.RANK_CELL.parse("--help") is None

@@ -55,7 +55,7 @@ COMMANDS = {
 for name in ("push", "pull"):
     COMMANDS[name].add_argument("names", nargs="+", metavar="NAME")
 for name in ("restart", "debug"):
-    COMMANDS[name].add_argument("rank", nargs="?", type=int, metavar="RANK")
+    COMMANDS[name].add_argument("rank", nargs="?", type=int, metavar="RANK", default=None)
 COMMANDS["push"].add_argument("--large", action="store_true", help="Also if it is more than 1 GB.")
 COMMANDS["pull"].add_argument("--all", action="store_true", help="A list with the value of each rank.")
 COMMANDS["auto"].add_argument("how", choices=("on", "off"))
@@ -153,7 +153,7 @@ class Commands:
         _say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
 
     def _restart(self, given: dict[str, Any]) -> None:
-        if "rank" in given:
+        if given["rank"] is not None:
             _say(replace(self._pool, given["rank"]))
             return
         self._pool.restart()
@@ -164,7 +164,7 @@ class Commands:
         from nb_accelerate.notebook.pool.source import read_cell
 
         pool = self._pool
-        rank = given.get("rank", pool.failed_rank)
+        rank = pool.failed_rank if given["rank"] is None else given["rank"]
         if rank is None:
             raise PoolError("no cell has failed on the ranks, so there is nothing to look into")
         # Not a cell of the user's: no text of it is kept, and auto mode does not see it.

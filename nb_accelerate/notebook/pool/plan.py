@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.pool.names import names_in
-from nb_accelerate.notebook.pool.namespace_sync import Verdict, is_users
+from nb_accelerate.notebook.pool.namespace_sync import RANK_NAMES, Verdict, is_users
 from nb_accelerate.notebook.protocol.content import ATOMS, Snapshot, is_constant
 from nb_accelerate.notebook.protocol.renewal import state_of
 from nb_accelerate.notebook.worker.received import Key
@@ -191,10 +191,10 @@ class CellPlan:
             and self._tell(name)
         ]
         if own:
-            said.append(
-                f"the ranks have their own {', '.join(own)}; what the notebook calls {', '.join(own)} was not sent to "
-                f"them. To send it: %distributed push {' '.join(own)}"
-            )
+            listed = ", ".join(own)
+            theirs = f"the ranks have their own {listed}; what the notebook calls {listed} was not sent to them"
+            sendable = [name for name in own if name not in RANK_NAMES]  # ranks without their numbers are of no use
+            said.append(theirs + (f". To send it: %distributed push {' '.join(sendable)}" if sendable else ""))
         conflicts = sorted(self.conflicts)
         if conflicts:
             for name in conflicts:
