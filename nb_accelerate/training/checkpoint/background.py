@@ -186,9 +186,9 @@ class CheckpointHandle:
             return
         try:
             write()
-        except BaseException as error:  # raised by `wait`, in the thread that asks
+        except BaseException as error:
+            self._error = error  # raised by `wait`, in the thread that asks
             self._agree_on_step(ranks)
-            self._error = error
         finally:
             ranks.close()
             page.save_in_background(False)
