@@ -262,7 +262,7 @@ def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
         (["--num_machines=2", "--main_process_ip=host", "--machine_rank=2"], "--machine_rank 2, but of --num_machines"),
         (["--gpu_ids", "one"], "Write --gpu_ids 0,1 or all"),
         (["--config_file", "nothing.yaml"], "There is no configuration file"),
-        (["--num_processes", "-2"], "Write --num_processes 1 or more, or leave it out for one on each GPU"),
+        (["--num_processes", "-2"], "--num_processes -2 is too small. Write an integer of at least 1."),
         (["--main_process_port", "99999"], "1 to 65535, or 0 for a free one"),
         (["--no_python", "no_such_program"], "the program 'no_such_program', but none of that name can be run here"),
         (["--html"], "is for notebooks"),

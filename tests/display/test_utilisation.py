@@ -14,6 +14,7 @@ from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.training.accelerator import losses
 from nb_accelerate.training.accelerator.losses import LossReport
 from nb_accelerate.training.accelerator.memory_report import MemoryReport
+from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.comm.single import SingleCollectives
 from nb_accelerate.training.process.devices import CPU, device_kind
 from nb_accelerate.training.strategies.strategy import Strategy
@@ -48,7 +49,7 @@ def steps(memory: bytearray, utilisation: Callable[[], int] | None, clock: Clock
     """What the page says after each of many steps with a device that answers like this."""
     page, kind = page_on(memory), replace(CPU, utilisation=utilisation)
     strategy = Strategy(torch.device("cpu"), SingleCollectives())
-    report = LossReport(page, kind, MemoryReport(page, kind, strategy, [], [], ranks=1))
+    report = LossReport(page, kind, MemoryReport(page, kind, strategy, Prepared(), ranks=1))
     said, end = [], clock.now + seconds
     while clock.now < end:
         report.report(torch.tensor(1.0))

@@ -367,13 +367,13 @@ def test_an_interrupt_leaves_a_save_in_the_background_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def saves_and_trains(path: str) -> None:
-        from nb_accelerate.training.checkpoint.background import saves
+        from nb_accelerate.training.checkpoint.background import CheckpointHandle, SaveGroup, saves
 
-        def write(_: object) -> None:
+        def write() -> None:
             time.sleep(0.5)
             Path(path, "saved").touch()
 
-        saves.start(Path(path), write, None)
+        saves.start(CheckpointHandle(Path(path)), write, SaveGroup("alone", 1))
         Path(path, "ready").touch()
         while True:
             time.sleep(0.001)

@@ -58,7 +58,7 @@ def test_an_exception_arrives_with_its_own_type_and_fields(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS[:-1])
 def test_asking_for_input_says_where_to_ask_instead(method: str) -> None:
-    with pytest.raises(EOFError, match=r"^input\(\) does not work on a rank. Call it before the launch, and pass its"):
+    with pytest.raises(EOFError, match=r"^input\(\) does not work on a rank. Call it in the notebook before"):
         launch(lambda: input("name? "), method=method)
 
 

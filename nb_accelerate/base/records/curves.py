@@ -193,13 +193,14 @@ def _drawn(line: Line, steps: _Scale, values: _Scale, most: int) -> str:
 
 
 def _marks(line: Line, steps: _Scale, values: _Scale) -> str:
-    """Return circles, for the points of a line that is short or has few."""
-    if len(line.curve.points) > 1 and line.kind != "validation":
-        return ""
+    """Return circles, for points that no line shows because they stand alone, and for validations, which are few."""
+    points = line.curve.points
+    if line.kind != "validation":
+        points = tuple(piece[0] for piece in pieces(points, len(points)) if len(piece) == 1)
     return "".join(
         f'<circle cx="{_percent(steps.position(step))}" cy="{values.position(value):.1f}" r="2.6" fill="none" '
         f'class="nba-c-{line.kind}" stroke="{line.stroke}"/>'
-        for step, value in line.curve.points
+        for step, value in points
         if math.isfinite(value)
     )
 

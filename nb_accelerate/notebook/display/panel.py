@@ -63,7 +63,7 @@ PAUSE, RESUME = "Pause", "Resume"
 
 @dataclass(frozen=True)
 class Action:
-    """A button."""
+    """A button that the source of a panel gives it; `Controls` adds those that only show something."""
 
     title: str
     hint: str  # what it does
@@ -93,7 +93,7 @@ class PanelSource(Protocol):
         """Return the last lines that a rank has printed."""
 
     def actions(self) -> Sequence[Action]:
-        """Return the buttons of the panel."""
+        """Return the buttons that end or steer the run."""
 
 
 class Drawing(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable
 
-    from _typeshed import SupportsWrite
+
+class _Writable(Protocol):
+    """What pickle writes to."""
+
+    def write(self, data: bytes, /) -> object: ...
 
 
 class Globals(enum.Enum):
@@ -42,7 +46,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         codes: code of the functions that were pickled with `Globals.FOUND`.
     """
 
-    def __init__(self, file: SupportsWrite[bytes], *, globals_there: Globals = Globals.OWN, **options: Any) -> None:
+    def __init__(self, file: _Writable, *, globals_there: Globals = Globals.OWN, **options: Any) -> None:
         super().__init__(file, **options)
         self._main = main_globals()
         self._globals = globals_there

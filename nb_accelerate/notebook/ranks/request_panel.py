@@ -36,7 +36,7 @@ recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
 
 
 class RequestView:
-    """Shows a panel the ranks of one request, which has not begun; see `PanelSource`."""
+    """The `PanelSource` of one request, which has not begun."""
 
     def __init__(self, request: Request, actions: Sequence[Action]) -> None:
         self._request = request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
@@ -180,6 +181,19 @@ class Accelerator(
     def __repr__(self) -> str:
         process = f"process {self.process_index} of {self.num_processes} on {self.device}"
         return f"Accelerator({process}, mixed_precision={self.mixed_precision!r})"
+
+
+def _name_methods() -> None:
+    """Have Python call the methods ``Accelerator.prepare()`` in its messages, not by the base class they are in."""
+    for base in Accelerator.__mro__[1:-1]:
+        for found in vars(base).values():
+            method = found
+            while isinstance(method, FunctionType):
+                method.__qualname__ = f"{Accelerator.__name__}.{method.__name__}"
+                method = getattr(method, "__wrapped__", None)  # of a context manager
+
+
+_name_methods()
 
 
 def _refuse(others: dict[str, Any]) -> None:

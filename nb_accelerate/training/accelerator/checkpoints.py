@@ -164,7 +164,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         parts, first = self._parts(), core.registry.first_of_run
         absolute = folder.absolute()  # the process may work elsewhere when a save in the background is over
 
-        def remove() -> None:
+        def remove_over_limit() -> None:
             if limit is not None:
                 remove_old(absolute, limit, first=first, worth=project.worth)
 
@@ -189,9 +189,14 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
 
             if async_save:
                 return state.save_state_in_background(
-                    shared, collect, collectives, after=remove, folder=folder, copies=core.registry.copies
+                    shared,
+                    collect,
+                    collectives,
+                    when_published=remove_over_limit,
+                    folder=folder,
+                    copies=core.registry.copies,
                 )
-            state.save_state(shared, collect, collectives, after=remove)
+            state.save_state(shared, collect, collectives, when_published=remove_over_limit)
             return folder
 
     def load_state(

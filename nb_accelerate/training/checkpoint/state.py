@@ -222,8 +222,10 @@ def write_content(content: Content, shared: SharedStaging) -> Written:
         return Written(rank=shared.rank, files=recorder.records(), parts=parts)
 
 
-def publish(content: Content, shared: SharedStaging, written: Sequence[Written], after: Callable[[], object]) -> None:
-    """Make what all ranks have written the checkpoint, where this rank is the one that does; then call ``after``."""
+def publish(
+    content: Content, shared: SharedStaging, written: Sequence[Written], when_published: Callable[[], object]
+) -> None:
+    """Make what all ranks have written the checkpoint, where this rank is the one that does; then call ``when_published``."""
     staging = shared.staging
     if staging is None:
         return
@@ -236,7 +238,7 @@ def publish(content: Content, shared: SharedStaging, written: Sequence[Written],
     staging.join(content.manifest.num_processes)
     replace(content.manifest, files=dict(sorted(files.items()))).write(shared.path)
     staging.publish()
-    after()
+    when_published()
 
 
 def save_state(
@@ -244,13 +246,13 @@ def save_state(
     collect: Callable[[], Content],
     collectives: Collectives,
     *,
-    after: Callable[[], object],
+    when_published: Callable[[], object],
 ) -> None:
     """Write a checkpoint and wait for it. All ranks that save call it together.
 
     Args:
         collectives: of those that save: all ranks, or the main one alone.
-        after: called where the checkpoint was published, when it was.
+        when_published: called by the process that published the checkpoint, after it has.
     """
     collected: list[Content] = []
 
@@ -260,7 +262,7 @@ def save_state(
 
     try:
         written = gather_from_all_ranks(collectives, collect_and_write)
-        run_on_all_ranks(collectives, lambda: publish(collected[0], shared, written, after))
+        run_on_all_ranks(collectives, lambda: publish(collected[0], shared, written, when_published))
     except BaseException:
         shared.discard()
         raise
@@ -271,7 +273,7 @@ def save_state_in_background(
     collect: Callable[[], Content],
     collectives: Collectives,
     *,
-    after: Callable[[], object],
+    when_published: Callable[[], object],
     folder: Path,
     copies: HostCopies,
 ) -> CheckpointHandle:
@@ -286,7 +288,7 @@ def save_state_in_background(
     def write_all(ranks: SaveGroup, content: Content) -> None:
         try:
             written = gather_from_all_ranks(ranks, lambda: write_content(content, shared))
-            run_on_all_ranks(ranks, lambda: publish(content, shared, written, after))
+            run_on_all_ranks(ranks, lambda: publish(content, shared, written, when_published))
         except BaseException:
             shared.discard()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -85,8 +86,8 @@ class GradientState(View, LoaderView):
     def plugin_kwargs(self) -> dict[str, Any]:
         """The fields of the accumulation plugin that differ from their defaults."""
         state = self._choices.accumulation
-        names = GradientAccumulationPlugin.__dataclass_fields__
-        return GradientAccumulationPlugin(**{name: getattr(state, name) for name in names}).to_kwargs()
+        values = {field.name: getattr(state, field.name) for field in fields(GradientAccumulationPlugin)}
+        return GradientAccumulationPlugin(**values).to_kwargs()
 
     @property
     @override

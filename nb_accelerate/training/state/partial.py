@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -123,10 +124,10 @@ class PartialState(ProcessView):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_from_accelerator", None)  # what accelerate passes to itself
-        fields = InitProcessGroupKwargs.__dataclass_fields__
+        known = ["cpu", *(field.name for field in fields(InitProcessGroupKwargs))]
         for name in kwargs:
-            if name not in fields:
-                raise UnknownArgumentError(f"PartialState has no argument {name!r}.{suggest(name, ['cpu', *fields])}")
+            if name not in known:
+                raise UnknownArgumentError(f"PartialState has no argument {name!r}.{suggest(name, known)}")
         setup_process(cpu=cpu or None, options=InitProcessGroupKwargs(**kwargs) if kwargs else None)
 
     @property
