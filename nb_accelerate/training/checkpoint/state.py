@@ -225,7 +225,7 @@ def write_content(content: Content, shared: SharedStaging) -> Written:
 def publish(
     content: Content, shared: SharedStaging, written: Sequence[Written], when_published: Callable[[], object]
 ) -> None:
-    """Make what all ranks have written the checkpoint, where this rank is the one that does; then call ``when_published``."""
+    """Make what all ranks have written the checkpoint, if this rank is the one that does it, and call ``when_published``."""
     staging = shared.staging
     if staging is None:
         return
