@@ -225,7 +225,7 @@ def write_content(content: Content, shared: SharedStaging) -> Written:
 def publish(
     content: Content, shared: SharedStaging, written: Sequence[Written], when_published: Callable[[], object]
 ) -> None:
-    """Make what all ranks have written the checkpoint, if this rank is the one that does it, and call ``when_published``."""
+    """Publish what all ranks have written, and call ``when_published``, on the rank that publishes for all."""
     staging = shared.staging
     if staging is None:
         return
