@@ -67,7 +67,6 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.dl_state_dict: dict[str, Any] = {}
         self._progress = EpochProgress(self._reader, 0)
         self._loaded: SavedPosition | None = None  # where the next epoch begins, if a position was loaded
-        self._on_start: Callable[[], None] | None = None  # called when an epoch begins, before anything is drawn for it
 
     # Attributes of torch's DataLoader are read from, and set on, the loader that reads, so that both never differ.
 
@@ -268,18 +267,15 @@ class DataLoaderAdapter(DataLoader[Any]):
         # Where it is known by its seed alone, as in scripts, it draws what a whole epoch draws.
         as_whole = not position or (order is None and shuffles(loader))
         with contextlib.ExitStack() as stack:
-            if self._progress.is_running:  # in a loop over the same loader, which goes on with its persistent workers
-                torch_loader = reader.source.loader
-                stack.callback(setattr, torch_loader, "_iterator", torch_loader._iterator)  # noqa: SLF001 - torch's
-                torch_loader._iterator = None  # noqa: SLF001 - torch's
+            if self._progress.is_running:
+                stack.enter_context(_own_workers(reader.source.loader))
             if not as_whole:
                 cpu = device_kind("cpu")
                 stack.callback(rng.restore, rng.capture(cpu), cpu)
             if order is not None:
                 stack.enter_context(order.again(loader))
             progress.began = numbers_of(loader) if as_whole or order is not None else None
-            if self._on_start is not None:
-                self._on_start()
+            self._start()
             batches = progress.reader.read(self.epochs.epoch, resumed=resumed, repeat=repeat)
             # A sampler draws when a batch is asked for, and the loop had asked for one more than it was given.
             first = [] if order is None else list(itertools.islice(batches, 1))
@@ -287,6 +283,9 @@ class DataLoaderAdapter(DataLoader[Any]):
         progress.loader = self
         self._progress = progress
         return progress, itertools.chain(first, batches) if first else batches
+
+    def _start(self) -> None:
+        """Prepare an epoch, before anything is drawn for it. Subclasses override it."""
 
     def _end(self, progress: EpochProgress) -> None:
         """Note that an epoch is over, or that its loop was left."""
@@ -297,3 +296,13 @@ class DataLoaderAdapter(DataLoader[Any]):
             outer = outer.outer
         if outer is not None and self._progress is progress:
             self._progress = outer
+
+
+@contextlib.contextmanager
+def _own_workers(loader: Any) -> Iterator[None]:
+    """Begin to read a loader of torch inside a loop over it, without taking its persistent workers from that loop."""
+    kept, loader._iterator = loader._iterator, None  # noqa: SLF001 - torch's
+    try:
+        yield
+    finally:
+        loader._iterator = kept  # noqa: SLF001 - torch's

@@ -141,6 +141,11 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         rows = self._progress.rows
         return None if rows is None else rows.real
 
+    @override
+    def _start(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
+
     def track(self, tracker: LoaderTracker) -> None:
         """Report epochs to this tracker from now on. Called by ``prepare``."""
         self._tracker = tracker

@@ -41,7 +41,7 @@ from nb_accelerate.training.data.loader import DataLoaderShard
 from nb_accelerate.training.data.plan.plan import part_bounds, rows_of_ranks
 from nb_accelerate.training.data.plan.samplers import innermost_sampler
 from nb_accelerate.training.data.reading.iterable import LastBatch
-from nb_accelerate.training.data.reading.reader import CollectiveReader, ReadState, skip
+from nb_accelerate.training.data.reading.reader import CollectiveReader, ReadState
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.process.devices import device_kind
 
@@ -129,7 +129,7 @@ class DispatchingReader(CollectiveReader):
         self._ranks = self.collectives.world_size
         self.per_batch = 1 if split_batches else self._ranks
         self._buffer: Tensor | None = None
-        # First batches of the epoch that were read and left out: the end is filled with them.
+        # First batches of the epoch that were left out: the end is filled with them.
         self._beginning: list[CountedBatch] = []
         self._yielded_state = ReadState()  # after the group whose part was yielded last
 
@@ -166,6 +166,12 @@ class DispatchingReader(CollectiveReader):
         return loader.batch_size if loader.batch_sampler is None else getattr(loader.batch_sampler, "batch_size", None)
 
     @override
+    def _to_reread(self) -> int:
+        if self._drops_last or not self.even_batches:
+            return 0
+        return max(self.per_batch - 1, 1)  # batches that a last group lacks at most; one is split
+
+    @override
     def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:
         self._yielded_state = ReadState()
         shares = self.collectives.num_sharing > 1
@@ -187,11 +193,13 @@ class DispatchingReader(CollectiveReader):
     def _opened(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
         """Begin to read, and drop the batches that are left out at the beginning of the epoch."""
         self._beginning = []
-        dropped = 0 if resumed and self.source.is_restored else self.dropped * self.per_batch
+        dropped = self.reread + self.dropped * self.per_batch
+        dropped = 0 if resumed and self.source.is_restored else dropped
         batches = self.source.open(epoch, resumed=resumed)
-        for batch in itertools.islice(batches, min(dropped, self.per_batch)):
-            self._beginning += self._pieces(batch)
-        skip(batches, max(dropped - self.per_batch, 0))
+        keep = self._to_reread()
+        for number, batch in enumerate(itertools.islice(batches, dropped)):
+            if number < keep:
+                self._beginning += self._pieces(batch)
         return batches
 
     def _pieces(self, batch: Any) -> list[CountedBatch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,6 +182,8 @@ class BatchSamplerShard(RankSampler, BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        # Batches that are left out and yielded all the same, before the others: the last group is filled up from them.
+        self.reread = 0
         size = getattr(batch_sampler, "batch_size", None)
         if size is None and split_batches:
             raise ConfigError(
@@ -234,7 +236,7 @@ class BatchSamplerShard(RankSampler, BatchSampler):
 
     @override
     def _batches(self, end: IterationEnd) -> Iterator[list[Any]]:
-        return self._planned(end) if self._plannable else islice(self._streamed(end), self.start, None)
+        return self._planned(end) if self._plannable else without_first(self._streamed(end), self.start, self.reread)
 
     def _plan(self, rows: int) -> ShardPlan:
         return ShardPlan(
@@ -251,6 +253,8 @@ class BatchSamplerShard(RankSampler, BatchSampler):
         order, drawn_again = _order_of(self.sampler)
         plan = self._plan(len(order))
         self._note_last(end, plan.remainder)
+        if self.reread:
+            yield from islice(plan.batches(order, self.process_index), self.reread)
         yield from plan.batches(order, self.process_index, start=self.start)
         if drawn_again is not None:
             torch.randperm(len(order), generator=drawn_again)
@@ -374,3 +378,8 @@ def replace_sampler(outer: Any, sampler: Any) -> None:
             "batch. Prepare a loader with another batch_sampler."
         )
     outer.sampler = sampler
+
+
+def without_first(items: Iterator[Any], start: int, reread: int) -> Iterator[Any]:
+    """Return the first ``reread`` items, and those from ``start`` on. Nothing is drawn until the first is asked for."""
+    return chain(islice(items, reread), islice(items, start - reread, None))

@@ -13,6 +13,7 @@ from nb_accelerate.training.data.plan.samplers import (
     PassesEpochOn,
     RankSampler,
     replace_sampler,
+    without_first,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class SkipBatchSampler(PassesEpochOn, BatchSampler):
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
+        self.reread = 0  # how many of these are yielded all the same, before the others
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # not all have one
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
@@ -49,21 +51,29 @@ class SkipBatchSampler(PassesEpochOn, BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batch_sampler)
-        if not hasattr(batches, "state_dict"):
-            return islice(batches, self.skip_batches, None)  # draws nothing before the first is asked for
+        if self.reread or not hasattr(batches, "state_dict"):
+            return without_first(batches, self.skip_batches, self.reread)  # draws nothing before the first is asked for
         for _ in islice(batches, self.skip_batches):
             pass
         return batches  # as it is: it can save its position
 
 
-def skipping(sampler: Any, batches: int) -> Any:
-    """Return a sampler or batch sampler without the first batches of each epoch, which are not drawn where possible."""
-    if isinstance(sampler, RankSampler):
-        return sampler.starting_at(batches)
-    if type(sampler) is BatchSampler and type(sampler.sampler) in FINITE:
-        return BatchSamplerShard(sampler, even_batches=False).starting_at(batches)
+def skipping(sampler: Any, batches: int, *, reread: int = 0) -> Any:
+    """Return a sampler or batch sampler without the first batches of each epoch, which are not drawn where possible.
+
+    The first ``reread`` of these are yielded all the same, before the others.
+    """
+    later: Any
     inner, before = split_skip(sampler)
-    return SkipBatchSampler(inner, before + batches)
+    if isinstance(sampler, RankSampler):
+        later = sampler.starting_at(batches)
+    elif type(sampler) is BatchSampler and type(sampler.sampler) in FINITE:
+        later = BatchSamplerShard(sampler, even_batches=False).starting_at(batches)
+    else:
+        later = SkipBatchSampler(inner, before + batches)
+    if reread:
+        later.reread = min(reread, before + batches)
+    return later
 
 
 def split_skip(sampler: Any) -> tuple[Any, int]:

@@ -24,9 +24,7 @@ from nb_accelerate.training.comm import SingleCollectives
 from nb_accelerate.training.data.dispatching.rows import count_rows
 from nb_accelerate.training.data.plan.plan import GroupRows
 from nb_accelerate.training.data.plan.samplers import IterationEnd
-from nb_accelerate.training.data.plan.skipping import skipping
 from nb_accelerate.training.data.reading.iterable import LastBatch
-from nb_accelerate.training.data.reading.source import settings_of
 from nb_accelerate.training.data.resuming import positions
 from nb_accelerate.training.data.resuming.positions import SavedPosition
 
@@ -60,6 +58,7 @@ class Reader:
 
     Attributes:
         not_drawn: batches that the sampler leaves out at the beginning of every epoch, counted in positions.
+        reread: batches that come first although they are left out: the last group is filled up with their rows.
     """
 
     per_batch = 1  # batches that are read for one that is handed out
@@ -69,7 +68,7 @@ class Reader:
         self.shard = shard
         self.dropped = dropped
         self._end = IterationEnd()
-        self.not_drawn = 0
+        self.not_drawn = self.reread = 0
 
     @property
     def skipped(self) -> int:
@@ -107,23 +106,20 @@ class Reader:
 
     def starting_at(self, batches: int) -> Self:
         """Return a reader that leaves out the first batches of every epoch, and shares samplers with this one."""
-        loader = self.source.loader
-        later, reads = copy.copy(self), batches * self.per_batch
-        changed: dict[str, Any] = {"batch_size": loader.batch_size}
+        later = copy.copy(self)
+        later.source = self.source.without(batches * self.per_batch, self._to_reread())
         if self.source.reads_in_order:
             later.dropped += batches
-            changed |= {} if loader.batch_size is None else {"drop_last": loader.drop_last}
         else:
             later.not_drawn += batches
-            if loader.batch_sampler is None:
-                changed["sampler"] = skipping(loader.sampler, reads)
-            else:
-                changed = {"batch_sampler": skipping(loader.batch_sampler, reads)}
-        later.source = copy.copy(self.source)
-        later.source.loader = type(loader)(loader.dataset, **settings_of(loader), **changed)
+            later.reread = getattr(later.source.sampler, "reread", 0)
         if self.shard is self.source.sampler:
             later.shard = later.source.sampler
         return later
+
+    def _to_reread(self) -> int:
+        """Return how many batches at the beginning are read although they are left out."""
+        return 0
 
     def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:  # noqa: ARG002 - for a subclass
         """Begin an epoch; return its batches from position `skipped` on, or from where `restore` said. Collective.
@@ -174,7 +170,7 @@ class Reader:
     @property
     def _uncounted(self) -> int:
         """Batches that samplers leave out, so that torchdata does not count them."""
-        return self.not_drawn * self.per_batch
+        return self.not_drawn * self.per_batch - self.reread
 
 
 class CollectiveReader(Reader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.data.plan.samplers import BatchSamplerShard
+from nb_accelerate.training.data.plan.skipping import skipping
 from nb_accelerate.training.data.reading.torch_iterator import accelerated
 from nb_accelerate.training.data.resuming.positions import SavedPosition
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
+    from typing_extensions import Self
 
 _SETTINGS = (
     "num_workers",
@@ -56,6 +59,24 @@ class TorchSource:
     def reads_in_order(self) -> bool:
         """Whether rows cannot be left out without reading them."""
         return isinstance(self.loader.dataset, IterableDataset)
+
+    def without(self, batches: int, reread: int = 0) -> Self:
+        """Return a source with a new loader, whose sampler leaves out the first batches of each epoch.
+
+        Both sources share the samplers inside. If the dataset is read in order, the new loader leaves out nothing.
+        The first ``reread`` are yielded all the same.
+        """
+        loader = self.loader
+        changed: dict[str, Any] = {"batch_size": loader.batch_size}
+        if self.reads_in_order:
+            changed |= {} if loader.batch_size is None else {"drop_last": loader.drop_last}
+        elif loader.batch_sampler is None:
+            changed["sampler"] = skipping(loader.sampler, batches, reread=reread)
+        else:
+            changed = {"batch_sampler": skipping(loader.batch_sampler, batches, reread=reread)}
+        later = copy.copy(self)
+        later.loader = type(loader)(loader.dataset, **settings_of(loader), **changed)
+        return later
 
     def open(self, epoch: int, *, resumed: bool) -> Iterator[Any]:  # noqa: ARG002 - for the subclass
         """Begin an epoch, and return its batches. Arguments are those of `Reader.read`."""
