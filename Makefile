@@ -10,7 +10,7 @@ PINS   := tests/requirements-dev.txt
 READY      := $(VENV)/ready
 UNFINISHED := $(VENV)/unfinished
 # Files of tests that run at a time on two cores: tests wait for processes half of their time.
-WORKERS    ?= -n 3 --dist loadfile
+WORKERS    ?= -n 3 --dist loadfile --max-worker-restart 0
 RIVALS     := $(VENV)/rivals
 # torch_xla belongs to an older torch than the rest is tested with. Colab's image has this version, Kaggle's 2.8.0.
 XLA_VERSION ?= 2.9.0

@@ -49,7 +49,9 @@ def test_exported_pages_show_the_table_with_the_state_of_widgets_without_it_and_
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
-    notebook.wait_until("() => document.title.includes('%')")  # so there are all widgets
+    notebook.wait_until(
+        "() => document.querySelector('.nba tbody')?.textContent.includes('%')"
+    )  # so there are all widgets
     notebook.evaluate(SAVE_STATE)
     notebook.wait_until(
         "() => window.jupyterapp.commands.isToggled('@jupyter-widgets/jupyterlab-manager:saveWidgetState')"
