@@ -5,7 +5,6 @@ They begin in a Python that has the packages of this one without ours, and insta
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import sys
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from nb_accelerate.cli import notebook
+from fixtures.notebook_runs import values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,21 +53,15 @@ def bare_python(make_bare_python: Callable[[], Path], monkeypatch: pytest.Monkey
 def check(name: str, folder: Path, python: Path, *, greatest_loss: float, **variables: str) -> dict[str, Any]:
     """Run a copy of a notebook in another folder, and check what it has returned."""
     copy = Path(shutil.copy(NOTEBOOKS / name, folder))
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTEST_CURRENT_TEST", "PYTHONPATH")}
-    run = notebook.execute(
-        copy,
-        progress=io.StringIO(),
-        env=env | {"PIP_NO_INDEX": "1"} | variables,
-        values=VALUES,
-    )
-    assert run.failure is None, run.failure.render(color=False)
-    assert Path(run.values["package"]).is_relative_to(python.parents[1])
-    for one in (run.values["first"], run.values["second"]):
-        assert one["tied"]
-        assert one["blocks"] == 100
-        assert one["device"] == "xla:0"
-    assert run.values["second"]["loss"] < run.values["first"]["loss"] < greatest_loss
-    return run.values
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    values = values_of(copy, env | {"PIP_NO_INDEX": "1"} | variables, **VALUES)
+    assert Path(values["package"]).is_relative_to(python.parents[1])
+    for result in (values["first"], values["second"]):
+        assert result["tied"]
+        assert result["blocks"] == 100
+        assert result["device"] == "xla:0"
+    assert values["second"]["loss"] < values["first"]["loss"] < greatest_loss
+    return values
 
 
 def test_colabs_notebook_learns_and_goes_on(distributions: Distributions, bare_python: Path, tmp_path: Path) -> None:
