@@ -33,7 +33,8 @@ help: ## Show this list
 	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<17}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
 	@echo; \
 	echo "  PYTHON=python3.12     the Python to set up with, the first time"; \
-	echo "  ARGS='-k sampler'     more arguments for pytest, or the benchmarks to run"
+	echo "  ARGS='-k sampler'     more arguments for pytest, or the benchmarks to run"; \
+	echo "  WORKERS='-n 0'        one test at a time, in this process"
 
 setup: $(READY) ## Set up .venv; the others do it by themselves, once
 
