@@ -254,7 +254,7 @@ def tell():
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
         time.sleep(0.001)  # a thread that has been joined may still be listed for a moment
     with open({said!r}, "w") as file:
-        file.write(" ".join(names) + " %d" % len(os.listdir("/proc/self/task")))
+        print(*names, len(os.listdir("/proc/self/task")), file=file)
 os.register_at_fork(before=tell)
 """
 
@@ -267,7 +267,8 @@ def test_when_a_server_forks_there_is_no_thread_but_its_own(tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
     server = ExecutedServer(("looks",))
     try:
-        assert said.read_text() == "MainThread 1"  # at the fork of the first idle process
+        # At the fork of the first idle process. The next one may write before the pipe is closed here.
+        assert said.read_text().splitlines()[0] == "MainThread 1"
     finally:
         os.kill(server.pid, signal.SIGKILL)  # another fork may be waiting for somebody who reads
         server.close()
