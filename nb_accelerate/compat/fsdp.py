@@ -28,7 +28,7 @@ from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, METADATA_NA
 from nb_accelerate.training.checkpoint.on_all_ranks import run_on_all_ranks
 from nb_accelerate.training.checkpoint.sharded import named, numbered, read_model, read_optimizer
 from nb_accelerate.training.state import PartialState
-from nb_accelerate.training.strategies.parts import OptimizerPart
+from nb_accelerate.training.strategies.optimizer_part import OptimizerPart
 
 if TYPE_CHECKING:
     import os

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,13 +39,11 @@ class Import:
         line: where.
         module: the dotted name.
         at_import: whether that happens when the module itself is imported.
-        for_types: whether only type checkers see it.
     """
 
     line: int
     module: str
     at_import: bool
-    for_types: bool = False
 
 
 def read_picture(root: Path) -> dict[str, Room]:
@@ -124,8 +122,7 @@ def _walk(node: ast.AST, containing: tuple[str, ...], *, at_import: bool) -> Ite
                 yield Import(child.lineno, f"{module}.{alias.name}", at_import)
         elif isinstance(child, ast.If) and _is_type_checking(child.test):
             for statement in child.body:
-                for one in _walk(ast.Module([statement], []), containing, at_import=False):
-                    yield replace(one, for_types=True)
+                yield from _walk(ast.Module([statement], []), containing, at_import=False)
             for statement in child.orelse:
                 yield from _walk(ast.Module([statement], []), containing, at_import=at_import)
         else:
@@ -157,19 +154,14 @@ def room_of(file: Path, package: Path) -> str | None:
 
 
 def circles(root: Path) -> list[set[str]]:
-    """Modules that import each other, directly or through others, at any time.
-
-    Imports that only type checkers see count in the notebook half, and in no other yet.
-    """
+    """Modules that import each other, directly or through others, at any time or for type checkers alone."""
     package = root / PACKAGE
     files = {_name_of(file, root): file for file in package.rglob("*.py")}
     graph = {
         name: {
             found
             for one in imports_of(file, root)
-            if (not one.for_types or name.startswith(f"{PACKAGE}.notebook."))
-            and (found := _module_of(one.module, files)) is not None
-            and found != name
+            if (found := _module_of(one.module, files)) is not None and found != name
         }
         for name, file in files.items()
     }

@@ -14,7 +14,7 @@ from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint import state
 from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
 from nb_accelerate.training.checkpoint.shared_staging import ThisRank
-from nb_accelerate.training.strategies.parts import OptimizerPart
+from nb_accelerate.training.strategies.optimizer_part import OptimizerPart
 from nb_accelerate.training.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:

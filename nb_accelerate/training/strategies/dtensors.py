@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from nb_accelerate.training.comm.data_parallel import between_groups
 from nb_accelerate.training.strategies.mesh import has_groups
-from nb_accelerate.training.strategies.parts import parameters_of
+from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
 from nb_accelerate.training.strategies.sharding import SHARDED_AS
 from nb_accelerate.training.strategies.shards import (
     gather_whole,

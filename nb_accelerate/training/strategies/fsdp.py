@@ -26,7 +26,7 @@ from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shar
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.training.strategies.mesh import has_groups
 from nb_accelerate.training.strategies.model_memory import measure
-from nb_accelerate.training.strategies.parts import parameters_of
+from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
 from nb_accelerate.training.strategies.sharding import is_sharded, shard_model
 from nb_accelerate.training.strategies.shards import is_shard
 from nb_accelerate.training.strategies.unwrapping import flattened, innermost

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from nb_accelerate.training.strategies.parts import parameters_of
+from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

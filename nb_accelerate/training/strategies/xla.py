@@ -12,7 +12,7 @@ from torch_xla import runtime
 from torch_xla.debug import metrics
 from typing_extensions import override
 
-from nb_accelerate.training.strategies.parts import parameters_of
+from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
 from nb_accelerate.training.strategies.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.strategies.parts import parameters_of
+from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
