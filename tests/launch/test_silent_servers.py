@@ -310,7 +310,7 @@ def becomes_another():
 for method in sys.argv[1:]:
     print(notebook_launcher(leaves_a_child, (), 2, start_method=method, progress="off"))
     try:
-        notebook_launcher(becomes_another, (), 2, start_method=method, progress="off", timeout=5)
+        notebook_launcher(becomes_another, (), 2, start_method=method, progress="off", timeout=12)
     except TimeoutError as error:
         print(error)
 """
@@ -331,7 +331,7 @@ def test_processes_of_another_user_end_no_server_and_are_not_waited_for(tmp_path
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     assert len(left) == 8, ran.stderr
-    late = "the launch took longer than timeout=5 s; ranks 0-1 had not finished"
+    late = "the launch took longer than timeout=12 s; ranks 0-1 had not finished"
     assert [line for line in lines if " left " not in line] == ["[5, 5]", late] * 2, ran.stderr
 
 
