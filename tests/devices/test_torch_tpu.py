@@ -40,7 +40,7 @@ def test_it_is_found_with_its_package_and_chips(four_chips: None, monkeypatch: p
     assert row is not None
     assert row.find(None, False) == ("0", "1", "2", "3")
     assert row.is_available()
-    assert row.transport.name == "tpu_dist"
+    assert row.backend == "tpu_dist"
     monkeypatch.setattr(tpu, "num_chips", lambda: 0)
     assert not row.is_available()
 

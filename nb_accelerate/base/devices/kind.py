@@ -6,14 +6,11 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.devices.backends import backend_named
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
-    from nb_accelerate.base.devices.backends import Backend
 
 
 def by_name(dotted: str) -> Callable[..., Any]:
@@ -144,8 +141,3 @@ class DeviceKind:
     pci_address: Callable[[int], str | None] = lambda _: None
     describe: Callable[[int], str] = lambda _: ""
     uuid: Callable[[int], str | None] = lambda _: None
-
-    @property
-    def transport(self) -> Backend:
-        """The row of its torch.distributed backend; defaults if it has none."""
-        return backend_named(self.backend or "")

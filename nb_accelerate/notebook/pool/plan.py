@@ -146,7 +146,7 @@ class CellPlan:
         return {rank: keys for rank, keys in found.items() if keys}
 
     def settle(self, touched: AbstractSet[Key]) -> None:
-        """Leave the ranks what they have changed in place themselves.
+        """Take objects that ranks have changed in place themselves out of the plan.
 
         Args:
             touched: those of the objects `in_doubt` that ranks have changed.

@@ -117,7 +117,10 @@ class CheckpointHandle:
         self._thread.start()
 
     def claim(self) -> bool:
-        """Return whether nobody has claimed the save: its thread, which then writes, or an interrupt before it."""
+        """Take the save for the caller; return whether nobody had taken it.
+
+        Its thread takes it to write. Where an interrupt comes before the thread, the main thread takes it to drop it.
+        """
         return self._claimed.acquire(blocking=False)
 
     def done(self) -> bool:
