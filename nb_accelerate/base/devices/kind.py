@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import torch
 
 
-
 def by_name(dotted: str) -> Callable[..., Any]:
     """Return a function that looks up ``module:function`` when it is called, and calls it.
 
