@@ -74,7 +74,7 @@ test-xla: $(XLA)/ready ## Run the tests of TPUs, on the CPU device of their runt
 	@PJRT_DEVICE=CPU PYTHONPATH="$(CURDIR)" $(XLA)/bin/python -m pytest tests/xla $(ARGS)
 
 soak: $(READY) ## Kill 50 runs at random instants, and compare how they go on with one left alone
-	@$(RUN) tests/training/soak.py 50 $(ARGS)
+	@$(RUN) tests/training/checkpoint/soak.py 50 $(ARGS)
 
 lint: $(READY) ## Check style, format and types
 	$(RUN) -m ruff check

@@ -71,7 +71,7 @@ REASONS = (
 NO_EXCUSE = "Missing without a reason"
 
 
-SHOWN_IN = ROOT / "tests" / "training" / "test_differences.py"
+SHOWN_IN = ROOT / "tests" / "training" / "accelerator" / "test_differences.py"
 DIFFERENCES = {
     "test_a_second_accelerator_may_be_told_another_precision": (
         "A second `Accelerator` takes over precision and compilation from the first, as in accelerate, and "

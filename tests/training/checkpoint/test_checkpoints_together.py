@@ -28,7 +28,7 @@ def test_a_save_of_the_main_process_only_ends_at_once_and_says_what_it_lacks(run
     def save(where: str) -> list[str]:
         import logging
 
-        from training.test_checkpoints_together import _accelerator
+        from training.checkpoint.test_checkpoints_together import _accelerator
 
         lines: list[str] = []
         handler = logging.Handler()
@@ -63,7 +63,7 @@ def test_a_save_of_the_main_process_only_ends_at_once_and_says_what_it_lacks(run
 
 def test_a_save_of_all_ranks_is_not_taken_for_one_of_the_main_process(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> None:
-        from training.test_checkpoints_together import _accelerator
+        from training.checkpoint.test_checkpoints_together import _accelerator
 
         accelerator = _accelerator()
         is_any_process = True
@@ -83,7 +83,7 @@ def test_a_rank_that_is_killed_while_it_saves_in_the_background_holds_up_nobody(
     def train(where: str) -> None:
         import signal
 
-        from training.test_checkpoints_together import _accelerator
+        from training.checkpoint.test_checkpoints_together import _accelerator
 
         from nb_accelerate.training.checkpoint import state
 
@@ -103,7 +103,7 @@ def test_a_rank_that_is_interrupted_as_a_save_begins_ends_it_for_all_and_the_nex
     run_ranks: RunRanks, tmp_path: Path
 ):
     def save(where: str) -> str:
-        from training.test_checkpoints_together import _accelerator
+        from training.checkpoint.test_checkpoints_together import _accelerator
 
         from nb_accelerate.training.checkpoint.background import saves
 
@@ -134,7 +134,7 @@ def test_a_rank_that_is_interrupted_as_a_save_begins_ends_it_for_all_and_the_nex
 def test_a_rank_that_fails_leaves_the_others_the_time_to_end_a_save_in_the_background(tmp_path: Path):
     def train(where: str) -> None:
         import torch
-        from training.test_checkpoints_together import _accelerator
+        from training.checkpoint.test_checkpoints_together import _accelerator
 
         from nb_accelerate.training.checkpoint import state
 

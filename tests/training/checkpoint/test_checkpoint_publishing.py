@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from training.test_checkpoints import _filled
+from training.checkpoint.test_checkpoints import _filled
 
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.checkpoint import publishing

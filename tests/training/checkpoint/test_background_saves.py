@@ -132,7 +132,7 @@ def _trained() -> tuple[Accelerator, nn.Linear, Any]:
 
 def test_all_ranks_raise_an_error_in_the_background_after_the_same_step(run_ranks: RunRanks, tmp_path: Path):
     def train(where: str) -> Any:
-        from training.test_background_saves import _trained
+        from training.checkpoint.test_background_saves import _trained
 
         from nb_accelerate.training.checkpoint import state
 
@@ -168,7 +168,7 @@ def test_all_ranks_raise_an_error_in_the_background_after_the_same_step(run_rank
 def test_ranks_that_save_in_the_background_all_learn_how_it_ended(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> Any:
         import torch
-        from training.test_background_saves import _filled
+        from training.checkpoint.test_background_saves import _filled
 
         from nb_accelerate.training.checkpoint import state
 
@@ -329,7 +329,7 @@ def test_only_the_copies_stay_in_memory_while_they_are_written(tmp_path: Path, h
 
 def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> None:
-        from training.test_background_saves import _filled
+        from training.checkpoint.test_background_saves import _filled
 
         from nb_accelerate.training.checkpoint import state
 
@@ -353,7 +353,7 @@ def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: Run
 def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Path, how: str):
     program = (
         "import atexit, multiprocessing, os, sys, threading\n"
-        "from training.test_background_saves import _filled\n"
+        "from training.checkpoint.test_background_saves import _filled\n"
         "from nb_accelerate.training.checkpoint import state\n"
         "too_late = threading.Event()\n"
         "write = state.write_content\n"
@@ -380,7 +380,7 @@ def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Pat
         "else:\n"
         "    save()\n"
     )
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     command = [sys.executable, "-c", program, str(tmp_path / "state"), how]
     environment = {**os.environ, "PYTHONPATH": str(tests)}
     done = subprocess.run(command, cwd=tests, env=environment, stderr=subprocess.PIPE, check=True)
@@ -412,7 +412,7 @@ def test_a_process_that_goes_to_another_folder_while_it_saves_removes_no_checkpo
 
 def test_ranks_may_leave_their_group_while_they_save(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> bool:
-        from training.test_background_saves import _filled
+        from training.checkpoint.test_background_saves import _filled
 
         accelerator, _, _ = _filled(1.0)
         handle = accelerator.save_state(where, async_save=True)

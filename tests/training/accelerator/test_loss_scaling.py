@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from training.loss_scaling import compare
+from training.accelerator.loss_scaling import compare
 
 from nb_accelerate.base.config.kwargs import GradScalerKwargs
 from nb_accelerate.errors import NotPreparedError

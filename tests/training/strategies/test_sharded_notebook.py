@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fixtures.notebook_runs import values_of
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_sharded_training.ipynb"
+NOTEBOOK = Path(__file__).parents[3] / "notebooks" / "03_sharded_training.ipynb"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fixtures.ranks import RunRanks
 from torch import nn
-from training.test_checkpoints import _filled
+from training.checkpoint.test_checkpoints import _filled
 
 from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.errors import CheckpointError
@@ -312,7 +312,7 @@ def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ran
     def save_and_load(root: str) -> Any:
         import dataclasses
 
-        from training.test_checkpoint_folders import _numbering
+        from training.checkpoint.test_checkpoint_folders import _numbering
 
         from nb_accelerate.errors import CheckpointError
         from nb_accelerate.training.checkpoint import shared_staging

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training.soak import soak
+from training.checkpoint.soak import soak
 
 PROGRAM = """
 import os, sys

@@ -40,7 +40,7 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
 def _interrupted(where: str, *, stop_after: int, way: str) -> tuple[list[float], list[float]]:
     """Losses of a run, and of one that was saved after some steps and went on with new objects."""
     import torch
-    from training.test_checkpoints import _parts
+    from training.checkpoint.test_checkpoints import _parts
 
     from nb_accelerate import Accelerator, DataLoaderConfiguration
 
@@ -102,7 +102,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_interrupted(run_ranks: RunRanks, tm
 @pytest.mark.parametrize("way", ["skip", "stateful", "dispatch", "stateful dispatch"])
 def test_a_run_that_was_resumed_is_saved_and_resumed_again(run_ranks: RunRanks, tmp_path: Path, ranks: int, way: str):
     def run(where: str, way: str) -> list[Any]:
-        from training.test_checkpoints import Numbers
+        from training.checkpoint.test_checkpoints import Numbers
 
         from nb_accelerate import Accelerator, DataLoaderConfiguration
 
@@ -152,7 +152,7 @@ class Numbers(torch.utils.data.IterableDataset[Any]):
 
 def test_what_two_ranks_saved_one_process_loads_and_the_other_way_round(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> Any:
-        from training.test_checkpoints import _parts, _weights
+        from training.checkpoint.test_checkpoints import _parts, _weights
 
         from nb_accelerate import Accelerator
 
@@ -165,7 +165,7 @@ def test_what_two_ranks_saved_one_process_loads_and_the_other_way_round(run_rank
         return [w.tolist() for w in _weights(model)]
 
     def load(where: str) -> Any:
-        from training.test_checkpoints import _parts, _weights
+        from training.checkpoint.test_checkpoints import _parts, _weights
 
         from nb_accelerate import Accelerator
 
@@ -189,7 +189,7 @@ def test_accelerate_loads_what_we_saved_and_we_what_it_saved(run_ranks: RunRanks
 
         import accelerate
         import numpy as np
-        from training.test_checkpoints import _parts, _weights
+        from training.checkpoint.test_checkpoints import _parts, _weights
 
         import nb_accelerate.utils
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fixtures.notebook_runs import values_of
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04_language_model.ipynb"
+NOTEBOOK = Path(__file__).parents[3] / "notebooks" / "04_language_model.ipynb"
 
 
 @pytest.mark.slow

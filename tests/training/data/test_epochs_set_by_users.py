@@ -174,7 +174,7 @@ def test_ranks_are_in_the_epoch_that_was_set(run_ranks: RunRanks):
     pytest.importorskip("datasets")
 
     def all_cases() -> list[Any]:
-        from training.test_epochs_set_by_users import CASES, read
+        from training.data.test_epochs_set_by_users import CASES, read
 
         return [
             (kind, place, options, read(kind, place, **options))

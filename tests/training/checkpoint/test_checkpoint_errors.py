@@ -10,7 +10,7 @@ import pytest
 import torch
 from fixtures.ranks import RunRanks
 from torch import nn
-from training.test_checkpoints import Counter, _filled
+from training.checkpoint.test_checkpoints import Counter, _filled
 
 from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.errors import CheckpointError, ConfigError
@@ -82,7 +82,7 @@ def test_a_rank_that_left_out_a_save_has_its_numbers_in_the_next(run_ranks: RunR
     def save_and_load(where: str) -> tuple[bool, list[str]]:
         import logging
 
-        from training.test_checkpoints import _parts
+        from training.checkpoint.test_checkpoints import _parts
 
         from nb_accelerate import Accelerator
 

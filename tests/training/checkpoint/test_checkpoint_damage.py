@@ -14,7 +14,7 @@ import pytest
 import torch
 from fixtures.ranks import RunRanks
 from torch import nn
-from training.test_checkpoints import Counter
+from training.checkpoint.test_checkpoints import Counter
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
@@ -85,7 +85,7 @@ def test_every_damage_of_every_file_is_refused_and_nothing_is_half_loaded(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ):
     def load_all(where: str) -> list[str]:
-        from training.test_checkpoint_damage import KINDS, Run, _damage
+        from training.checkpoint.test_checkpoint_damage import KINDS, Run, _damage
 
         root = Path(where)
         others = {"another run's": root / "another", "other shapes": root / "wide"}
@@ -248,8 +248,8 @@ def _refuse(state: Any) -> None:
 
 def test_an_object_that_refuses_its_state_leaves_everything_as_it_was(run_ranks: RunRanks, tmp_path: Path):
     def load(where: str) -> Any:
-        from training.test_checkpoint_damage import Run, _refuse
-        from training.test_checkpoints import Counter
+        from training.checkpoint.test_checkpoint_damage import Run, _refuse
+        from training.checkpoint.test_checkpoints import Counter
 
         run = Run(steps=2)
         second = Counter()
@@ -278,7 +278,7 @@ def test_a_rank_that_fails_while_saving_fails_all_and_training_goes_on(run_ranks
     def save(where: str) -> Any:
         import resource
 
-        from training.test_checkpoint_damage import Run
+        from training.checkpoint.test_checkpoint_damage import Run
 
         from nb_accelerate.training.checkpoint import state
         from nb_accelerate.training.checkpoint.manifest import Manifest

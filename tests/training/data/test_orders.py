@@ -270,12 +270,12 @@ def test_ranks_go_on_in_the_order_of_the_epoch(
     options = {**options, "draws": before == after}  # a rank that was not there before has no numbers to go on with
 
     def first() -> list[Any]:
-        from training.test_orders import uninterrupted
+        from training.data.test_orders import uninterrupted
 
         return [uninterrupted(kind, f"{tmp_path}/{kind}", stops, **options) for kind in kinds]
 
     def second(positions: list[Any]) -> list[Any]:
-        from training.test_orders import gone_on
+        from training.data.test_orders import gone_on
 
         rank = Accelerator(cpu=True).process_index
         own = positions[rank] if before == after else [{}] * len(kinds)

@@ -256,7 +256,7 @@ def test_a_run_on_another_number_of_ranks_goes_on_with_the_rows_that_are_left(
     run_ranks: RunRanks, tmp_path: Path, before: int, after: int
 ):
     def run(where: str, die_after: int | None) -> list[Any]:
-        from training.test_checkpoints_resumed import _run
+        from training.checkpoint.test_checkpoints_resumed import _run
 
         return _run(Path(where), die_after=die_after, save_every="1 step", resume=True, seedable=True)
 

@@ -45,7 +45,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_odd_models_are_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path, safe: bool, ranks: int):
     def save_and_load(where: str, safe: bool) -> list[str]:
-        from training.test_saved_models import Odd
+        from training.checkpoint.test_saved_models import Odd
 
         from nb_accelerate import Accelerator
 
