@@ -84,9 +84,8 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             safe_serialization: write weights as safetensors; else as `torch.save` does.
             async_save: return when everything has been copied to host memory, which is kept for the next time, and
                 write while training goes on. All processes call it. One checkpoint at a time: the next save, and the
-                end of the process, wait for it. If it fails, on any process, the next ``optimizer.step()`` of a
-                prepared optimizer, or the one after it, raises that: on all processes after the same step, which is
-                done.
+                end of the process, wait for it. If it fails, on any process, an error is logged at once, and the next
+                save raises it on all processes.
             **save_model_func_kwargs: for an engine that saves models itself: those of DeepSpeed's ``save_checkpoint``.
 
         Returns:
@@ -143,8 +142,8 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             Its folder; None if nothing is being written.
 
         Raises:
-            CheckpointError: it could not be written. The first of these raises it, the others do not: this method, a
-                step of an optimizer, the next save. `CheckpointHandle.wait` raises it each time.
+            CheckpointError: it could not be written. The first of these raises it, the other does not: this method,
+                the next save. `CheckpointHandle.wait` raises it each time.
         """
         return saves.join()
 

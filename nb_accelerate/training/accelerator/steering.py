@@ -22,7 +22,6 @@ import torch
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.base.progress_page.commands import NO_EPOCH_LOOP, CommandKind
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.checkpoint.background import saves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +74,6 @@ class Steering:
 
     def after_step(self) -> None:
         """Count an optimizer's step. Outside of loops over prepared loaders, obey."""
-        saves.end_step()
         number = self._commands.count_step()
         if number and self._tracker.active is None:
             self._obey_if_due(number)

@@ -8,9 +8,7 @@
     copy all states to host memory            ->  write this rank's files
     return a handle, train                        gather what the ranks have written, or what failed
                                                   rank 0: all have -> publish; one has not -> discard
-    count the steps of optimizers             ->  one has failed: all agree on the step after which that is raised
-    that step, handle.wait(), the next save,  <-  every rank learns how it ended
-    the end
+    handle.wait(), the next save, the end     <-  every rank learns how it ended, and logs an error
 
 Collectives of the default group would get mixed up with those of the training, whose order the main threads decide, so
 a save has a gloo group. Gloo ends a collective when a rank has gone: one that is killed, or that was interrupted before
@@ -103,10 +101,6 @@ class CheckpointHandle:
         self.folder = folder
         self.was_told = False
         self._error: BaseException | None = None
-        self._num_steps = 0
-        self._raised_after = 0  # number of steps after which an error is raised
-        self._is_failing = False
-        self._has_agreed = threading.Event()
         self._ended = threading.Event()
         self._claimed = threading.Lock()
         self._thread: HelperThread | None = None
@@ -139,7 +133,7 @@ class CheckpointHandle:
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.folder} has not been written within {timeout} s; it goes on.")
-        self._join()
+        self.join()
         if self._error is not None:
             self.was_told = True
             raise self._error
@@ -150,37 +144,9 @@ class CheckpointHandle:
         """Whether it has ended with an error that nobody was told."""
         return self._ended.is_set() and self._error is not None and not self.was_told
 
-    def end_step(self) -> bool:
-        """Count a step of an optimizer, and return whether an error of this save is to be raised after it."""
-        self._num_steps += 1
-        if not self._is_failing or self.was_told:
-            return False
-        self._has_agreed.wait()
-        return self._num_steps >= self._raised_after
-
-    def _agree_on_step(self, ranks: SaveGroup) -> None:
-        """Agree with the other ranks on the step after which its error is raised. Called in the thread of the save.
-
-        A rank that raised it alone would leave the others waiting for its gradients. A rank that ends a step meanwhile
-        waits for the agreement, so no rank is past the step that is agreed on.
-        """
-        self._is_failing = True  # before steps are read: those that end from now on wait
-        num_steps = self._num_steps
-        try:
-            self._raised_after = max(ranks.all_gather_object(num_steps)) + 1
-        except CheckpointError:  # a rank has gone: raised after the next step
-            logger.debug("the ranks could not agree when to raise the error of a checkpoint", exc_info=True)
-        finally:
-            self._has_agreed.set()
-
-    def close(self) -> None:
-        """Wait, at the end of a process, and say what nobody was told."""
+    def join(self) -> None:
+        """Wait until it has ended, well or not."""
         self._ended.wait()
-        self._join()
-        if self._error is not None and not self.was_told:
-            logger.error("%s was not saved: %s", self.folder, self._error)
-
-    def _join(self) -> None:
         assert self._thread is not None
         self._thread.join()  # it still frees tensors, in C++ that Python's end would stop by an abort
 
@@ -191,7 +157,7 @@ class CheckpointHandle:
             write()
         except BaseException as error:
             self._error = error  # raised by `wait`, in the thread that asks
-            self._agree_on_step(ranks)
+            logger.error("%s was not saved: %s", self.folder, error)
         finally:
             ranks.close()
             page.save_in_background(False)
@@ -223,17 +189,6 @@ class BackgroundSaves:
         """Whether the save under way has ended with an error that nobody was told."""
         return self._handle is not None and self._handle.has_failed
 
-    def end_step(self) -> None:
-        """Count a step of a prepared optimizer. All ranks take the same steps.
-
-        Raises:
-            CheckpointError: the save under way has failed, on this rank or another. All ranks raise it after the same
-                step, which is done, and only once. On the rank that failed it may be another exception, such as
-                `OSError`.
-        """
-        if self._handle is not None and self._handle.end_step():
-            self.join()
-
     def join(self) -> Path | None:
         """Wait for the save under way, and return its folder; None if there is none."""
         handle = self._handle
@@ -257,7 +212,7 @@ class BackgroundSaves:
         """Wait for the save under way at the end of the process."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            handle.close()
+            handle.join()
 
     def keep(self) -> None:
         """Wait for the save under way, which an interrupt of the rank would lose, and have the notebook wait too."""

@@ -104,7 +104,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a closure was given with fp16.
             NotPreparedError: with fp16, gradients do not come from ``accelerator.backward``.
-            CheckpointError: a checkpoint could not be saved in the background. The step is done.
         """
         if self._accumulation.window.closes:
             if self._before_first_step is not None:
