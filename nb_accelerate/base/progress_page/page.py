@@ -41,7 +41,6 @@ class ProgressPage:
         measure: notes with `rank_memory` what this process holds in memory now.
         is_read: somebody may read it: it lies in memory that was given.
         saw_forward: whether a prepared model has said, in this call or cell, that it was called; None if none is to.
-        epochs_are_told: `tell_epoch` was called, so that the epochs of the run need not be inferred.
         trains: says that the current loop trains. Other loops evaluate, or do something else.
         times_waits: says that what follows the computation of gradients in backward is `Phase.WAITING`.
     """
@@ -60,7 +59,6 @@ class ProgressPage:
         self.commands = CommandReader(self._memory)
         self.measure: Callable[[], object] = _nothing
         self.saw_forward: bool | None = None
-        self.epochs_are_told = False
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
         self._lines_noted = 0
@@ -96,7 +94,6 @@ class ProgressPage:
         self._scalars.clear()
         self._loops.clear()
         self.saw_forward = None if self.saw_forward is None else False
-        self.epochs_are_told = False
         self._reals[layout.LOSS] = layout.NO_LOSS
         words[layout.TOTAL] = -1
         words[layout.UTILISATION] = -1
@@ -180,15 +177,6 @@ class ProgressPage:
 
     def tell_epoch(self, number: int, epochs: int) -> None:
         """Note that an epoch of the whole run begins, as the program says: its number, from 1, of how many, or of 0."""
-        self.epochs_are_told = True
-        self._note_epoch(number, epochs)
-
-    def infer_epoch(self, number: int, epochs: int) -> None:
-        """Note the same, as far as it can be seen in the program; `tell_epoch` counts more."""
-        if not self.epochs_are_told:
-            self._note_epoch(number, epochs)
-
-    def _note_epoch(self, number: int, epochs: int) -> None:
         self._words[layout.EPOCHS] = epochs
         self._words[layout.EPOCH_OF_RUN] = number
 

@@ -50,7 +50,6 @@ class ResumingMixin(CheckpointMixin):
                     optimizer.step()
                     optimizer.zero_grad()
 
-        For the panel, a plain ``for epoch in range(3)`` says the same where its numbers can be read in the code.
         `resumable` does all of it too.
 
         Args:

@@ -19,7 +19,6 @@ from typing_extensions import override
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.training.data.adapter import DataLoaderAdapter
-from nb_accelerate.training.data.outer_loops import epoch_around
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.training.process.rng import RNGType
@@ -160,9 +159,6 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         page = here()
         enter, step = page.enter, page.step
         reads, work = Phase.DATA, partial(enter, Phase.EVALUATING) if evaluates else page.begin_work
-        around = None if evaluates or page.epochs_are_told or not page.is_read else epoch_around()
-        if around is not None:
-            page.infer_epoch(*around)
         batches = self._known_length()
         loop = page.begin_loop(
             total=None if batches is None else batches + self.skip_batches,
