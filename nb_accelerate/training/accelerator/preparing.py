@@ -21,7 +21,6 @@ from nb_accelerate.training.accelerator.compiling import compiled
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.forward_phase import time_forward
 from nb_accelerate.training.accelerator.ownership import check_owned
-from nb_accelerate.training.accelerator.unprepared import warn_of_unprepared_loader
 from nb_accelerate.training.data import check_loaders, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
 from nb_accelerate.training.state import GradientState
@@ -29,10 +28,8 @@ from nb_accelerate.training.strategies import ModelRequest
 from nb_accelerate.training.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from nb_accelerate.training.accelerator.equal_losses import EqualLosses
-    from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data import DataLoaderShard
     from nb_accelerate.training.data.dispatching.dispatcher import SliceFunction
 
@@ -227,13 +224,9 @@ class PreparingMixin(CoreMixin):
                 step=core.precision.bind(engine),
                 scaler=core.precision.scaler,
                 # Not the core: whoever keeps one optimizer would keep all that was prepared with it.
-                before_first_step=partial(
-                    _check_first_step,
-                    models=None if core.strategy.checks_optimizers else core.shared.models,
-                    collectives=core.data_collectives,
-                    loaders=core.prepared.loaders,
-                    equal_losses=core.equal_losses,
-                ),
+                before_first_step=None
+                if core.strategy.checks_optimizers
+                else partial(check_owned, models=core.shared.models),
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
                 owns_gradients=core.strategy.owns_gradients,
@@ -404,20 +397,6 @@ def _check_kind(item: Any) -> None:
             "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
             "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
         )
-
-
-def _check_first_step(
-    optimizer: torch.optim.Optimizer,
-    *,
-    models: Iterable[nn.Module] | None,
-    collectives: Collectives,
-    loaders: Sequence[DataLoaderShard],
-    equal_losses: EqualLosses,
-) -> None:
-    if models is not None:
-        check_owned(optimizer, models)
-    if warn_of_unprepared_loader(collectives, loaders):
-        equal_losses.is_on = False  # which would say it again
 
 
 def _has_device_map(model: nn.Module) -> bool:

@@ -1,27 +1,21 @@
-"""Warnings for training on several processes with what was not prepared: each trains by itself, or on all rows."""
+"""Warnings for training on several processes with what was not prepared: each trains by itself."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from nb_accelerate.base.progress_page import Phase, here
-from nb_accelerate.errors.frame_locals import locals_of
-from nb_accelerate.training.data.loader import DataLoaderShard
 from nb_accelerate.training.state.shared import shared_training
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Iterable
 
     from torch import nn
     from torch.optim.optimizer import Optimizer
@@ -34,8 +28,6 @@ logger = logging.getLogger("nb_accelerate")
 # By name: the modules that they are in take long to import.
 _SHARDED = "DTensor"
 _AVERAGING = ("DistributedDataParallel", "FullyShardedDataParallel")
-
-_LIBRARIES = ("nb_accelerate", "torch")
 
 
 def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
@@ -116,52 +108,3 @@ def _is_averaged(optimizer: Optimizer) -> bool:
     if "deepspeed" in sys.modules or any(type(parameter).__name__ == _SHARDED for parameter in parameters):
         return True
     return any(type(item).__name__ in _AVERAGING for item in gc.get_objects())
-
-
-def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataLoaderShard]) -> bool:
-    """Name the loader of the user's loop if it was not prepared. Called before the first step of an optimizer.
-
-    Nothing is said of loaders that may share out rows by themselves: with a sampler of the user's, or a stream.
-    With a prepared one, nothing is said of others. Return whether one was named.
-    """
-    readers = collectives.world_size
-    if readers == 1 or collectives.rank or prepared:
-        return False
-    name = _find_loader(inspect.currentframe())
-    if name is not None:
-        logger.warning(
-            "%s was not prepared, so each of the %d processes trains with all of its rows. To share them out: "
-            "%s = accelerator.prepare(%s)",
-            *(name, readers, name, name),
-        )
-    return name is not None
-
-
-def _find_loader(frame: FrameType | None) -> str | None:
-    """Return the name of a plain loader that is being read by one of the callers."""
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            loaders = {name: value for name, value in list(locals_of(frame).items()) if isinstance(value, DataLoader)}
-            if any(isinstance(loader, DataLoaderShard) for loader in loaders.values()):
-                return None  # by another `Accelerator`
-            for name, loader in loaders.items():
-                if _gives_all_rows(loader) and any(_readers(loader)):
-                    return name
-        frame = frame.f_back
-    return None
-
-
-def _gives_all_rows(loader: DataLoader[Any]) -> bool:
-    return not isinstance(loader.dataset, IterableDataset) and type(loader.sampler) in (
-        RandomSampler,
-        SequentialSampler,
-    )
-
-
-def _readers(loader: DataLoader[Any]) -> Iterator[bool]:
-    """Yield True for each iterator of a loader. They are known by the batch sampler, which torch gives to them."""
-    sampler = loader.batch_sampler or loader.sampler
-    for item in gc.get_referrers(sampler):
-        attributes = item if type(item) is dict else vars(item) if isinstance(item, _BaseDataLoaderIter) else {}
-        if attributes.get("_index_sampler") is sampler and "_base_seed" in attributes:
-            yield True

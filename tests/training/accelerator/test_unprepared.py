@@ -1,4 +1,4 @@
-"""Training with what was not prepared is told when there are several ranks; loaders that share out rows are not."""
+"""Training with what was not prepared is told when there are several ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader
 
 from nb_accelerate.notebook.worker.trained_models import TrainedModels
 
 if TYPE_CHECKING:
     from fixtures.ranks import RunRanks
-
-
-class Stream(IterableDataset[tuple[torch.Tensor]]):
-    def __iter__(self):
-        return iter([(torch.ones(1),)] * 4)
 
 
 def collect_what_is_said() -> list[str]:
@@ -30,52 +25,6 @@ def collect_what_is_said() -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nb_accelerate").addHandler(handler)
     return said
-
-
-def train(kind: str) -> list[str]:
-    from nb_accelerate import Accelerator
-
-    said = collect_what_is_said()
-    accelerator = Accelerator()
-    data = TensorDataset(torch.ones(8, 1))
-    model = nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    rows = DataLoader(data, batch_size=2, num_workers=1 if kind == "workers" else 0, shuffle=kind == "shuffled")
-    if kind == "sampler":
-        rows = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
-    elif kind == "stream":
-        rows = DataLoader(Stream(), batch_size=2)
-    elif kind == "one row":
-        rows = DataLoader(data, batch_size=None)
-    elif kind == "prepared":
-        rows = accelerator.prepare(rows)
-    elif kind == "prepared by another":
-        plain = rows  # noqa: F841 - would be found by its name
-        rows = Accelerator().prepare(rows)
-
-    def train_with(batches: list[tuple[torch.Tensor]] | DataLoader[tuple[torch.Tensor]]) -> None:
-        for (inputs,) in batches:
-            accelerator.backward(model(inputs).sum())
-            optimizer.step()
-
-    train_with(list(rows) if kind == "not read" else rows)
-    return said
-
-
-@pytest.mark.parametrize("kind", ["in order", "shuffled", "workers", "one row"])
-def test_a_loader_that_was_not_prepared_is_named(run_ranks: RunRanks, kind: str):
-    first, second = run_ranks(train, kind)
-    expected = (
-        "batches was not prepared, so each of the 2 processes trains with all of its rows. To share them out: "
-        "batches = accelerator.prepare(batches)"
-    )
-    assert first == [expected]
-    assert second == []
-
-
-@pytest.mark.parametrize("kind", ["sampler", "stream", "prepared", "prepared by another", "not read"])
-def test_other_loaders_are_not(run_ranks: RunRanks, kind: str):
-    assert run_ranks(train, kind) == [[], []]
 
 
 def train_by_hand(kind: str) -> list[str]:
@@ -173,7 +122,9 @@ def train_with_batches(kind: str) -> list[str]:
     if kind == "of its own":
         set_seed(0, device_specific=True)
     rows = torch.zeros(4, 1) if kind == "nothing learnt" else torch.rand(4, 1)
-    loader = accelerator.prepare(DataLoader([rows] * 20, batch_size=None)) if kind == "of a loader" else [rows] * 10
+    loader = DataLoader([rows] * 20, batch_size=None)
+    if kind != "not prepared":
+        loader = accelerator.prepare(loader) if kind == "of a loader" else [rows] * 10
     for batch in loader:
         loss = (model(batch) * (kind != "nothing learnt")).square().sum()
         accelerator.backward(loss)
@@ -182,8 +133,9 @@ def train_with_batches(kind: str) -> list[str]:
     return said
 
 
-def test_ranks_that_draw_the_same_batches_by_hand_are_told_so_once(run_ranks: RunRanks):
-    first, second = run_ranks(train_with_batches, "the same")
+@pytest.mark.parametrize("kind", ["the same", "not prepared"])
+def test_ranks_that_train_with_the_same_batches_are_told_so_once(run_ranks: RunRanks, kind: str):
+    first, second = run_ranks(train_with_batches, kind)
     assert len(first) == 1
     assert first[0].startswith(
         "accelerator.backward(loss): the first losses are equal to the last bit on all 2 processes, so "
@@ -194,7 +146,3 @@ def test_ranks_that_draw_the_same_batches_by_hand_are_told_so_once(run_ranks: Ru
 @pytest.mark.parametrize("kind", ["of its own", "of a loader", "nothing learnt"])
 def test_ranks_with_other_batches_are_not(run_ranks: RunRanks, kind: str):
     assert run_ranks(train_with_batches, kind) == [[], []]
-
-
-def test_one_process_reads_all_rows_anyway():
-    assert train("in order") == []
