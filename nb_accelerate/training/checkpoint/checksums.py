@@ -18,7 +18,6 @@ from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from concurrent.futures import Future
 
     from typing_extensions import Self
 
@@ -39,50 +38,30 @@ class FileRecord:
     crc32: tuple[int, ...] | None
 
 
-class Recorder:
-    """Records what a rank writes into its folder, and brings it to the disk.
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """Return what all files in a folder and below are, when all of it has reached the disk.
 
-    Both happen in threads: while one file is read again for its checksums, the next one is written.
+    Those of hooks of the user's are among them. Links, and what is in the folders that they point to, do not belong to
+    a checkpoint.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS) + 1, "nb-checksums")
-        self._begun: dict[Path, tuple[int, Future[None], list[Future[int]]]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def add(self, path: Path) -> None:
-        """Begin to record a file, of which all has been written."""
-        size = path.stat().st_size
-        synced = self._pool.submit(sync, path)
-        checksums = [self._pool.submit(_checksum, path, start) for start in range(0, size, BLOCK)]
-        self._begun[path] = size, synced, checksums
-
-    def records(self) -> dict[str, FileRecord]:
-        """Return what all files in the folder and below are, when all of it has reached the disk.
-
-        Those of hooks of the user's are among them. Links, and what is in the folders that they point to, do not belong
-        to a checkpoint.
-        """
-        for folder, _, names in os.walk(self._folder):
-            for path in (Path(folder, name) for name in names):
-                if path not in self._begun and stat.S_ISREG(path.lstat().st_mode):
-                    self.add(path)
-            sync(Path(folder))
-        records = {}
-        for path, (size, synced, checksums) in self._begun.items():
-            try:
-                synced.result()
-                crc32 = tuple(checksum.result() for checksum in checksums)
-            except OSError as error:
-                raise CheckpointError(f"{path} could not be written: {error}") from error
-            records[path.relative_to(self._folder).as_posix()] = FileRecord(size, crc32)
-        return records
+    begun = []
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS) + 1, "nb-checksums") as pool:
+        for where, _, names in os.walk(folder):
+            for path in (Path(where, name) for name in names):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    size, synced = path.stat().st_size, pool.submit(sync, path)
+                    blocks = [pool.submit(_checksum, path, start) for start in range(0, size, BLOCK)]
+                    begun.append((path, size, synced, blocks))
+            sync(Path(where))
+    records = {}
+    for path, size, synced, blocks in begun:
+        try:
+            synced.result()
+            crc32 = tuple(block.result() for block in blocks)
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be written: {error}") from error
+        records[path.relative_to(folder).as_posix()] = FileRecord(size, crc32)
+    return records
 
 
 class Verification:

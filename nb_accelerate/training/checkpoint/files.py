@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nb_accelerate.training.checkpoint.checksums import Recorder
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -47,22 +46,20 @@ _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
 
 
-def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder | None = None) -> None:
+def write(obj: Any, file: Any, *, safe_serialization: bool, has_checksums: bool = False) -> None:
     """Write an object.
 
     Args:
         file: its path, or else something that is open for writing.
-        recorder: takes checksums of the file. Torch's own, which take as long as all the rest, are then left out of it.
+        has_checksums: the caller takes some. Torch's own, which take as long as all the rest, are left out.
     """
     from safetensors import SafetensorError
 
     try:
         if isinstance(file, (str, os.PathLike)):
             # Opened here: torch would tell nothing of what the disk says.
-            with Path(file).open("wb") as opened, _without_checksums_of_torch(recorder is not None):
+            with Path(file).open("wb") as opened, _without_checksums_of_torch(has_checksums):
                 _write_to(obj, opened, safe_serialization=safe_serialization)
-            if recorder is not None:
-                recorder.add(Path(file))
         else:
             _write_to(obj, file, safe_serialization=safe_serialization)
     except (OSError, RuntimeError, SafetensorError) as error:

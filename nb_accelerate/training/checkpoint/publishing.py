@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.training.checkpoint.checksums import open_file, sync
+from nb_accelerate.training.checkpoint.checksums import sync
 from nb_accelerate.training.checkpoint.names import IN_SHARDS, OF_A_MODEL, OF_A_STATE, OF_SHARDS
 
 if TYPE_CHECKING:
@@ -83,19 +83,6 @@ class Staging:
         except OSError as error:
             raise CheckpointError(f"Nothing can be saved as {folder}: {error}") from error
         return cls(target, path, kind)
-
-    def release_replaced(self) -> None:
-        """Take the files that are to be replaced out of the system's memory, which the new ones will then find free.
-
-        They stay on the disk. With both in memory at once a virtual machine may have to ask its host for more: 1.5 GB
-        of new files were seen to take twice the time.
-        """
-        if not hasattr(os, "posix_fadvise"):  # macOS
-            return
-        for path in _files_of(published(self.target, self._kind), self._kind):
-            # It may be gone or locked away; what is mapped, or has not reached the disk yet, stays in memory.
-            with contextlib.suppress(OSError), open_file(path) as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def join(self, ranks: int) -> None:
         """Put what ranks wrote into one folder. Where several wrote the same file, that of the lowest counts."""
@@ -154,15 +141,6 @@ class Staging:
                 folder.rename(trash / str(number))  # the oldest first: the newest counts
         finally:
             shutil.rmtree(trash, ignore_errors=True)
-
-
-def _files_of(folder: Path, kind: Kind) -> Iterator[Path]:
-    """Return the files that a save of this kind has written into a folder, with those in its folders of shards."""
-    for entry in _entries(folder):
-        if kind == "state" and entry.is_dir(follow_symlinks=False) and OF_SHARDS.fullmatch(entry.name):
-            yield from (Path(shard.path) for shard in _entries(Path(entry.path)) if IN_SHARDS.fullmatch(shard.name))
-        elif _OURS[kind].fullmatch(entry.name):
-            yield Path(entry.path)
 
 
 def _is_of_shards(entry: os.DirEntry[str]) -> bool:

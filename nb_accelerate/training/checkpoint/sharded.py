@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.checksums import Recorder
+from nb_accelerate.training.checkpoint.checksums import record_files
 from nb_accelerate.training.checkpoint.fitting import check_shapes
 from nb_accelerate.training.checkpoint.model import fit
 from nb_accelerate.training.checkpoint.shard_reader import ShardPlanner, ShardReader
@@ -100,8 +100,7 @@ class ShardedFolder:
         folder = path / self.name
         folder.mkdir()
         FileSystemWriter(folder, sync_files=False).finish(self._metadata, results)
-        with Recorder(folder) as recorder:
-            return {f"{self.name}/{file}": record for file, record in recorder.records().items()}
+        return {f"{self.name}/{file}": record for file, record in record_files(folder).items()}
 
 
 class _Values(DefaultSavePlanner):

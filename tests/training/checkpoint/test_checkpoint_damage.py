@@ -18,7 +18,7 @@ from training.checkpoint.test_checkpoints import Counter
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.checkpoint.checksums import FileRecord, Recorder, Verification
+from nb_accelerate.training.checkpoint.checksums import FileRecord, Verification, record_files
 from nb_accelerate.training.process import context
 
 
@@ -133,11 +133,9 @@ def test_every_damage_of_every_file_is_refused_and_nothing_is_half_loaded(
 def test_checksums_notice_every_change(tmp_path: Path):
     random_ = random.Random(5)
     content = random_.randbytes((1 << 24) + 70_001)
-    with Recorder(tmp_path) as recorder:
-        for name in ("written", "by a hook"):
-            (tmp_path / name).write_bytes(content)
-        recorder.add(tmp_path / "written")
-        records = recorder.records()
+    for name in ("written", "by a hook"):
+        (tmp_path / name).write_bytes(content)
+    records = record_files(tmp_path)
     assert records["written"] == records["by a hook"]
     assert _compared(tmp_path, records) == []
     assert records["written"].crc32 == (zlib.crc32(content[: 1 << 24]), zlib.crc32(content[1 << 24 :]))

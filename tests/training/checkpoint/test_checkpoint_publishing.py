@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import mmap
 import os
 import time
 from pathlib import Path
@@ -70,45 +68,6 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path):
     _publish(tmp_path / "latest", model__safetensors="1")
     assert (tmp_path / "latest").is_symlink()
     assert _texts(tmp_path / "disk") == {"model.safetensors": "1"}
-
-
-def _pages_in_memory(path: Path) -> int:
-    """How many pages of a file the system keeps in memory."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        first = ctypes.c_char.from_buffer(mapped)
-        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-        failed = libc.mincore(ctypes.byref(first), ctypes.c_size_t(len(mapped)), pages)
-        del first  # the mapping cannot be closed as long as it is there
-    assert not failed, os.strerror(ctypes.get_errno())
-    return sum(page & 1 for page in pages)
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="files cannot be taken out of memory here")
-def test_what_is_replaced_makes_room_in_memory_for_what_is_new_and_nothing_else_does(tmp_path: Path):
-    accelerator, model = _filled(1.0)
-    target = tmp_path / "state"
-    accelerator.save_state(target)
-    (target / "notes.bin").write_bytes(bytes(10**6))
-    control = tmp_path / "control"
-    control.write_bytes(bytes(10**6))
-    for file in (target / "notes.bin", control):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    with control.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if _pages_in_memory(control):
-        pytest.skip("this file system is in memory")
-    assert all(_pages_in_memory(target / name) for name in ("model.safetensors", "optimizer.bin", "notes.bin"))
-    staging = Staging.begin(target, "state")
-    staging.release_replaced()
-    assert not _pages_in_memory(target / "model.safetensors")
-    assert not _pages_in_memory(target / "optimizer.bin")
-    assert _pages_in_memory(target / "notes.bin") == -(-(10**6) // mmap.PAGESIZE)
-    staging.discard()
-    model.weight.data.fill_(2.0)
-    accelerator.load_state(target)
-    assert model.weight[0, 0] == 1.0
 
 
 def test_a_folder_in_one_that_is_read_only_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
