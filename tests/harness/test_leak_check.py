@@ -52,6 +52,7 @@ def test_a_test_that_leaves_something_behind_fails_and_names_it(pytester: pytest
         assert LEAKS[kind][1] in report, kind
 
 
+@pytest.mark.slow
 def test_shared_memory_that_several_workers_leave_fails_their_run(pytester: pytest.Pytester) -> None:
     leak, _ = LEAKS["shared memory"]
     result = run_inner(pytester, leak, "pass", workers=2)

@@ -132,7 +132,7 @@ def plain() -> dict[str, tuple[list[float], list[str]]]:
     return alone
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, tuple[list[float], list[str]]]]:
     return notebook_launcher(run_shapes, (SHAPES, True), num_processes=request.param)
 

@@ -32,7 +32,10 @@ def kernel_without(what: str) -> Iterator[Kernel]:
     one.close()
 
 
-@pytest.fixture(scope="module", params=["memfd_create", "/proc", "pidfd_open", "prctl"])
+@pytest.fixture(
+    scope="module",
+    params=["/proc", *(pytest.param(call, marks=pytest.mark.slow) for call in ("memfd_create", "pidfd_open", "prctl"))],
+)
 def notebook(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     yield from kernel_without(request.param)
 
