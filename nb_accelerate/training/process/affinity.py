@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.devices import DEVICE_KINDS
+
+if TYPE_CHECKING:
+    from nb_accelerate.base.devices import DeviceKind
 
 logger = logging.getLogger("nb_accelerate")
 
@@ -24,8 +28,12 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         local_process_index: the number of the device on this machine.
         verbose: log which cores; by default with ``ACCELERATE_DEBUG_MODE``.
     """
-    kind = next(kind for kind in DEVICE_KINDS if kind.is_available())
-    address = kind.pci_address(local_process_index)
+    bind_near(next(kind for kind in DEVICE_KINDS if kind.is_available()), local_process_index, verbose)
+
+
+def bind_near(kind: DeviceKind, index: int, verbose: bool | None = None) -> None:
+    """Do what `set_numa_affinity` does, for the device of a type with a number."""
+    address = kind.pci_address(index)
     if address is None or not hasattr(os, "sched_setaffinity"):
         return
     try:
@@ -36,7 +44,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     except OSError:  # a sandbox may refuse it; the process is slower then, and no less right
         return
     if Environment().debug_mode if verbose is None else verbose:
-        logger.info("Process %d runs on %d cores: %s", local_process_index, len(cores), sorted(cores))
+        logger.info("Process %d runs on %d cores: %s", index, len(cores), sorted(cores))
 
 
 def near_cores(address: str, devices: Path = _DEVICES) -> set[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nb_accelerate.base.devices import BACKENDS, backend_named
+from nb_accelerate.base.devices import backend_named
 from nb_accelerate.base.topology.master_address import master_address
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context
@@ -67,16 +67,14 @@ def create(
     atexit.register(close)
 
 
-def create_alone(kind: DeviceKind, device: torch.device | None = None) -> None:
-    """Make the default process group of a single process. It listens on no port, and ends with `close`.
-
-    Args:
-        device: bound to the group where its backend can do that.
-    """
+def create_alone(kind: DeviceKind, device: torch.device) -> None:
+    """Make the default process group of a single process. It listens on no port, and ends with `close`."""
     from torch._C._distributed_c10d import HashStore  # missing where torch was built without torch.distributed
 
     name = kind.backend or "gloo"
-    bound = device if backend_named(name).binds_device else None
+    bound = None
+    if backend_named(name).binds_device:  # torch refuses a device without a number
+        bound = torch.device(kind.name, kind.current_device() if device.index is None else device.index)
     dist.init_process_group(backend=name, store=HashStore(), rank=0, world_size=1, device_id=bound)
     atexit.register(close)
 
@@ -142,23 +140,24 @@ def abort() -> None:
     """
     if context.default_group() is None:
         return
-    used = str(dist.get_backend())  # several of them may be in it: "cpu:gloo,cuda:nccl"
-    found = next((row for row in BACKENDS if row.can_abort and row.name in used), None)
+    used = str(dist.get_backend()).split(",")  # "nccl", or for each type of device one: "cpu:gloo,cuda:nccl"
+    rows = [backend_named(name.rpartition(":")[2]) for name in used]
+    found = next((row for row in rows if row.can_abort), None)
     if found is None:
         return
     module: Any = dist.distributed_c10d
     names = module._world.pg_names  # noqa: SLF001 - there is no public list of groups
-    with contextlib.suppress(Exception):  # it is being torn down already
-        # All in one, newest first, as torch's own _abort_process_group does, or one abort would wait for another. That
-        # one also forgets the groups, and nobody could tell any more which models belong to them.
-        whole: Any = dist.group.WORLD
-        own = whole._get_backend(torch.device(found.device))  # noqa: SLF001 - as `_abort_process_group` does
-        own._group_start()  # noqa: SLF001 - as `_abort_process_group` does
-        try:
-            for group in sorted(names, key=names.get, reverse=True):
+    # All in one, newest first, as torch's own _abort_process_group does, or one abort would wait for another. That one
+    # also forgets the groups, and nobody could tell any more which models belong to them.
+    whole: Any = dist.group.WORLD
+    own = whole._get_backend(torch.device(found.device))  # noqa: SLF001 - as `_abort_process_group` does
+    own._group_start()  # noqa: SLF001 - as `_abort_process_group` does
+    try:
+        for group in sorted(names, key=names.get, reverse=True):
+            with contextlib.suppress(RuntimeError):  # it is being torn down already
                 group.abort()
-        finally:
-            own._group_end()  # noqa: SLF001 - as `_abort_process_group` does
+    finally:
+        own._group_end()  # noqa: SLF001 - as `_abort_process_group` does
 
 
 def close() -> None:

@@ -22,7 +22,7 @@ from nb_accelerate.base.devices import CPU, backend_named
 from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context, group
-from nb_accelerate.training.process.affinity import set_numa_affinity
+from nb_accelerate.training.process.affinity import bind_near
 from nb_accelerate.training.process.context import ProcessContext
 from nb_accelerate.training.process.devices import choose_device, device_of_group, idle_kind
 
@@ -50,7 +50,7 @@ def setup_process(
     # This process is set up already; an engine may want a group that it has not needed so far.
     known = context.current()
     if known is not None and needs_group and known.group is None:
-        group.create_alone(known.kind)
+        group.create_alone(known.kind, known.device)
         return context.install(replace(known, group=context.default_group(), owns_group=True))
     if known is not None:
         _check_same(known, cpu=cpu, options=options)
@@ -71,7 +71,7 @@ def setup_process(
         kind, device = device_of_group(adopted.bound_device_id, topology, guessed=guessed, cpu=use_cpu)
     # Connect it: by the runtime of its device, in a process group, or not at all.
     if environment.flag("ACCELERATE_CPU_AFFINITY"):
-        set_numa_affinity(topology.local_rank if device.index is None else device.index)
+        bind_near(kind, topology.local_rank if device.index is None else device.index)
     if kind.start_runtime is not None:
         topology = kind.start_runtime(topology)
         device = torch.device(kind.name, kind.current_device())
@@ -82,7 +82,7 @@ def setup_process(
             note_use(options, "the process group that was made", advice="Set it before the first Accelerator(...).")
     elif needs_group and adopted is None:
         _select(kind, device)
-        group.create_alone(kind)
+        group.create_alone(kind, device)
     return context.install(
         ProcessContext(
             topology=topology,

@@ -86,17 +86,23 @@ def test_a_process_runs_on_the_cores_near_its_device(caplog):
     assert "Process 0 runs on 1 cores: [0]" in caplog.text
 
 
-def test_cores_are_left_alone_where_there_is_no_device_or_no_word_of_it(tmp_path, monkeypatch):
+def test_cores_are_left_alone_where_there_is_no_device_or_no_word_of_it(tmp_path):
     before = os.sched_getaffinity(0)
     utils.set_numa_affinity(0)
     assert affinity.near_cores("0000:99:00.0", tmp_path) == set()
     assert os.sched_getaffinity(0) == before
-    asked = []
-    monkeypatch.setattr("nb_accelerate.training.process.setup.set_numa_affinity", asked.append)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_process_on_the_processor_is_not_bound_to_the_cores_near_a_gpu(monkeypatch):
+    before = os.sched_getaffinity(0)
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
     PartialState._reset_state()
     PartialState(cpu=True)
-    assert asked == [0]
+    assert os.sched_getaffinity(0) == before
+    PartialState._reset_state()
+    PartialState()
+    assert os.sched_getaffinity(0) == {0}
 
 
 def test_torch_xla_is_installed_on_colab_only(monkeypatch):
