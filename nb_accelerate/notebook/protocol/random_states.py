@@ -53,9 +53,10 @@ class RandomStates:
         if self.torch is not None:
             import torch
 
-            torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
-            if torch.version.cuda or torch.version.hip:
-                torch.cuda.manual_seed_all(torch.initial_seed())
+            state = torch.frombuffer(bytearray(self.torch), dtype=torch.uint8)
+            torch.set_rng_state(state)
+            torch.manual_seed(torch.initial_seed())  # that of every device as well, once it is used
+            torch.set_rng_state(state)
 
 
 def _of_numpy() -> tuple[bytes, int, int, float] | int | None:

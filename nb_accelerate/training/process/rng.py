@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_whole
+from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.devices.xla import is_started as xla_is_started
 from nb_accelerate.training.process import context
 from nb_accelerate.training.process.devices import device_kind
@@ -33,6 +35,16 @@ class RNGType(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+    @classmethod
+    @override
+    def _missing_(cls, value: object) -> RNGType | None:
+        """Return the member of a type of device that has no name here, by torch's name for it."""
+        if value not in _devices_with_numbers():
+            return None
+        member = str.__new__(cls, value)
+        member._name_, member._value_ = str(value).upper(), str(value)
+        return member
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -64,17 +76,17 @@ def capture(kind: DeviceKind, *, all_devices: bool = True) -> dict[str, Any]:
     Args:
         kind: of its devices. Others are not touched: that would start their runtime.
         all_devices: also the states of devices that this process sees and does not use, as accelerate's checkpoints
-            have them; if not, `restore` gives the state to the device that a process uses, whichever it is.
+            have them. `restore` gives the state of the current device to the one that is current then, in any case.
     """
-    states = {
+    states: dict[str, Any] = {
         "random_state": random.getstate(),
         "numpy_random_seed": np.random.get_state(),
         "torch_manual_seed": torch.get_rng_state(),
     }
     if kind.get_rng_state is not None:
         of_all = kind.get_rng_states if all_devices else None
-        every = [kind.get_rng_state()] if of_all is None else list(of_all())
-        states[f"torch_{kind.name}_manual_seed"] = every
+        states[_of_devices(kind)] = [kind.get_rng_state()] if of_all is None else list(of_all())
+        states[_used(kind)] = 0 if of_all is None else kind.current_device()
     if (xla := _xla_model()) is not None:
         states["xm_seed"] = xla.get_rng_state()
     return states
@@ -89,10 +101,18 @@ def restore(states: Mapping[str, Any], kind: DeviceKind) -> None:
         np.random.set_state(states["numpy_random_seed"])
     if "torch_manual_seed" in states:
         torch.set_rng_state(states["torch_manual_seed"])
-    of_devices = states.get(f"torch_{kind.name}_manual_seed")
-    if of_devices is not None:
-        for number, state in enumerate(of_devices[: max(kind.count(), 1)]):
-            kind.set_rng_state(state, *((number,) if len(of_devices) > 1 else ()))
+    if of_devices := states.get(_of_devices(kind)):
+        current, used = kind.current_device(), states.get(_used(kind))
+        sees_as_many = len(of_devices) == kind.count()
+        # A process may see more devices now, or fewer: where each sees its own, all of them are number 0. accelerate's
+        # files do not say which one was used: that with the number of the local rank.
+        if used is None:
+            used = current if sees_as_many else context.topology_here().local_rank % len(of_devices)
+        if sees_as_many:
+            for number, state in enumerate(of_devices):
+                if number != current:
+                    kind.set_rng_state(state, number)
+        kind.set_rng_state(of_devices[used])
     if "xm_seed" in states and (xla := _xla_model()) is not None:
         xla.set_rng_state(states["xm_seed"])
 
@@ -101,7 +121,7 @@ def resolve_rng_types(given: Sequence[str | RNGType] | None) -> tuple[RNGType, .
     """Check the ``rng_types`` argument of `Accelerator`; by default only generators of samplers are kept in step."""
     if given is None:
         return (RNGType.GENERATOR,)
-    known = [member.value for member in RNGType]
+    known = dict.fromkeys([*(member.value for member in RNGType), *_devices_with_numbers()])
     return tuple(RNGType(check_choice("rng_types", item, known)) for item in given)
 
 
@@ -124,6 +144,20 @@ def synchronize(
             kind = device_kind(rng_type.value)
             if kind.get_rng_state is not None and kind.is_available():
                 kind.set_rng_state(broadcast(kind.get_rng_state()))
+
+
+def _devices_with_numbers() -> list[str]:
+    """Return the names of the types of devices that have random numbers of their own."""
+    return [kind.name for kind in DEVICE_KINDS if kind.get_rng_state is not None]
+
+
+def _of_devices(kind: DeviceKind) -> str:
+    return f"torch_{kind.name}_manual_seed"
+
+
+def _used(kind: DeviceKind) -> str:
+    """Return the key of the index, in the list of states, of the device that the process used."""
+    return f"torch_{kind.name}_used"
 
 
 def _xla_model() -> Any:

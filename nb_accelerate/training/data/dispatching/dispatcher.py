@@ -93,12 +93,12 @@ class OwnRandomState:
         self._inside: dict[str, Any] | None = None
 
     def __enter__(self) -> None:
-        self._outside = rng.capture(self._kind)
+        self._outside = rng.capture(self._kind, all_devices=False)
         if self._inside is not None:
             rng.restore(self._inside, self._kind)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = rng.capture(self._kind)
+        self._inside = rng.capture(self._kind, all_devices=False)
         rng.restore(self._outside, self._kind)
 
 
