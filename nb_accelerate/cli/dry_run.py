@@ -7,7 +7,7 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.devices import find_kind
+from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.machine import VisibleDevices, facts_here
 from nb_accelerate.notebook.launch.plan import make_plan
@@ -45,9 +45,7 @@ def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[
 def _with_gpus(facts: MachineFacts, options: LaunchOptions) -> MachineFacts:
     numbers = () if options.devices is None or isinstance(options.devices, str) else options.devices
     number = max((options.num_processes or 1), *(device + 1 for device in numbers), 1)
-    cuda = find_kind("cuda")
-    assert cuda is not None
-    gpus = VisibleDevices(kind=cuda, names=tuple(map(str, range(number))))
+    gpus = VisibleDevices(kind=DEVICE_KINDS[0], names=tuple(map(str, range(number))))
     return replace(facts, accelerators=(gpus,), prefers_cpu=False)
 
 

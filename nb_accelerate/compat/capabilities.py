@@ -15,7 +15,6 @@ from packaging.version import parse
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.devices import DEVICE_KINDS
-from nb_accelerate.base.devices.cuda import CUDA
 from nb_accelerate.base.topology import read_topology
 from nb_accelerate.training.process.devices import device_kind
 
@@ -64,7 +63,7 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 def is_rocm_available() -> bool:
     """Return whether torch was built for AMD GPUs, and there is one."""
-    return torch.version.hip is not None and torch.cuda.is_available()
+    return torch.version.hip is not None and is_cuda_available()
 
 
 def is_xccl_available() -> bool:
@@ -89,7 +88,8 @@ def is_fp16_available() -> bool:
 
 def check_cuda_fp8_capability() -> bool:
     """Return whether the CUDA device has 8-bit floating point units (Ada, Hopper and newer)."""
-    return torch.cuda.is_available() and CUDA.supports_fp8()
+    kind = device_kind("cuda")
+    return kind.is_available() and kind.supports_fp8()
 
 
 def is_fp8_available() -> bool:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch.profiler import profile
 
-_ACTIVITIES = ("cpu", "cuda", "xpu", "mtia")
 _SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat", "skip_first_wait")
 
 
@@ -58,7 +57,7 @@ class ProfileKwargs(KwargsHandler):
         if isinstance(self.activities, str):
             raise ConfigError(f"activities={self.activities!r} is one word. Write activities=[{self.activities!r}].")
         for activity in self.activities or ():
-            check_choice("activities", activity, _ACTIVITIES)
+            check_choice("activities", activity, _activities())
         for name in self.schedule_option or ():
             check_choice("schedule_option", name, _SCHEDULE)
 
@@ -66,7 +65,7 @@ class ProfileKwargs(KwargsHandler):
         """Return the profiler: a context manager, with ``step()`` to call at each step."""
         from torch import profiler
 
-        wanted = [getattr(profiler.ProfilerActivity, activity.upper()) for activity in self.activities or ()]
+        wanted = [_activities()[activity.lower()] for activity in self.activities or ()]
         return profiler.profile(
             activities=wanted or None,
             schedule=profiler.schedule(**self.schedule_option) if self.schedule_option else None,
@@ -77,3 +76,10 @@ class ProfileKwargs(KwargsHandler):
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
+
+
+def _activities() -> dict[str, Any]:
+    """Return what this build of torch can record, by its name in small letters."""
+    from torch.profiler import ProfilerActivity
+
+    return {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}

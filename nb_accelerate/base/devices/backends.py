@@ -26,12 +26,12 @@ class Backend:
     can_abort: bool = False
 
 
-BACKENDS = (
+BACKENDS: list[Backend] = [
     Backend(name="gloo", device="cpu", returns_early=False, polls_store=True),
     Backend(name="nccl", device="cuda", binds_device=True, can_abort=True),
     Backend(name="xccl", device="xpu"),
     Backend(name="tpu_dist", device="tpu"),
-)
+]
 
 
 def backend_named(name: str) -> Backend:

@@ -50,6 +50,7 @@ class DeviceKind:
         is_host: this is the processor: any number of ranks share it, and it needs no driver.
         passes_device_ids: DistributedDataParallel and barriers are told the number of the device.
         pins_memory: host memory can be pinned for it, so that ``copy_(..., non_blocking=True)`` returns at once.
+        has_storages: its tensors say in which memory they are, so that shared memory is known.
         mixed_precision: names of the precisions that autocast, the loss scaler of fp16 and torchao offer on it.
         compile_backends: those of torch.compile that work on it, by torch's names; empty where all may.
         all_or_one: ranks of a machine use all of them or one; its runtime knows no other number.
@@ -100,6 +101,7 @@ class DeviceKind:
     is_host: bool = False
     passes_device_ids: bool = False
     pins_memory: bool = False
+    has_storages: bool = True
     mixed_precision: tuple[str, ...] = ("fp16", "bf16")
     compile_backends: tuple[str, ...] = ()
     label: str = "GPU"

@@ -63,6 +63,7 @@ TPU = DeviceKind(
     mixed_precision=("bf16",),
     label="TPU chip",
     all_or_one=True,
+    has_storages=False,
     find=_chips,
     forbids_fork=lambda: "torch_tpu asks for spawned processes",
     pin=_pin,

@@ -90,6 +90,7 @@ XLA = DeviceKind(
     compile_backends=("openxla", "aot_eager", "eager"),
     label="XLA device",
     all_or_one=True,
+    has_storages=False,
     start_runtime=by_name("nb_accelerate.training.process.xla:start_runtime"),
     make_collectives=by_name("nb_accelerate.training.comm.xla:XLACollectives"),
     make_strategy=by_name("nb_accelerate.training.strategies.xla_spmd:choose_strategy"),

@@ -44,6 +44,7 @@ XPU = DeviceKind(
     distributed_type="MULTI_XPU",
     backend="xccl",
     passes_device_ids=True,
+    pins_memory=True,
     visibility="ZE_AFFINITY_MASK",
     find=_visible_devices,
     forbids_fork=lambda: "the runtime of Intel GPUs does not survive a fork",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from nb_accelerate.base.devices import find_kind
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 class HostCopies:
     """Copies states into buffers that are kept for the next copy: fresh memory takes three times as long to fill.
 
-    Buffers for tensors of CUDA are pinned, so that the device copies by itself.
+    Buffers for tensors of a device are pinned where that is possible, so that the device copies by itself.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class HostCopies:
         """
         self._num_used = 0
         copies: dict[Any, Tensor] = {}
-        on_devices: set[torch.device] = set()
+        copying: set[torch.device] = set()
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -51,26 +53,27 @@ class HostCopies:
             key = leaf.device, address, leaf.shape, leaf.stride(), leaf.dtype, signs
             if address and key in copies:  # 0: it has no elements, or its device tells no addresses, as XLA
                 return copies[key]
-            buffer = copies[key] = self._buffer_for(leaf)
-            buffer.copy_(leaf.detach(), non_blocking=True)
-            if leaf.device.type != "cpu":
-                on_devices.add(leaf.device)
+            kind = find_kind(leaf.device.type)
+            pins = kind is not None and kind.pins_memory
+            buffer = copies[key] = self._buffer_for(leaf, pins)
+            buffer.copy_(leaf.detach(), non_blocking=pins)
+            if pins:
+                copying.add(leaf.device)
             return buffer
 
         found: list[Any] = tree_map(copied, states)
-        for device in on_devices:
+        for device in copying:
             torch.accelerator.synchronize(device)
         del self._buffers[self._num_used :]
         return found
 
-    def _buffer_for(self, tensor: Tensor) -> Tensor:
+    def _buffer_for(self, tensor: Tensor, pins: bool) -> Tensor:
         """Return the next buffer: the one of the last copy if it fits, else a new one."""
         index, self._num_used = self._num_used, self._num_used + 1
         if index < len(self._buffers):
             buffer = self._buffers[index]
             if buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
                 return buffer
-        pins = tensor.device.type == "cuda"
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
         self._buffers[index : index + 1] = [buffer]
         return buffer

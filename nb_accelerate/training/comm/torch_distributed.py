@@ -49,8 +49,9 @@ def shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
 class TorchCollectives(Collectives):
     """Run the collectives of torch.distributed.
 
-    Tensors on another kind of device are copied to this rank's, because a backend such as nccl communicates tensors of
-    one kind of device only. For barriers, nccl takes ``device_ids``, gloo takes None.
+    Tensors on another device are copied to this rank's: a backend such as nccl takes those of one kind of device only,
+    and for one of another number it would connect ranks anew, two of them by the same device. For barriers, nccl takes
+    ``device_ids``, gloo takes None.
     """
 
     def __init__(self, device: torch.device, *, device_ids: list[int] | None = None) -> None:
@@ -110,4 +111,4 @@ class TorchCollectives(Collectives):
         dist.barrier(device_ids=self._device_ids)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device.type == self.device.type else tensor.to(self.device)
+        return tensor.to(self.device)  # itself if it is there

@@ -11,15 +11,13 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from nb_accelerate.base.devices import find_kind
 from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor, nn
-
-_WITH_STORAGES = ("cpu", "cuda", "xpu", "mps")
-"""Types of devices whose tensors say what memory they are in; of others the size counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,8 @@ def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:
             local = local.to_local()  # type: ignore[attr-defined]  # of a DTensor
         if local.is_meta:
             continue
-        if local.device.type in _WITH_STORAGES:
+        kind = find_kind(local.device.type)
+        if kind is not None and kind.has_storages:
             storage = local.untyped_storage()
             key: Any = (local.device, storage.data_ptr())
             size = storage.nbytes()

@@ -19,6 +19,7 @@ from torch import nn
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm import operations
+from nb_accelerate.training.process.devices import device_kind
 from nb_accelerate.training.strategies.activation_checkpointing import CheckpointedForward
 from nb_accelerate.training.strategies.blocks import find_blocks
 from nb_accelerate.training.strategies.shards import is_shard
@@ -83,7 +84,7 @@ def shard_model(
                 continue
             if options.activation_checkpointing:
                 offload = bool(options.activation_checkpointing_offload)
-                block.forward = CheckpointedForward(block.forward, offload=offload)
+                block.forward = CheckpointedForward(block.forward, offload=offload, kind=device_kind(device.type))
             fully_shard(block, mp_policy=policies.of_blocks, **of_blocks)
     if options.forward_prefetch:
         order = [part for part in model.modules() if part is not model and is_sharded(part)]
@@ -129,7 +130,7 @@ def _offload_policy(options: FullyShardedDataParallelPlugin, device: torch.devic
     if isinstance(options.cpu_offload, CPUOffloadPolicy):
         return {"offload_policy": options.cpu_offload}
     if options.cpu_offload:
-        return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")}
+        return {"offload_policy": CPUOffloadPolicy(pin_memory=device_kind(device.type).pins_memory)}
     return {}
 
 
