@@ -12,7 +12,7 @@ from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.base.config.precision import resolve_precision
 from nb_accelerate.training.precision import select_precision
-from nb_accelerate.training.precision.forward import Float32Forward
+from nb_accelerate.training.precision.precision import Float32Forward
 from nb_accelerate.training.pytree import to_float32
 from nb_accelerate.training.state.choices import current_process, newest_choices
 from nb_accelerate.training.strategies.unwrapping import extract_model_from_parallel

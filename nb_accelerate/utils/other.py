@@ -15,7 +15,7 @@ from nb_accelerate.compat.models import (
 )
 from nb_accelerate.compat.output import convert_bytes as convert_bytes, tqdm as tqdm
 from nb_accelerate.training.accelerator.compiling import compile_regions as compile_regions
-from nb_accelerate.training.accelerator.saving import save as save
+from nb_accelerate.training.accelerator.model_files import save as save
 from nb_accelerate.training.checkpoint.files import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     load as load,

@@ -15,7 +15,7 @@ from nb_accelerate.training.accelerator import losses
 from nb_accelerate.training.accelerator.losses import LossReport
 from nb_accelerate.training.accelerator.memory_report import MemoryReport
 from nb_accelerate.training.accelerator.prepared import Prepared
-from nb_accelerate.training.comm.single import SingleCollectives
+from nb_accelerate.training.comm.collectives import SingleCollectives
 from nb_accelerate.training.process.devices import CPU, device_kind
 from nb_accelerate.training.strategies.strategy import Strategy
 

@@ -202,7 +202,7 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
     select = strategies / "select.py"
     _insert(
         select,
-        "from nb_accelerate.training.strategies.single",
+        "from nb_accelerate.training.strategies.strategy",
         "from nb_accelerate.training.strategies.mirror import MirrorStrategy\n",
     )
     _insert(select, "    fsdp: Fully", "    mirror: Any = None\n")

@@ -17,14 +17,12 @@ from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentErro
 from nb_accelerate.training.accelerator.communication import CommunicationMixin
 from nb_accelerate.training.accelerator.core import build_core
 from nb_accelerate.training.accelerator.identity import IdentityMixin
-from nb_accelerate.training.accelerator.loaders import LoadersMixin
 from nb_accelerate.training.accelerator.options import OptionsMixin
-from nb_accelerate.training.accelerator.ownership import MAKE_IT_INSIDE
 from nb_accelerate.training.accelerator.preparing import PreparingMixin
 from nb_accelerate.training.accelerator.recording import RecordingMixin
 from nb_accelerate.training.accelerator.resuming import ResumingMixin
 from nb_accelerate.training.accelerator.training import TrainingMixin
-from nb_accelerate.training.accelerator.unprepared import watch_for_unprepared_training
+from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, watch_for_unprepared_training
 
 if TYPE_CHECKING:
     import os
@@ -59,7 +57,6 @@ class Accelerator(
     OptionsMixin,
     TrainingMixin,
     CommunicationMixin,
-    LoadersMixin,
     PreparingMixin,
     ResumingMixin,
     RecordingMixin,

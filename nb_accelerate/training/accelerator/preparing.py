@@ -19,8 +19,8 @@ from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.compiling import compiled
 from nb_accelerate.training.accelerator.core import CoreMixin
-from nb_accelerate.training.accelerator.forward_phase import time_forward
-from nb_accelerate.training.accelerator.ownership import check_owned
+from nb_accelerate.training.accelerator.phases import time_forward
+from nb_accelerate.training.accelerator.unprepared import check_owned
 from nb_accelerate.training.data import check_loaders, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
 from nb_accelerate.training.state import GradientState

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.errors import ConfigError, NbAccelerateError, NotPreparedError
-from nb_accelerate.training.accelerator import saving
 from nb_accelerate.training.accelerator.core import CoreMixin
+from nb_accelerate.training.accelerator.model_files import save
 from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.process import group
 from nb_accelerate.training.tracking import BlankTracker, make_trackers
@@ -184,7 +184,7 @@ class RecordingMixin(CoreMixin):
             safe_serialization: write safetensors instead of what `torch.save` writes.
         """
         with self.core.shown_as_saving():
-            saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+            save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:

@@ -1,4 +1,4 @@
-"""`TrainingMixin`: the steps of a training loop: accumulate, backward, clip, autocast."""
+"""`TrainingMixin`: the steps of a training loop: batches, accumulate, backward, clip, autocast."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from nb_accelerate.base.config.checks import check_flag, check_whole
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.training.accelerator.core import CoreMixin
-from nb_accelerate.training.accelerator.exchange_time import time_exchange
-from nb_accelerate.training.accelerator.ownership import foreign_accelerator, forgotten_model
+from nb_accelerate.training.accelerator.phases import time_exchange
+from nb_accelerate.training.accelerator.unprepared import foreign_accelerator, forgotten_model
+from nb_accelerate.training.data import skip_first_batches
 from nb_accelerate.training.optim import AcceleratedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
     from torch import Tensor, nn
+    from torch.utils.data import DataLoader
 
     from nb_accelerate.base.config.kwargs import AutocastKwargs
     from nb_accelerate.training.accelerator.core import Core
+    from nb_accelerate.training.data import DataLoaderShard
 
 _BACKWARD, _RUNNING = Phase.BACKWARD, Phase.RUNNING  # Python 3.11 looks members of an enum up slowly
 
@@ -278,6 +281,61 @@ class TrainingMixin(CoreMixin):
             if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
                 optimizer.complete_gradients()
         core.precision.unscale(parameters)  # of optimizers that another Accelerator prepared
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
+        """Return a loader that leaves out the first batches of every epoch; use it for the one that is resumed.
+
+        Example::
+
+            rest = accelerator.skip_first_batches(loader, num_batches=step)
+            for batch in rest if epoch == first_epoch else loader:
+                ...
+
+        Rows of a dataset that is read by number are left out without being read.
+
+        Args:
+            dataloader: prepared or not. It stays as it is; an epoch of the new loader is one of this loader too.
+            num_batches: how many of this process's batches to leave out.
+
+        Raises:
+            ConfigError: ``num_batches`` is not a whole number, or negative.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
+        """Run a block in which processes may have different numbers of batches.
+
+        A process that has no batch left takes part in what the gradients of the others need, and waits.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for inputs, targets in loader:
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Args:
+            joinables: prepared models that are trained in the block.
+            even_batches: what prepared loaders do in the block, instead of what `DataLoaderConfiguration` says.
+
+        Raises:
+            ConfigError: ``even_batches`` is not True, False or None, or models are sharded.
+        """
+        loaders = [] if even_batches is None else list(self.core.prepared.loaders)
+        if even_batches is not None:
+            check_flag("even_batches", even_batches)
+        before = [(loader, loader.even) for loader in loaders]
+        try:
+            for loader in loaders:
+                loader.even = bool(even_batches)
+            with self.core.strategy.join(joinables):
+                yield
+        finally:
+            for loader, even in before:
+                loader.even = even
 
     def maybe_context_parallel(
         self,

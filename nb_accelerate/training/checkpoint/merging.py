@@ -12,8 +12,7 @@ from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.checkpoint.files import load_state_dict
 from nb_accelerate.training.checkpoint.model import weight_files, write_model
 from nb_accelerate.training.checkpoint.names import METADATA_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from nb_accelerate.training.checkpoint.shard_reader import ShardReader
-from nb_accelerate.training.checkpoint.sharded import entries_of, read_into
+from nb_accelerate.training.checkpoint.sharded import ShardReader, entries_of, read_into
 
 if TYPE_CHECKING:
     import os

@@ -1,9 +1,8 @@
 """Exchange tensors and objects between ranks."""
 
 from nb_accelerate.training.comm.checked import CheckedCollectives
-from nb_accelerate.training.comm.collectives import Collectives
+from nb_accelerate.training.comm.collectives import Collectives, SingleCollectives
 from nb_accelerate.training.comm.operations import Trigger
-from nb_accelerate.training.comm.single import SingleCollectives
 from nb_accelerate.training.comm.torch_distributed import TorchCollectives
 
 __all__ = ["CheckedCollectives", "Collectives", "SingleCollectives", "TorchCollectives", "Trigger"]

@@ -1,15 +1,18 @@
-"""The interface that a backend implements: collectives on one tensor, or on one list of objects."""
+"""The interface that a backend implements: collectives on one tensor, or on one list of objects; and one process."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
+
 
 ReduceOp = Literal["sum", "max"]
 
@@ -77,3 +80,40 @@ class Collectives(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
+
+
+class SingleCollectives(Collectives):
+    """Run the collectives of one process, without torch.distributed."""
+
+    rank = 0
+    world_size = 1
+    device = torch.device("cpu")
+
+    @override
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    @override
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        return tensor
+
+    @override
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return tensor
+
+    @override
+    def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
+        assert parts is not None
+        return parts[0]
+
+    @override
+    def all_gather_object(self, item: Any) -> list[Any]:
+        return [item]
+
+    @override
+    def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
+        return items
+
+    @override
+    def barrier(self) -> None:
+        return

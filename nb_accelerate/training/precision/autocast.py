@@ -8,8 +8,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.base.config.options import note_use
-from nb_accelerate.training.precision.forward import AutocastForward, restore_forward
-from nb_accelerate.training.precision.precision import Precision
+from nb_accelerate.training.precision.precision import AutocastForward, Precision, restore_forward
 
 if TYPE_CHECKING:
     import contextlib

@@ -13,8 +13,7 @@ from nb_accelerate.base.config.precision import resolve_precision
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context
 from nb_accelerate.training.state.choices import Choices, current_process, newest_choices, remember
-from nb_accelerate.training.state.partial import SHOWN, PartialState, ProcessView
-from nb_accelerate.training.state.view import SharedState
+from nb_accelerate.training.state.partial import SHOWN, PartialState, ProcessView, SharedState
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,7 +11,7 @@ from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.training.data.tracker import LoaderView
 from nb_accelerate.training.state.accelerator import AcceleratorState
 from nb_accelerate.training.state.choices import Choices, current_process, newest_choices, remember
-from nb_accelerate.training.state.view import SharedState, View
+from nb_accelerate.training.state.partial import SharedState, View
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -16,14 +17,47 @@ from nb_accelerate.training.process import context, devices, group as process_gr
 from nb_accelerate.training.process.setup import setup_process
 from nb_accelerate.training.state.choices import current_collectives, current_process
 from nb_accelerate.training.state.identity import Identity
-from nb_accelerate.training.state.view import SharedState, View
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     import torch
     import torch.distributed as dist
+    from typing_extensions import Self
 
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.process.context import ProcessContext
+
+
+class SharedState:
+    """Descriptor of ``_shared_state``, the class attribute that holds a state's values in accelerate. Read-only.
+
+    Libraries compare it to find out whether there is a state: ``if PartialState._shared_state == {}``.
+    """
+
+    def __init__(self, known: Callable[[], bool], *names: str) -> None:
+        self._known = known
+        self._names = names
+
+    def __get__(self, view: View | None, kind: type[View]) -> Mapping[str, Any]:
+        if not self._known():
+            return MappingProxyType({})
+        shown = kind() if view is None else view
+        return MappingProxyType({name: getattr(shown, name) for name in self._names})
+
+
+class View:
+    """A read-only object whose attributes are computed. A copy of it is the object itself."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
 
 SHOWN = (  # attributes that ``_shared_state`` of both classes holds
     "backend",

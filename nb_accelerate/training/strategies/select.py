@@ -22,7 +22,7 @@ from nb_accelerate.training.comm import CheckedCollectives, SingleCollectives, T
 from nb_accelerate.training.strategies.ddp import DDPStrategy
 from nb_accelerate.training.strategies.fsdp import FSDPStrategy, check_averaging
 from nb_accelerate.training.strategies.mesh import layout_for_fsdp, layout_of
-from nb_accelerate.training.strategies.single import SingleStrategy
+from nb_accelerate.training.strategies.strategy import Strategy
 from nb_accelerate.training.strategies.tensor_parallel import TensorParallelStrategy
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.parallelism import ParallelismConfig
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.process.context import ProcessContext
-    from nb_accelerate.training.strategies.strategy import Strategy
 
 ENGINE_VARIABLES = (
     "ACCELERATE_USE_FSDP",
@@ -171,7 +170,7 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
             process.device, collectives, local_rank=process.topology.local_rank, plugins=engines.deepspeed
         )
     if process.topology.world_size == 1:
-        return SingleStrategy(process.device, collectives, process.distributed_type)
+        return Strategy(process.device, collectives, process.distributed_type)
     asked = engines.parallelism
     layout = None if asked is None else layout_of(asked, process.topology)
     plan = None if asked is None or asked.tp_handler is None else asked.tp_handler.plan

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm import operations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.training.comm import Collectives
+
 
 SHARDED_AS = "_sharded_as"
 """An attribute of parameters that were replaced by shards: the parameter that is trained in their place."""
@@ -207,3 +209,23 @@ def note_replaced(model: nn.Module) -> Iterator[None]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if before[name] is not parameter:
             setattr(before[name], SHARDED_AS, parameter)
+
+
+class CheckpointedForward:
+    """Call the forward of a block; in training, keep its inputs alone. Pickles and deep-copies with the block.
+
+    It takes the place of ``block.forward``, so that names of parameters stay as they are.
+    """
+
+    def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:
+        self.__wrapped__ = forward  # inspect.signature follows it to the arguments of the block
+        self.offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs. Called by the block for each batch."""
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        pins = torch.accelerator.is_available()  # so that copies to and from the device do not wait
+        kept = torch.autograd.graph.save_on_cpu(pin_memory=pins) if self.offload else contextlib.nullcontext()
+        with kept:
+            return checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nb_accelerate.training.precision.forward import restore_forward
+from nb_accelerate.training.precision.precision import restore_forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nb_accelerate import Accelerator, FullyShardedDataParallelPlugin
 from nb_accelerate.base.config.parallelism import ParallelismConfig, TorchTensorParallelConfig
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.strategies.deepspeed.pairing import optimizer_of
+from nb_accelerate.training.strategies.deepspeed.resolve import optimizer_of
 
 if TYPE_CHECKING:
     from fixtures.ranks import RunRanks

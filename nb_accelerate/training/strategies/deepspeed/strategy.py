@@ -34,9 +34,8 @@ from nb_accelerate.training.strategies.deepspeed.library import (
     refuse_unsupported,
     set_loudness,
 )
-from nb_accelerate.training.strategies.deepspeed.pairing import optimizer_of
 from nb_accelerate.training.strategies.deepspeed.precision import DeepSpeedPrecision, mark_outputs
-from nb_accelerate.training.strategies.deepspeed.resolve import Run, engine_config
+from nb_accelerate.training.strategies.deepspeed.resolve import Run, engine_config, optimizer_of
 from nb_accelerate.training.strategies.model_memory import measure
 from nb_accelerate.training.strategies.strategy import Strategy
 
