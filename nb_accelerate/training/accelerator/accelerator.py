@@ -1,28 +1,55 @@
-"""`Accelerator`: the one object a training script talks to."""
+"""`Accelerator`: the one object a training script talks to.
+
+::
+
+    arguments, environment -> options -> process -> strategy, precision -> Core
+"""
 
 from __future__ import annotations
 
+import logging
 from inspect import signature
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
-from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin, resolve_accumulation
+from nb_accelerate.base.config.checks import check_flag, suggest
 from nb_accelerate.base.config.distributed import PrecisionType
+from nb_accelerate.base.config.dynamo import resolve_dynamo
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.fp8 import resolve_fp8
+from nb_accelerate.base.config.handlers import Handlers
 from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
-from nb_accelerate.base.config.loader import DataLoaderConfiguration
+from nb_accelerate.base.config.loader import DataLoaderConfiguration, resolve_loader
+from nb_accelerate.base.config.options import note_use
+from nb_accelerate.base.config.precision import resolve_precision
 from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.base.config.project import ProjectConfiguration
+from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
 from nb_accelerate.training.accelerator.communication import CommunicationMixin
-from nb_accelerate.training.accelerator.core import build_core
+from nb_accelerate.training.accelerator.core import Core
+from nb_accelerate.training.accelerator.equal_losses import EqualLosses
 from nb_accelerate.training.accelerator.identity import IdentityMixin
+from nb_accelerate.training.accelerator.losses import LossReport
+from nb_accelerate.training.accelerator.memory_report import MemoryReport
 from nb_accelerate.training.accelerator.options import OptionsMixin
+from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.accelerator.preparing import PreparingMixin
 from nb_accelerate.training.accelerator.recording import RecordingMixin
+from nb_accelerate.training.accelerator.replicas import Replicas
 from nb_accelerate.training.accelerator.resuming import ResumingMixin
+from nb_accelerate.training.accelerator.steering import Steering
 from nb_accelerate.training.accelerator.training import TrainingMixin
 from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, watch_for_unprepared_training
+from nb_accelerate.training.precision import select_precision
+from nb_accelerate.training.process.rng import resolve_rng_types
+from nb_accelerate.training.process.setup import setup_process
+from nb_accelerate.training.state.choices import inherited, remember
+from nb_accelerate.training.state.shared import shared_training
+from nb_accelerate.training.strategies import select_strategy
+from nb_accelerate.training.strategies.select import resolve_engines
+from nb_accelerate.training.tracking import resolve_recording
 
 if TYPE_CHECKING:
     import os
@@ -37,6 +64,8 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.project import LoggerType
     from nb_accelerate.training.process.rng import RNGType
     from nb_accelerate.training.tracking import GeneralTracker
+
+logger = logging.getLogger("nb_accelerate")
 
 _NOT_YET = {"megatron_lm_plugin": "Megatron-LM"}
 
@@ -144,33 +173,103 @@ class Accelerator(
         **others: Any,
     ) -> None:
         _refuse(others)
-        self.core = build_core(
+        # Precision, compilation and sharding that are not asked for are those of the newest `Accelerator` of this
+        # process: libraries make a second one where they want that of the script.
+        environment = Environment()
+        before = inherited(environment)
+        if mixed_precision is None and before is not None:
+            mixed_precision = before.mixed_precision
+        if dynamo_backend is None and dynamo_plugin is None and before is not None:
+            dynamo_plugin = before.dynamo
+        chosen_precision = resolve_precision(mixed_precision, environment)
+        accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, environment)
+        loader = resolve_loader(split_batches, dataloader_config)
+        handlers = Handlers.collect(kwargs_handlers)
+        fp8 = resolve_fp8(chosen_precision, handlers.fp8, environment)
+        plugins = {
+            "fsdp_plugin": fsdp_plugin,
+            "parallelism_config": parallelism_config,
+            "torch_tp_plugin": torch_tp_plugin,
+            "deepspeed_plugin": deepspeed_plugin,
+            "deepspeed_plugins": deepspeed_plugins,
+        }
+        engines = resolve_engines(
+            plugins, ddp=handlers.ddp, before=before.engines if before is not None else None, environment=environment
+        )
+        accumulation = engines.adapt_accumulation(
+            accumulation,
+            is_said=gradient_accumulation_steps is not None
+            or environment.gradient_accumulation_steps is not None
+            or (gradient_accumulation_plugin is not None and gradient_accumulation_plugin.num_steps is not None),
+        )
+        in_step = resolve_rng_types(rng_types)
+        recording = resolve_recording(log_with, project_dir, project_config, handlers.profile)
+        dynamo = resolve_dynamo(dynamo_backend, dynamo_plugin, environment)
+        check_flag("device_placement", device_placement)
+        check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
+        check_flag("scheduler_steps_per_process", scheduler_steps_per_process)
+        if cpu is not None:
+            check_flag("cpu", cpu)
+
+        # All options are right: the process joins the others.
+        process = setup_process(
+            cpu=cpu, options=handlers.process_group, environment=environment, needs_group=engines.needs_group
+        )
+        strategy = select_strategy(process, engines)
+        for feature, is_used in (("sync_each_batch", accumulation.sync_each_batch), ("torch.compile", dynamo.is_on)):
+            if is_used:
+                strategy.check_supports(feature)
+        shared = shared_training()
+        shared.window.join()
+        precision = strategy.adapt_precision(
+            select_precision(
+                chosen_precision,
+                process.kind,
+                autocast=handlers.autocast,
+                scaler=handlers.scaler,
+                fp8=fp8,
+                scaler_before=shared.scaler,
+            )
+        )
+        shared.scaler = precision.scaler or shared.scaler
+        # The parts, of which some are shared by all `Accelerator` objects of the process.
+        prepared = Prepared()
+        memory = MemoryReport(here(), process.kind, strategy, prepared, ranks=process.topology.local_world_size)
+        self.core = core = Core(
+            process=process,
+            collectives=strategy.collectives,
+            strategy=strategy,
+            precision=precision,
+            accumulation=shared.accumulation(accumulation),
+            shared=shared,
+            loader=loader,
+            rng_types=in_step,
+            handlers=handlers,
             device_placement=device_placement,
-            split_batches=split_batches,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
-            dataloader_config=dataloader_config,
-            rng_types=rng_types,
-            log_with=log_with,
-            project_dir=project_dir,
-            project_config=project_config,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_steps_per_process=scheduler_steps_per_process,
-            kwargs_handlers=kwargs_handlers,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            plugins={
-                "fsdp_plugin": fsdp_plugin,
-                "parallelism_config": parallelism_config,
-                "torch_tp_plugin": torch_tp_plugin,
-                "deepspeed_plugin": deepspeed_plugin,
-                "deepspeed_plugins": deepspeed_plugins,
-            },
+            recording=recording,
+            page=here(),
+            losses=LossReport(here(), process.kind, memory),
+            equal_losses=EqualLosses(strategy, shared.tracker, reads_later=process.kind.reads_later),
+            steering=Steering(here().commands, shared, prepared, recording.project, self._save_on_command),
+            replicas=Replicas(strategy, prepared),
+            memory=memory,
+            prepared=prepared,
+            dynamo=dynamo,
+            engines=engines,
         )
-        self.core.steering.saves_by(self._save_on_command)
-        watch_for_unprepared_training(self.core.collectives, self.core.shared)
+        remember(process, core.choices)
+        _note_uses(core, gradient_accumulation_plugin)
+        given, counts = gradient_accumulation_steps, core.accumulation.num_steps
+        if given not in {None, counts} and process.topology.is_main:
+            logger.warning(
+                "gradient_accumulation_steps=%s was given, but the environment variable ACCELERATE_GRADIENT_"
+                "ACCUMULATION_STEPS=%s counts more, as in accelerate. Unset it to use the argument.",
+                given,
+                counts,
+            )
+        watch_for_unprepared_training(core.collectives, shared)
 
     def __reduce__(self) -> NoReturn:
         raise ShippingError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")
@@ -191,6 +290,19 @@ def _name_methods() -> None:
 
 
 _name_methods()
+
+
+def _note_uses(core: Core, accumulation: GradientAccumulationPlugin | None) -> None:
+    """Note the options of which later changes have no effect, so that such a change is a warning."""
+    made = "the Accelerator that was made"
+    if accumulation is not None:
+        note_use(
+            accumulation,
+            made,
+            advice="Set it before Accelerator(...); for num_steps, set accelerator.gradient_accumulation_steps.",
+        )
+    if core.precision.scaler is not None:
+        note_use(core.handlers.scaler, made, advice="Set it before Accelerator(kwargs_handlers=[...]).")
 
 
 def _refuse(others: dict[str, Any]) -> None:

@@ -44,28 +44,30 @@ _PAUSE_INTERVAL = 0.02
 class Steering:
     """Obeys the commands of a progress page, for one `Accelerator`.
 
-    Loaders know this object as long as the process lives: it keeps nothing alive that was prepared.
+    Loaders know this object as long as the process lives: it keeps nothing alive that was prepared. ``save`` takes a
+    folder, or "" for the next numbered one of the project.
 
     Attributes:
         stops: training is to end after this epoch.
     """
 
     def __init__(
-        self, commands: CommandReader, shared: SharedTraining, prepared: Prepared, project: ProjectConfiguration
+        self,
+        commands: CommandReader,
+        shared: SharedTraining,
+        prepared: Prepared,
+        project: ProjectConfiguration,
+        save: Callable[[str], Path],
     ) -> None:
         self._commands = commands
         self._shared = shared
         self._prepared = weakref.ref(prepared)
         self._project = project
         self._tracker = shared.tracker
-        self._save: Callable[[], Callable[[str], Path] | None] = lambda: None
+        self._save = weakref.WeakMethod(save)
         self._num_epoch_loops = 0
         self._is_paused = False
         self.stops = False
-
-    def saves_by(self, save: Callable[[str], Path]) -> None:
-        """Save checkpoints by this method, which takes a folder or "" for the next numbered one of the project."""
-        self._save = weakref.WeakMethod(save)
 
     def begin(self) -> None:
         """Obey in loops over loaders from now on: an `Accelerator` that prepares a model is the one that trains."""
