@@ -220,7 +220,9 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
     )
     accelerator = copy / "nb_accelerate" / "training" / "accelerator" / "accelerator.py"
     _insert(accelerator, "        fsdp_plugin: FullyShardedDataParallelPlugin", "        mirror_plugin: Any = None,\n")
-    passed = accelerator.read_text(encoding="utf-8").replace("plugins = {", "plugins = {'mirror_plugin': mirror_plugin, ")
+    passed = accelerator.read_text(encoding="utf-8").replace(
+        "plugins = {", "plugins = {'mirror_plugin': mirror_plugin, "
+    )
     accelerator.write_text(passed, encoding="utf-8")
     new, lines, _ = _rows()["strategy"]
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
