@@ -28,11 +28,7 @@ _MOST_STEPS = 1000
 
 
 class CheckpointSchedule:
-    """Decide when the next checkpoint is due, the same on all ranks.
-
-    Args:
-        interval: between two checkpoints; None where only signals ask for one.
-    """
+    """Decide when the next checkpoint is due, the same on all ranks. Without an interval, only signals ask for one."""
 
     def __init__(self, core: Core, interval: SaveInterval | None, project: ProjectConfiguration) -> None:
         self._core = core

@@ -24,9 +24,6 @@ def compiled(model: nn.Module, plugin: TorchDynamoPlugin, kind: DeviceKind) -> n
     """Return a model compiled as the plugin says; one that is compiled already is returned as it is.
 
     Called last by ``prepare``, around the wrapper of the strategy, so that torch sees where gradients are exchanged.
-
-    Raises:
-        ConfigError: the backend cannot compile for the device.
     """
     if not plugin.is_on or hasattr(model, "_orig_mod"):
         return model

@@ -40,32 +40,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """The parts of an `Accelerator`. A setter of an option replaces the `Core`; state changes inside its parts.
-
-    Attributes:
-        shared: state that all `Accelerator` objects of this process share.
-        rng_types: which random generators get the state of rank 0 at each epoch.
-        step_scheduler_with_optimizer: whether schedulers wait for optimizer steps.
-        scheduler_steps_per_process: whether schedules advance once for each process at an optimizer step.
-        engines: options of the engines by which the strategy was chosen.
-        trigger: whether this rank called `set_trigger`.
-    """
+    """The parts of an `Accelerator`. A setter of an option replaces the `Core`; state changes inside its parts."""
 
     process: ProcessContext
     collectives: Collectives
     strategy: Strategy
     precision: Precision
     accumulation: AccumulationState
-    shared: SharedTraining
+    shared: SharedTraining  # state that all `Accelerator` objects of this process share
     loader: DataLoaderConfiguration
-    rng_types: tuple[RNGType, ...]
+    rng_types: tuple[RNGType, ...]  # which random generators get the state of rank 0 at each epoch
     handlers: Handlers
     device_placement: bool
-    step_scheduler_with_optimizer: bool
-    scheduler_steps_per_process: bool
+    step_scheduler_with_optimizer: bool  # whether schedulers wait for optimizer steps
+    scheduler_steps_per_process: bool  # whether they advance once for each process at a step
     dynamo: TorchDynamoPlugin
-    engines: EngineOptions
-    trigger: Trigger = field(default_factory=Trigger)
+    engines: EngineOptions  # options by which the strategy was chosen
+    trigger: Trigger = field(default_factory=Trigger)  # whether this rank called `set_trigger`
     recording: Recording = field(default_factory=Recording)
     registry: Registry = field(default_factory=Registry)
     page: ProgressPage

@@ -1,7 +1,7 @@
 """Notice that ranks train with the same rows: their first losses are equal to the last bit.
 
-It is so where a loop draws its batches by hand, or gives the whole data to each step, without a prepared loader. The
-losses are compared through the store by which ranks have met: no rank waits, and nothing is exchanged between steps.
+So it is where a loop draws its batches by hand, or over a loader that was not prepared. The losses are compared through
+the store by which ranks have met: no rank waits, and nothing is exchanged between steps.
 """
 
 from __future__ import annotations
@@ -35,14 +35,10 @@ _counter = itertools.count()
 
 
 class EqualLosses:
-    """Compares the first losses of the ranks, each of which is to have rows of its own.
+    """Compares the first losses of the ranks, each of which is to have rows of its own, while `is_on`.
 
-    Args:
-        tracker: with a prepared loader in it, rows are shared out.
-        reads_later: reading a loss would have a program compiled.
-
-    Attributes:
-        is_on: whether losses are still compared.
+    Inside a loop over a prepared loader (``tracker``) rows are shared out. With ``reads_later``, reading a loss would
+    have a program compiled.
     """
 
     def __init__(self, strategy: Strategy, tracker: LoaderTracker, *, reads_later: bool) -> None:

@@ -32,7 +32,7 @@ class LossReport:
     """Writes the loss of some steps, and the memory and utilisation of the device, to the progress page.
 
     A loss on a device is copied asynchronously into one buffer on the CPU. The value reported is the newest one whose
-    copy has finished, usually that of the report before. ``held`` reports memory at some of these steps.
+    copy has finished, usually that of the report before.
     """
 
     def __init__(self, page: ProgressPage, kind: DeviceKind, held: MemoryReport) -> None:

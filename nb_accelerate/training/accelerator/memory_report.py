@@ -27,9 +27,8 @@ _LONGEST_WAIT = 5.0
 class MemoryReport:
     """Writes what is held for prepared models and optimizers to the progress page, now and then.
 
-    Args:
-        page: of this process. Whoever has it can have it measured, too, when memory did not suffice.
-        ranks: of this machine, which share the memory of the host.
+    Whoever has the page can have it measured, too, when memory did not suffice. ``ranks`` of this machine share its
+    memory.
     """
 
     def __init__(

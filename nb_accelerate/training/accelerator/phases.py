@@ -59,12 +59,11 @@ _queue_callback: Any = Variable._execution_engine.queue_callback  # noqa: SLF001
 
 
 def time_exchange(loss: Tensor, page: ProgressPage) -> None:
-    """Begin `Phase.WAITING` when the backward of a loss has computed all gradients.
+    """Begin `Phase.WAITING` when the backward of a loss, which begins now, has computed all gradients.
 
-    Wrappers such as DistributedDataParallel wait for the exchange in a callback, which the autograd engine calls when
-    there is nothing left to compute. The engine calls them in the order in which they were queued, and this one is
-    queued by the first gradient.
-    Called before the backward. On a device that computes asynchronously the times say nothing.
+    DistributedDataParallel waits for the exchange in a callback, which the autograd engine calls when there is nothing
+    left to compute, in the order in which they were queued: this one by the first gradient. On a device that computes
+    asynchronously the times say nothing.
     """
     if loss.requires_grad:
         page.times_waits()

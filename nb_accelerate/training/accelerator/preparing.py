@@ -135,9 +135,7 @@ class PreparingMixin(CoreMixin):
     ) -> tuple[list[nn.Module], list[AcceleratedOptimizer]]:
         """Prepare models and optimizers together, and return what takes the place of each.
 
-        Args:
-            models: those of one call, in the order of the arguments.
-            optimizers: likewise, each with whether to move its state to the devices of its parameters.
+        Of each optimizer, it is said whether to move its state to the devices of its parameters.
         """
         core = self.core
         # What this `Accelerator` has prepared before is returned as it is.

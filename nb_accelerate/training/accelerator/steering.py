@@ -172,10 +172,8 @@ def change_learning_rate(
     """Set the learning rate of the first parameter group, change all others by the same factor, return the one before.
 
     Schedules that compute rates from ``base_lrs``, or from the rate before, go on from there. `OneCycleLR`, `CyclicLR`
-    and the parts of a `SequentialLR` keep rates elsewhere, and are not followed.
-
-    Raises:
-        ConfigError: there is none, or it is 0, of which nothing is a multiple.
+    and the parts of a `SequentialLR` keep rates elsewhere, and are not followed. A rate of 0 has no multiples:
+    `ConfigError`.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
     before = float(groups[0]["lr"]) if groups else 0.0

@@ -42,11 +42,7 @@ logger = logging.getLogger("nb_accelerate")
 
 
 class SaveGroup:
-    """The ranks of one save, which exchange objects in any thread. All ranks make it together.
-
-    Args:
-        name: of the save, which no other has; the same on all ranks.
-    """
+    """The ranks of one save, which exchange objects in any thread. All make it together, with its name."""
 
     def __init__(self, name: str, world_size: int) -> None:
         self._is_alone = world_size == 1

@@ -28,14 +28,10 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file was when it was written.
-
-    Attributes:
-        crc32: of each 16 MiB of the file, in order; None in manifests that had other checksums.
-    """
+    """What a file was when it was written."""
 
     size: int
-    crc32: tuple[int, ...] | None
+    crc32: tuple[int, ...] | None  # of each 16 MiB, in order; None in manifests that had other checksums
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
@@ -67,8 +63,7 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
 class Verification:
     """Compares blocks of some files with what they were, in threads, while the files are loaded.
 
-    Args:
-        rank: number of this rank on its machine, whose ranks share the blocks.
+    The ranks of a machine share the blocks; ``rank`` is the number of this one there.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord], *, rank: int = 0, num_ranks: int = 1) -> None:

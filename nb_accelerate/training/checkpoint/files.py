@@ -47,11 +47,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
 
 
 def write(obj: Any, file: Any, *, safe_serialization: bool, has_checksums: bool = False) -> None:
-    """Write an object.
+    """Write an object to a path, or to what is open for writing.
 
-    Args:
-        file: its path, or else something that is open for writing.
-        has_checksums: the caller takes some. Torch's own, which take as long as all the rest, are left out.
+    With ``has_checksums``, torch's own, which take as long as all the rest, are left out: the caller takes some.
     """
     from safetensors import SafetensorError
 
@@ -146,11 +144,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **kwargs: Any) -> Any:
-    """Do as `load` does, and say which file it was that could not be loaded, and why.
-
-    Args:
-        if_trusted: what to write to allow a file to run any code.
-    """
+    """Do as `load` does; say which file could not be loaded, why, and how to allow it to run code."""
     try:
         return load(file, map_location=map_location, **kwargs)
     except FileNotFoundError as error:

@@ -94,11 +94,7 @@ def check_scheduler(file: str, state: Any, scheduler: Any) -> None:
 
 
 def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module) -> None:
-    """Compare the shapes of weights with those that a model has.
-
-    Args:
-        shapes: by the names of the model; None for what is no tensor.
-    """
+    """Compare the shapes of weights, by the names of the model, with those that it has; None for what is no tensor."""
     now = model.state_dict()
     for name, shape in shapes.items():
         there = now.get(name)

@@ -50,18 +50,12 @@ _TO_TRAIN_WITH = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedStates:
-    """What was read, the weights of models apart. Made by `read_states`.
-
-    Attributes:
-        numbers: random numbers of this rank; None if it has none.
-        step: batches in the accumulation window when it was saved; None if that is not known.
-        orders: of each loader, what draws the order of its rows; None where nothing does.
-    """
+    """What was read, the weights of models apart. Made by `read_states`."""
 
     of_parts: list[tuple[Part, Path, Any]]
-    numbers: dict[str, Any] | None
-    step: int | None
-    orders: list[Order | None]
+    numbers: dict[str, Any] | None  # random numbers of this rank; None if it has none
+    step: int | None  # batches in the accumulation window when it was saved; None if that is not known
+    orders: list[Order | None]  # of each loader, what draws the order of its rows; None where nothing does
 
 
 def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: ThisRank, **kwargs: Any) -> LoadedStates:
@@ -135,8 +129,7 @@ def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
 def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: int, strict: bool) -> None:
     """Look whether all is there that is needed, and all is needed that is there.
 
-    Args:
-        strict: whether what nobody takes is an error, where training goes on.
+    What nobody takes is an error if ``strict``, where training goes on.
     """
     folder, there = checkpoint.asked_for, checkpoint.there
     has_weights = there & set(_weight_names(0)) or checkpoint.has_shards(f"{FSDP_MODEL_NAME}_0")
@@ -201,9 +194,7 @@ def read_weights(
 ) -> list[dict[str, Any]]:
     """Read the weights of models, under the names that these have for them, and look whether they fit.
 
-    Args:
-        models: as prepared; they may be wrapped or compiled otherwise than when they were saved.
-        map_location: where weights are read to, before they are copied.
+    Models may be wrapped or compiled otherwise than when they were saved.
     """
     found = []
     for number, model in enumerate(models):

@@ -30,34 +30,22 @@ _LARGEST = 1 << 28  # bytes of JSON that are read at most
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is known about a checkpoint.
+    """What is known about a checkpoint."""
 
-    Attributes:
-        step: batches in the current accumulation window.
-        num_readers: processes, or groups that share rows, that read rows of their own; None: each process did.
-        ranks: those that saved: all, or the main one if only that called ``save_state``, or those of one machine.
-        epochs: that of each loader, from 0.
-        seeds: with which it shuffles; None where it has no seed.
-        positions: batches of that epoch that each rank had of each loader; None in files of older versions.
-        rows_per_step: rows of all ranks together in a batch of each loader; None where it has no fixed size.
-        num_rows: rows of the dataset of each loader; None where it does not say, and none in files of older versions.
-        global_step: batches that each rank has trained with since the beginning; None if nobody has counted.
-        kinds: the class of what was saved, by file.
-        launches: ids of the launch of the run, one or one for each machine; none in files of older versions.
-        saved_at: when, in UTC. For people: clocks may be set.
-    """
-
-    step: int
+    step: int  # batches in the current accumulation window
     num_processes: int
-    ranks: list[int]
-    epochs: list[int]
-    seeds: list[int | None]
-    positions: list[int] | None = None
+    ranks: list[int]  # those that saved: all, or the main one if only that called `save_state`, or those of one machine
+    epochs: list[int]  # that of each loader, from 0
+    seeds: list[int | None]  # with which it shuffles; None where it has no seed
+    positions: list[int] | None = None  # batches of that epoch that each rank had; None in files of older versions
+    # of all ranks together; None where it has no fixed size
     rows_per_step: list[int | None] = field(default_factory=list)
+    # of its dataset; None where it does not say, and none in files of older versions
     num_rows: list[int | None] = field(default_factory=list)
+    # batches that each rank has trained with since the beginning; None if nobody has counted
     global_step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)  # the class of what was saved, by file
     files: dict[str, FileRecord] = field(default_factory=dict)
     versions: dict[str, str] = field(
         default_factory=lambda: {
@@ -66,8 +54,11 @@ class Manifest:
             "python": ".".join(map(str, sys.version_info[:3])),
         }
     )
+    # processes, or groups that share rows, that read rows of their own; None: each process did
     num_readers: int | None = None
+    # ids of the launch of the run, one for each machine; none in files of older versions
     launches: list[str] = field(default_factory=list)
+    # in UTC. For people: clocks may be set
     saved_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
 
     @property

@@ -48,8 +48,7 @@ def write_model(
 ) -> None:
     """Write the weights of a model into a folder, in place of those that are there.
 
-    Args:
-        max_shard_size: bytes of a file, or text such as ``"5GB"``. A single weight may be larger.
+    A single weight may be larger than ``max_shard_size``.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -183,13 +182,10 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
 
 
 def fit(tensors: Mapping[str, Tensor], model: nn.Module, source: str, *, strict: bool) -> dict[str, Tensor]:
-    """Return tensors under the names that a model has for them now.
+    """Return tensors under the names that a model has for them now; with ``strict``, none may be missing or left over.
 
-    A model that is wrapped (``module.``) or compiled (``_orig_mod.``) has other names than it had when it was saved
-    on another number of ranks.
-
-    Args:
-        strict: whether none may be missing or left over. Of names that are tied, one is enough.
+    A model that is wrapped (``module.``) or compiled (``_orig_mod.``) has other names than it had when it was saved on
+    another number of ranks. Of names that are tied, one is enough.
     """
     now = model.state_dict()
     if tensors.keys() - now.keys():

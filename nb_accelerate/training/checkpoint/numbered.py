@@ -69,11 +69,7 @@ def tell_of_links(parent: Path, *, above: int) -> None:
 
 
 def newest_of_others(parent: Path, launches: Iterable[str]) -> int:
-    """Return the number of the newest checkpoint that another launch has saved; -1 if there is none.
-
-    Args:
-        launches: ids of this one. What does not say who saved it is of another one.
-    """
+    """Return the number of the newest checkpoint that none of ``launches`` has saved; -1 if there is none."""
     for number, folder in reversed(numbered(parent)):
         try:
             manifest = Manifest.read(published(folder, "state"))
@@ -92,15 +88,10 @@ def read_newest(
     this_rank: ThisRank,
     first: int = 0,
 ) -> tuple[T, int]:
-    """Read the newest checkpoint of which nothing is missing or damaged, on all ranks. All ranks call it together.
+    """Read the newest checkpoint of which nothing is missing or damaged, on all ranks. Collective.
 
-    A line says which were passed over, and why.
-
-    Args:
-        first: the number of the first that may be read.
-
-    Returns:
-        What was read, and the number of the next checkpoint, which none that was passed over has either.
+    Those below number ``first`` are not read. A line says which were passed over, and why. Return what was read, and
+    the number of the next checkpoint, which none that was passed over has either.
     """
     everywhere = gather_from_all_ranks(
         collectives, lambda: [number for number, _ in numbered(parent) if number >= first]
@@ -128,15 +119,12 @@ def read_newest(
 def remove_old(
     saved: Path, limit: int, *, first: int = 0, worth: Callable[[Mapping[str, float]], float] | None = None
 ) -> None:
-    """Remove the oldest checkpoints, or the worst. What cannot be removed stays, and a line says so.
+    """Remove the oldest checkpoints beside the one ``saved`` just now, or the worst.
 
-    Args:
-        saved: that which was saved just now, which stays.
-        limit: how many stay. Those that are not whole do not count, so that they never push out one that is; they
-            are removed when a newer one stays.
-        first: the number of the first that may be removed, and that counts.
-        worth: of the values that were logged before a checkpoint was saved; those of the most worth stay. None keeps
-            the newest.
+    ``limit`` stay: the newest, or those of the most ``worth`` by the values that were logged before. Those that are not
+    whole do not count, so that they never push out one that is; they go when a newer one stays. Those with a number
+    below ``first`` are of an earlier run: they stay, and do not count. What cannot be removed stays too, and a line
+    says so.
     """
     numbers = {folder: number for number, folder in numbered(saved.parent) if number >= first or folder == saved}
     others = [folder for folder in numbers if folder != saved]

@@ -33,14 +33,10 @@ _RANDOM_NUMBERS = re.compile(RANDOM_NUMBERS.format(r"\d+"))
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that can be read. Made by `open_checkpoint`.
-
-    Attributes:
-        asked_for: the folder that was given, for messages.
-    """
+    """A checkpoint that can be read. Made by `open_checkpoint`."""
 
     folder: Path
-    asked_for: Path
+    asked_for: Path  # the folder that was given, for messages
     there: frozenset[str]
     manifest: Manifest | None
 
@@ -58,8 +54,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Find the files of a checkpoint, without reading more than its manifest.
 
-    Returns:
-        The checkpoint, and a sentence for each file of it that is obviously damaged; there is one or the other.
+    Return the checkpoint, or a sentence for each file of it that is obviously damaged.
     """
     where, manifest, damage = examine(folder)
     if manifest is None and not damage:
@@ -78,16 +73,10 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 def read_checkpoint(
     folder: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, this_rank: ThisRank
 ) -> tuple[T | None, list[str]]:
-    """Read a checkpoint and compare its checksums meanwhile. All ranks call it together.
+    """Read a checkpoint, by ``read``, which changes nothing, and compare its checksums meanwhile.
 
-    Ranks of one machine share the comparing.
-
-    Args:
-        read: reads what this rank needs, and changes nothing.
-
-    Returns:
-        What ``read`` returned, and a sentence for each file of the checkpoint that is not as it was written, on this
-        rank or another; there is one or the other.
+    All ranks call it together; those of one machine share the comparing. Return what ``read`` returned, or a sentence
+    for each file of the checkpoint that is not as it was written, on this rank or another.
     """
     opened: list[Checkpoint | None] = []
 

@@ -47,11 +47,7 @@ _COMMITTED = re.compile(r"\.nb_accelerate-(state|model)-(\d{1,9})")
 
 
 class Staging:
-    """A folder in which a save is written before it is published. Made by `begin`.
-
-    Attributes:
-        target: what it will be; no link.
-    """
+    """A folder in which a save is written before it is published as `target`, which is no link. Made by `begin`."""
 
     def __init__(self, target: Path, path: Path, kind: Kind) -> None:
         self.target = target
@@ -65,8 +61,7 @@ class Staging:
     def begin(cls, folder: str | os.PathLike[str], kind: Kind) -> Staging:
         """Make an empty folder to write to, and remove what saves that were killed have left.
 
-        Args:
-            kind: whether it is a state or the weights of a model, which tells the files of a save before from others.
+        ``kind`` tells the files of a save before from others.
         """
         _refuse_planted(Path(folder).expanduser())
         target = Path(os.path.realpath(Path(folder).expanduser()))

@@ -25,17 +25,12 @@ Hook = Callable[..., None]
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-        global_step: batches that each rank was given to train with by `Accelerator.resumable`; None if it has not run
-            since the beginning, or since a checkpoint was loaded elsewhere.
-        metrics: numbers that were logged last, by name; as tensors where they are on a device.
-        launches: ids of the launch of this process; after `Accelerator.resumable`, of all processes.
-    """
-
-    global_step: int | None = None
+    global_step: int | None = None  # batches that `Accelerator.resumable` has handed out; None if it does not run
+    # numbers that were logged last, by name; as tensors where they are on a device
     metrics: dict[str, float | Tensor] = field(default_factory=dict)
+    # ids of the launch of this process; after `Accelerator.resumable`, of all processes
     launches: list[str] = field(default_factory=lambda: list(filter(None, [Environment().launch])))
 
     def note(self, values: Mapping[str, Any]) -> None:
@@ -56,23 +51,17 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Registry:
-    """Objects and hooks that users have registered, and the state of saving and loading.
-
-    Attributes:
-        before_save: called with models, their weights, and the folder.
-        before_load: called with models and the folder.
-        first_of_run: the number of the first checkpoint of this run. Those with smaller ones are of an earlier run, and
-            are kept whatever the limit is.
-    """
+    """Objects and hooks that users have registered, and the state of saving and loading."""
 
     objects: list[Any] = field(default_factory=list)
+    # called with models, their weights, and the folder
     before_save: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
-    before_load: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
+    before_load: OrderedDict[int, Hook] = field(default_factory=OrderedDict)  # called with models and the folder
     progress: Progress = field(default_factory=Progress)
     copies: HostCopies = field(default_factory=HostCopies)
     loaded: Manifest | None = None
     loaded_from: Path | None = None
-    first_of_run: int = 0
+    first_of_run: int = 0  # number of the first checkpoint of this run; earlier ones are kept whatever the limit is
 
     def add(self, *objects: Any) -> None:
         """Add objects.

@@ -56,14 +56,10 @@ class NamedOptimizer(Protocol):
 
 
 class ShardedFolder:
-    """A state, and the folder that it is saved to.
+    """A state (nested dicts, lists, tensors and `DTensor` objects), and the folder that it is saved to.
 
-    Args:
-        content: the key that the state has there, ``"model"`` say.
-        state: nested dicts, lists, tensors and `DTensor` objects.
-
-    Attributes:
-        values: what this rank may write, by flattened name: plain tensors. May be replaced by copies.
+    There it is under the key ``content``, ``"model"`` say. `values` are what this rank may write, by flattened name:
+    plain tensors, which may be replaced by copies.
     """
 
     def __init__(self, name: str, content: str, state: Any) -> None:

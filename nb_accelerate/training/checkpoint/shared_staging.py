@@ -30,15 +30,10 @@ logger = logging.getLogger("nb_accelerate")
 
 @dataclass(frozen=True, kw_only=True)
 class ThisRank(Topology):
-    """Which rank this is, and what it is to a checkpoint.
+    """Which rank this is, and what it is to a checkpoint."""
 
-    Attributes:
-        kind: its kind of device, which has random numbers of its own.
-        num_sharing: processes that read the same rows as this one, with itself.
-    """
-
-    kind: DeviceKind
-    num_sharing: int = 1
+    kind: DeviceKind  # of device, which has random numbers of its own
+    num_sharing: int = 1  # processes that read the same rows as this one, with itself
 
     @property
     def readers(self) -> int:
@@ -52,19 +47,12 @@ class ThisRank(Topology):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStaging:
-    """What `share` returns.
+    """What `share` returns."""
 
-    Attributes:
-        staging: where this rank publishes; None on others.
-        name: of the save, which no other has; the same on all ranks.
-        path: the folder that all of ``ranks`` see.
-        ranks: those that write to it.
-    """
-
-    staging: Staging | None
-    name: str
-    path: Path
-    ranks: list[int]
+    staging: Staging | None  # where this rank publishes; None on others
+    name: str  # of the save, which no other has; the same on all ranks
+    path: Path  # the folder that all of `ranks` see
+    ranks: list[int]  # those that write to it
     rank: int
 
     @property
@@ -81,8 +69,7 @@ class SharedStaging:
 def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_each_machine: bool) -> SharedStaging:
     """Make a staging folder. All ranks call it together.
 
-    Args:
-        on_each_machine: machines do not share their disks, so that each is to have a checkpoint.
+    With ``on_each_machine``, machines do not share their disks, so that each is to have a checkpoint.
     """
     staging: Staging | None = None
 

@@ -55,16 +55,12 @@ SAVED_BY = "saved_by"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One thing with a state.
-
-    Attributes:
-        loader: the number of the loader that it is; None for anything else. Ranks have loaders in states that differ.
-        check: looks whether a state fits, given its file, the state and the thing; None where nobody can know.
-    """
+    """One thing with a state."""
 
     file: str
     thing: Any
-    loader: int | None = None
+    loader: int | None = None  # its number, if it is one: ranks have loaders in states that differ
+    # looks whether a state fits, given its file, the state and the thing; None where nobody can know
     check: Callable[[str, Any, Any], None] | None = None
 
     @property
@@ -112,19 +108,12 @@ def name_of(first: str, number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a rank writes, as it was at one moment.
+    """What a rank writes, as it was at one moment."""
 
-    Attributes:
-        weights: of the models; none on ranks that write none.
-        states: the name of each other file, and what is in it.
-        folders: of which this rank writes a part.
-        manifest: what is known about the run, without files.
-    """
-
-    weights: list[Mapping[str, Any]]
-    states: list[tuple[str, Any]]
-    folders: list[ShardedFolder]
-    manifest: Manifest
+    weights: list[Mapping[str, Any]]  # of the models; none on ranks that write none
+    states: list[tuple[str, Any]]  # the name of each other file, and what is in it
+    folders: list[ShardedFolder]  # of which this rank writes a part
+    manifest: Manifest  # without files
     safe_serialization: bool
 
 
@@ -140,12 +129,7 @@ def collect(
     progress: Progress,
     safe_serialization: bool,
 ) -> Content:
-    """Return what a rank is to write, without copies.
-
-    Args:
-        folders: states of which each rank writes a part, planned; among them may be weights and parts.
-        step: batches in the current accumulation window.
-    """
+    """Return what a rank is to write, without copies. Among planned ``folders`` may be weights and parts."""
     publishes = shared.staging is not None
     left = {id(state) for state in weights}  # by hooks, which may save weights in another way
     sharded = {id(folder.state) for folder in folders}
@@ -245,11 +229,9 @@ def save_state(
     *,
     when_published: Callable[[], object],
 ) -> None:
-    """Write a checkpoint and wait for it. All ranks that save call it together.
+    """Write a checkpoint and wait for it. All ranks of ``collectives`` call it together: all, or the main one alone.
 
-    Args:
-        collectives: of those that save: all ranks, or the main one alone.
-        when_published: called by the process that published the checkpoint, after it has.
+    ``when_published`` is called by the process that published the checkpoint.
     """
     collected: list[Content] = []
 
@@ -276,8 +258,7 @@ def save_state_in_background(
 ) -> CheckpointHandle:
     """Write a checkpoint in a thread, as `save_state` does; return when all states have been copied to host memory.
 
-    Args:
-        copies: buffers; not used by another save at this time.
+    No other save uses the buffers in ``copies`` at this time.
     """
     handle = CheckpointHandle(folder)
     ranks: SaveGroup | None = None

@@ -40,12 +40,9 @@ class Collectives(ABC):
     ) -> None:
         """Compare operation, shapes and dtypes across ranks. Does nothing unless a subclass checks.
 
-        Args:
-            data: what the operation was given, for the path of a tensor that differs.
-            tensors: the tensors in ``data``.
-            shapes: compare the size of each dimension; if False, only the number of dimensions.
-            waits: whether the operation synchronizes ranks anyway. One that does not is checked on request only,
-                since the check synchronizes them.
+        ``data`` is what the operation was given, for the path of a tensor that differs. Without ``shapes``, only the
+        number of dimensions is compared. An operation that does not synchronize ranks anyway (``waits``) is checked on
+        request only.
         """
 
     @abstractmethod
@@ -62,11 +59,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
-        """Return row ``rank`` of the tensor of rank ``source``.
+        """Return row ``rank`` of ``parts`` of rank ``source``; elsewhere these are None.
 
-        Args:
-            parts: on rank ``source`` a tensor of shape (world_size, *like.shape), elsewhere None.
-            like: a tensor with shape, dtype and device of one row. May be overwritten.
+        ``like`` has shape, dtype and device of one row, and may be overwritten.
         """
 
     @abstractmethod

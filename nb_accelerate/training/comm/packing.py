@@ -24,17 +24,11 @@ _ALIGNMENT = 16  # bytes of the widest dtype, complex128
 def communicate_packed(
     tensors: Sequence[Tensor], collective: Callable[[Tensor], Tensor], *leading: int, as_bytes: bool = True
 ) -> list[Tensor]:
-    """Run a collective on all small tensors at once, and on each large one.
+    """Run a collective on all small tensors at once, and on each large one; return a result for each tensor.
 
-    Args:
-        tensors: of the same shapes and dtypes on all ranks; otherwise bytes get mixed up.
-        collective: takes a tensor of shape (n,) and dtype uint8, which it may overwrite, and returns one of shape
-            (*leading, n).
-        leading: the dimensions that ``collective`` adds in front: none, or the world size.
-        as_bytes: False if ``collective`` takes tensors as they are, of any shape and dtype, and overwrites none.
-
-    Returns:
-        For each tensor a result of shape (*leading, *tensor.shape). Results of small tensors may share memory.
+    Tensors have the same shapes and dtypes on all ranks; otherwise bytes get mixed up. ``collective`` takes a tensor of
+    shape (n,) and dtype uint8, which it may overwrite, and returns one of shape (*leading, n). Without ``as_bytes`` it
+    takes tensors as they are, and overwrites none. Results of small tensors may share memory.
     """
     if not as_bytes:
         return [collective(tensor.detach()) for tensor in tensors]

@@ -43,9 +43,7 @@ _COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they ma
 class ReaderArguments:
     """Choose the arguments of the new loader that differ from those of the user's.
 
-    Attributes:
-        reader: arguments of the new loader's reader.
-        later: steps of the new loader to leave out, because the user's loader leaves out its first batches.
+    `reader` has those of its reader, and `later` the steps to leave out because the user's leaves out first batches.
     """
 
     def __init__(

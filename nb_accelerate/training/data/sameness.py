@@ -36,12 +36,8 @@ _SCALARS = (int, float, bool, str)
 def check_loaders(collectives: Collectives, given: Sequence[DataLoader[Any]], made: Sequence[DataLoaderShard]) -> None:
     """Compare loaders between ranks, before ranks wait for batches that others do not have.
 
-    All ranks call it together, with equally many loaders. The lengths of those that may end apart
-    (``even_batches=False``) are not compared, nor of those that do not know their length. Other rows on a rank are a
-    warning: somebody may want them.
-
-    Raises:
-        CollectiveMismatchError: some are longer on one rank than on another.
+    All ranks call it together, with equally many loaders. Other lengths raise `CollectiveMismatchError`, but of loaders
+    that may end apart (``even_batches=False``) or do not know theirs. Other rows are a warning: somebody may want them.
     """
     if collectives.world_size == 1 or not given:
         return

@@ -38,12 +38,10 @@ class TrackedLoop:
 class LoaderTracker:
     """The loops over loaders that are running, innermost last.
 
-    Attributes:
-        active: the innermost, or None.
-        beside: other loops that advance together with the innermost: those of ``zip`` over several loaders.
-        between_batches: called with a loader before the first batch of a loop that computes gradients, and between two.
-        when_a_loop_begins: called before a loop is added.
-        look: called with True before a loop is added, and with False after one has ended.
+    `active` is the innermost, and `beside` has others that advance together with it: those of ``zip`` over several
+    loaders. `between_batches` is called with a loader before the first batch of a loop that computes gradients, and
+    between two; `when_a_loop_begins` before a loop is added; `look` with True then, and with False after a loop has
+    ended.
     """
 
     __slots__ = ("_loops", "_positions", "active", "beside", "between_batches", "look", "when_a_loop_begins")

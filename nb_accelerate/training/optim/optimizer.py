@@ -21,22 +21,16 @@ _STEP, _RUNNING = Phase.STEP, Phase.RUNNING  # Python 3.11 looks members of an e
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerTraining:
-    """What an `Accelerator` gives to a prepared optimizer.
-
-    Attributes:
-        before_first_step: called once, with the optimizer inside.
-        complete_gradients: averages the gradients that backward has not averaged. It is told whether a step follows.
-        drop_gradients: drops gradients that are kept elsewhere than in ``parameter.grad``.
-        owns_gradients: whether `drop_gradients` drops all, and the optimizer's own ``zero_grad`` is not to be called.
-    """
+    """What an `Accelerator` gives to a prepared optimizer."""
 
     accumulation: AccumulationState
     step: OptimizerStep
     scaler: torch.amp.GradScaler | None = None
-    before_first_step: Callable[[torch.optim.Optimizer], None] | None = None
+    before_first_step: Callable[[torch.optim.Optimizer], None] | None = None  # with the optimizer inside
+    # averages what backward has not averaged; told whether a step follows
     complete_gradients: Callable[[bool], None] | None = None
-    drop_gradients: Callable[[], None] | None = None
-    owns_gradients: bool = False
+    drop_gradients: Callable[[], None] | None = None  # those kept elsewhere than in ``parameter.grad``
+    owns_gradients: bool = False  # `drop_gradients` drops all: the optimizer's own ``zero_grad`` is not called
     after_step: Callable[[], None] | None = None
 
 

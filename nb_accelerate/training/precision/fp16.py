@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 class FP16Precision(AutocastPrecision):
     """Compute in float16 under autocast, with a scaler for the loss.
 
-    Args:
-        scaler: that of an earlier `Accelerator` of this process, if there is one. Its scale is kept until an optimizer
-            that it does not know is prepared, since a new training begins with a new scale.
+    That of an earlier `Accelerator` keeps its scale until an optimizer that it does not know is prepared: a new
+    training begins with a new scale.
     """
 
     name = "fp16"

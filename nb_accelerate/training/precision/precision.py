@@ -61,15 +61,10 @@ def restore_forward(model: nn.Module, kind: type[Float32Forward] = Float32Forwar
 
 
 class Precision:
-    """Compute in the dtype that the model has.
-
-    Attributes:
-        name: the value of ``mixed_precision``.
-        dtype: numbers that models compute in; None for those that the model has.
-    """
+    """Compute in the dtype that the model has."""
 
     name = "no"
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # that models compute in; None for that of the model
     scaler: LossScaler | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:

@@ -107,9 +107,7 @@ class ScaledStep(OptimizerStep):
 class LossScaler(torch.amp.GradScaler):
     """torch's scaler, shared by the prepared optimizers of all `Accelerator` objects of this process.
 
-    Attributes:
-        num_scaled: losses scaled so far.
-        models: prepared models whose losses are scaled.
+    `num_scaled` counts losses; those of `models` are scaled.
     """
 
     def __init__(self, device: str, **options: Any) -> None:

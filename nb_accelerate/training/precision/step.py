@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 class OptimizerStep:
     """Take the steps of one optimizer. Made by `Precision.bind`, once per prepared optimizer.
 
-    Attributes:
-        skipped: whether the last step was not taken because gradients were infinite.
-        unscales: whether `unscale` has anything to do.
+    `skipped`: the last step was not taken because gradients were infinite. `unscales`: `unscale` has anything to do.
     """
 
     skipped = False

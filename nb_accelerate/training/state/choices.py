@@ -30,18 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The choices of an `Accelerator` that states show. It refers to no model, so it may outlive the `Accelerator`.
-
-    Attributes:
-        distributed_type: None where no `Accelerator` has chosen one, as ``engines``.
-        variables: the environment variables about precision, compilation and engines at the time of the choice.
-    """
+    """The choices of an `Accelerator` that states show. It refers to no model, so it may outlive the `Accelerator`."""
 
     mixed_precision: str
     dynamo: TorchDynamoPlugin
     accumulation: AccumulationState
     tracker: LoaderTracker
-    distributed_type: DistributedType | None = None
+    distributed_type: DistributedType | None = None  # None where no `Accelerator` has chosen one, as `engines`
     engines: EngineOptions | None = None
     variables: Mapping[str, str] = field(default_factory=lambda: _variables(Environment()))
 

@@ -30,22 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class SharedTraining:
-    """The prepared objects of this process, and the position of the training loop.
-
-    Attributes:
-        scaler: None until an `Accelerator` uses fp16.
-        accumulations: positions in accumulation windows, of `Accelerator` objects that are still referred to.
-        models: prepared models that are still referred to.
-        given_optimizers: optimizers that were given to ``prepare``.
-        before_step: called with each optimizer of this process before its step, prepared or not.
-    """
+    """The prepared objects of this process that are still referred to, and the position of the training loop."""
 
     tracker: LoaderTracker = field(default_factory=LoaderTracker)
     window: Window = field(default_factory=Window)
-    scaler: LossScaler | None = None
-    accumulations: WeakSet[AccumulationState] = field(default_factory=WeakSet)
+    scaler: LossScaler | None = None  # None until an `Accelerator` uses fp16
+    accumulations: WeakSet[AccumulationState] = field(default_factory=WeakSet)  # positions in accumulation windows
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     given_optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    # called with each optimizer of this process before its step, prepared or not
     before_step: Callable[[Optimizer], None] | None = None
     _optimizers: list[ref[AcceleratedOptimizer]] = field(default_factory=list)
 

@@ -90,32 +90,21 @@ class AlwaysAveraged(AveragesGradients):
 
 @dataclass(eq=False)
 class _Trained:
-    """What an optimizer trains of a wrapper.
+    """What an optimizer trains of a wrapper."""
 
-    Attributes:
-        parameters: the ids of those that it trains.
-        is_all: whether the optimizer trains nothing else.
-        at_step: what `AveragesGradients.num_exchanges` was at the last step.
-        is_compared: whether ranks have compared its gradients.
-        differ: whether they differed then.
-    """
-
-    parameters: set[int]
-    at_step: int = 0
-    is_all: bool = False
-    is_compared: bool = False
-    differ: bool = False
+    parameters: set[int]  # ids
+    at_step: int = 0  # what `AveragesGradients.num_exchanges` was at the last step
+    is_all: bool = False  # the optimizer trains nothing else
+    is_compared: bool = False  # ranks have compared its gradients
+    differ: bool = False  # they differed then
 
 
 class GradientAverage:
     """Averages what backward left alone of the gradients of one optimizer. Collective: called before each step.
 
     A wrapper that nobody uses any more may be alive on one rank and freed on another. So ranks do together only what
-    follows from forwards of wrappers, and from the order of the optimizer's parameters.
-
-    Args:
-        wrappers: returns the prepared models whose backward averages gradients.
-        renew: puts what is trained now in the place of parameters that users have from before ``prepare``.
+    follows from forwards of wrappers, and from the order of the optimizer's parameters. ``renew`` puts what is trained
+    now in the place of parameters that users have from before ``prepare``.
     """
 
     def __init__(
@@ -140,8 +129,7 @@ class GradientAverage:
     def __call__(self, steps: bool = True) -> None:
         """Average the gradients; a rank without a gradient for a parameter contributes zeros.
 
-        Args:
-            steps: whether the optimizer steps next; else gradients are clipped before.
+        Without ``steps``, they are clipped next.
         """
         if not self._knows_all():
             self._classify()

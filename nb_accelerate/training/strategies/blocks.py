@@ -69,9 +69,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
     """Return the modules that a function chooses, inner ones first, without the model itself.
 
-    Args:
-        policy: called as those of `torch.distributed.fsdp.wrap`: with a module, ``recurse`` (whether its parts are to
-            be looked at; else whether it is a block itself), and the number of its parameters outside of blocks.
+    It is called as those of `torch.distributed.fsdp.wrap`: with a module, ``recurse`` (whether its parts are to be
+    looked at; else whether it is a block itself), and the number of its parameters outside of blocks.
     """
     found: list[nn.Module] = []
     counted: set[int] = set()  # parameters inside of a block
@@ -100,8 +99,7 @@ def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.M
 def blocks_by_class(model: nn.Module, names: Iterable[str] | None = None) -> list[nn.Module]:
     """Return the modules of given classes, inner ones first, without the model itself.
 
-    Args:
-        names: of classes. Default: what models of transformers call ``_no_split_modules``; without it there are none.
+    By default, of those that models of transformers call ``_no_split_modules``; without it there are none.
     """
     known = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     wanted = set(known if names is None else names)

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 class _Prepared:
     """Whether forwards have prepared backward to average gradients.
 
-    Attributes:
-        is_new: whether one has since the number was read.
-        number: how often it was read and one had.
-        at_window: whether gradients are held back only until the accumulation window closes.
+    `is_new` if one has since the number was read, `number`: how often one had. `at_window`: gradients are held back
+    only until the accumulation window closes.
     """
 
     __slots__ = ("at_window", "is_new", "number")

@@ -19,17 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshLayout:
-    """How many ranks each dimension of a mesh has, outermost first. Their product is the number of ranks.
+    """How many ranks each dimension of a mesh has, outermost first. Their product is the number of ranks."""
 
-    Attributes:
-        dp_replicate: copies of the model.
-        dp_shard: ranks, or tensor-parallel groups, that hold the shards of one copy.
-        tp: ranks of a tensor-parallel group, which compute each layer together.
-    """
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
+    dp_replicate: int = 1  # copies of the model
+    dp_shard: int = 1  # ranks, or tensor-parallel groups, that hold the shards of one copy
+    tp: int = 1  # ranks that compute each layer together
 
     def make(self, device_type: str) -> DeviceMesh:
         """Return a mesh of the dimensions that are longer than 1, innermost neighbours beside each other. Collective.

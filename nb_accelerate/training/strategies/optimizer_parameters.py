@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
     """Return the names of the parameters of an optimizer, by group.
 
-    Args:
-        models: the user's. The first one that it trains has plain names, others have ``model_1.`` before them, say;
-            tensors of no model have a number.
+    The first model that it trains has plain names, others have ``model_1.`` before them, say; tensors of no model have
+    a number.
     """
     names: dict[int, str] = {}
     mine = set(map(id, parameters_of(optimizer)))

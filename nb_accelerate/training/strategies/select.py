@@ -71,8 +71,7 @@ class EngineOptions:
     def adapt_accumulation(self, chosen: GradientAccumulationPlugin, *, is_said: bool) -> GradientAccumulationPlugin:
         """Return how gradients accumulate, where the configuration of an engine says a number too.
 
-        Args:
-            is_said: whether arguments or environment, by which it was chosen, say a number.
+        ``is_said``: arguments or environment, by which it was ``chosen``, say a number.
         """
         plugin = self.selected_deepspeed
         configured = None if plugin is None else plugin.gradient_accumulation_steps
@@ -95,9 +94,8 @@ def resolve_engines(
 ) -> EngineOptions:
     """Choose the options of each engine: the argument, else those of an earlier `Accelerator`, else the environment.
 
-    Args:
-        plugins: arguments of the `Accelerator` by name, such as ``fsdp_plugin``; None for what was not given.
-        before: the options of the newest `Accelerator` of this process, if it is to be followed.
+    ``plugins`` are arguments of the `Accelerator` by name. ``before`` has the options of the newest one of this
+    process, if it is to be followed.
     """
     fsdp, deepspeed, layout = map(plugins.get, ("fsdp_plugin", "deepspeed_plugin", "parallelism_config"))
     if plugins.get("deepspeed_plugins") is not None:

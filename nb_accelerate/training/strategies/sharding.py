@@ -56,12 +56,9 @@ def shard_model(
     device: torch.device,
     parallelize: Callable[[nn.Module, Filler], object] | None = None,
 ) -> None:
-    """Shard a model in place. Collective.
+    """Shard a model in place, over a mesh whose first dimension may have ranks that each hold all of it. Collective.
 
-    Args:
-        mesh: the ranks that it is sharded over, and in a first dimension those that each hold all of it.
-        dtype: numbers that blocks compute in; None for those that the parameters have.
-        parallelize: applies tensor parallelism to layers before the model is sharded; None where there is none.
+    Blocks compute in ``dtype``; None: in that of the parameters. ``parallelize`` applies tensor parallelism before.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -212,9 +209,10 @@ def note_replaced(model: nn.Module) -> Iterator[None]:
 
 
 class CheckpointedForward:
-    """Call the forward of a block; in training, keep its inputs alone. Pickles and deep-copies with the block.
+    """Call the forward of a block; in training, keep its inputs alone, and compute the rest again in its backward.
 
-    It takes the place of ``block.forward``, so that names of parameters stay as they are.
+    It takes the place of ``block.forward``, so that names of parameters stay, and pickles and deep-copies with the
+    block.
     """
 
     def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:

@@ -29,44 +29,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """A model that is to be prepared, and how.
-
-    Attributes:
-        place: move it to the device of this rank.
-        training: False for a model that is only evaluated, so that no gradients need to be exchanged.
-        schedulers: those of the same call of ``prepare``, not prepared yet.
-        batch_sizes: rows of a batch on this rank, of each loader of the same call.
-        scheduler_steps: how often a scheduler advances for one optimizer step.
-    """
+    """A model that is to be prepared, and how."""
 
     model: nn.Module
-    place: bool = True
-    training: bool = True
-    schedulers: tuple[Any, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
+    place: bool = True  # move it to the device of this rank
+    training: bool = True  # False for a model that is only evaluated, so that no gradients need to be exchanged
+    schedulers: tuple[Any, ...] = ()  # those of the same call of ``prepare``, not prepared yet
+    batch_sizes: tuple[int, ...] = ()  # rows of a batch on this rank, of each loader of that call
     accumulation_steps: int = 1
-    scheduler_steps: int = 1
+    scheduler_steps: int = 1  # how often a scheduler advances for one optimizer step
 
 
 class Strategy:
     """Train models on the ranks of a run: prepare, synchronise and clip gradients, save and load state.
 
     An `Accelerator` chooses one with `select_strategy` and calls its methods without asking which one it is. Methods
-    that are marked *collective* exchange data: all ranks call them, in the same order.
-
-    Attributes:
-        data_collectives: between ranks, or groups of ranks, that read rows of their own.
-        refusals: what cannot be done with this strategy: its name in the API, why, and what to write instead.
-        saves_shards: whether each rank saves the part that it holds; else one saves all of it.
-        is_replicated: whether every rank holds all weights and all optimizer state, so that one rank can save alone.
-        checks_optimizers: whether `prepare` refuses optimizers that train no prepared model.
-        owns_gradients: whether `drop_gradients` drops all gradients, in place of an optimizer's own ``zero_grad``.
+    that are marked *collective* exchange data: all ranks call them, in the same order. `data_collectives` are those
+    between ranks, or groups of ranks, that read rows of their own.
     """
 
+    # what cannot be done: its name in the API, why, and what to write instead
     refusals: ClassVar[Mapping[str, str]] = {}
+    # every rank holds all weights and all optimizer state, so that one rank can save alone
     is_replicated: ClassVar[bool] = True
-    saves_shards: bool = False
-    checks_optimizers: ClassVar[bool] = False
+    saves_shards: bool = False  # each rank saves the part that it holds; else one saves all of it
+    checks_optimizers: ClassVar[bool] = False  # `prepare` refuses optimizers that train no prepared model
+    # `drop_gradients` drops all gradients, in place of an optimizer's own ``zero_grad``
     owns_gradients: ClassVar[bool] = False
 
     def __init__(
@@ -118,14 +106,8 @@ class Strategy:
 
         They come together because an engine may replace the parameters that an optimizer holds, or take over the
         optimizer altogether. Either list may be empty: users may prepare a model and its optimizer in two calls, in
-        either order.
-
-        Args:
-            models: in the order of the arguments; the precision has been applied to them.
-            earlier: optimizers of earlier calls, which may hold parameters of ``models``.
-
-        Returns:
-            What takes the place of each model, and of each optimizer.
+        either order; ``earlier`` has optimizers of earlier calls. Return what takes the place of each model, and of
+        each optimizer.
         """
         prepared = [self.prepare_model(request) for request in models]
         for optimizer in (*earlier, *optimizers):
@@ -195,10 +177,7 @@ class Strategy:
         """Return what averages the gradients that backward left alone; None if it leaves none.
 
         Called by ``prepare``; the result is called before each step of the optimizer with True, and before clipping
-        with False.
-
-        Args:
-            models: all prepared models, also those that are prepared later.
+        with False. ``models`` are all prepared ones, also those that are prepared later.
         """
         del optimizer, models
         return None
@@ -235,8 +214,7 @@ class Strategy:
     def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
         """Return all weights of a model by name, each whole. Collective where weights are sharded.
 
-        Args:
-            keep: False on ranks that only take part: these return an empty dict where weights are sharded.
+        Without ``keep``, ranks only take part: they return an empty dict where weights are sharded.
         """
         del keep
         return model.state_dict()

@@ -24,18 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackerEntry:
-    """One tracker of the table.
+    """One tracker of the table."""
 
-    Attributes:
-        module: the module of this package that has the class; unused where ``registered`` is given.
-        libraries: import names of which one has to be installed; none for a tracker without a library.
-        registered: the class itself, if a program registered it.
-    """
-
-    module: str
+    module: str  # of this package, that has the class; unused where ``registered`` is given
     cls: str
-    libraries: tuple[str, ...] = ()
-    registered: type[GeneralTracker] | None = None
+    libraries: tuple[str, ...] = ()  # import names of which one has to be installed
+    registered: type[GeneralTracker] | None = None  # the class itself, if a program registered it
 
     @property
     def is_available(self) -> bool:

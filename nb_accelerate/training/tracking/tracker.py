@@ -190,11 +190,9 @@ class LibraryTracker(GeneralTracker):
 def load_library(
     module: str, tracker: str, *, package: str | None = None, missing_ok: bool = False
 ) -> ModuleType | None:
-    """Import the library of a tracker.
+    """Import the library of a tracker; None if it is not installed, and ``missing_ok``.
 
-    Args:
-        package: its name on the package index, if that differs from ``module``.
-        missing_ok: return None if it is not installed.
+    ``package`` is its name on the package index, if that differs from ``module``.
     """
     try:
         return importlib.import_module(module)

@@ -36,9 +36,7 @@ class CountedBatch:
 class CountingCollate:
     """Wrap a loader's ``collate_fn`` to count rows, which may not be visible in what it returns.
 
-    Args:
-        collate: the loader's own.
-        ranks: make a batch of each rank's rows, so that no batch has to be cut. None: one batch of all.
+    With ``ranks``, a batch is made of each rank's rows, so that no batch has to be cut.
     """
 
     def __init__(self, collate: Callable[[Any], Any], ranks: int | None = None) -> None:
@@ -98,16 +96,11 @@ def take_from(batches: Sequence[CountedBatch], *, careful: bool = True) -> Take 
 def parts_of_last_group(
     group: list[CountedBatch], start: list[CountedBatch], ranks: int, *, even: bool, by_row: bool
 ) -> tuple[list[Any], list[GroupRows] | None]:
-    """Give each rank a part of an incomplete last group.
+    """Give each rank a part of an incomplete last group, which is filled up with batches of the ``start`` of the epoch.
 
-    Args:
-        start: the first batches of the epoch, with which it is filled up.
-        even: give all ranks something, and equally many rows if rows can be taken out.
-        by_row: take out rows, where that is possible; otherwise batches stay whole.
-
-    Returns:
-        For each rank its part, or None if it gets no row; and the rows of each, or None if every rank gets equally
-        many real rows, or all batches are real and whole.
+    With ``even``, all ranks get something, and equally many rows where rows can be taken out. Without ``by_row``,
+    batches stay whole. Return the part of each rank, None if it gets no row; and the rows of each, or None if every
+    rank gets equally many real rows, or all batches are real and whole.
     """
     if by_row:
         real = num_rows(group)

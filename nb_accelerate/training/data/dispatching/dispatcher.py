@@ -83,8 +83,8 @@ class _Message:
 class OwnRandomState:
     """Restore a separate random state at the beginning of a ``with`` block, and the former one at its end.
 
-    The separate state begins as the state at the first block, and each block goes on where the last one ended. Rank 0
-    reads data inside such blocks, so that outside of them its random state stays equal to that of the other ranks.
+    Each block goes on where the last one ended. Rank 0 reads data inside such blocks, so that outside of them its
+    random state stays equal to that of the other ranks.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
@@ -105,12 +105,9 @@ class OwnRandomState:
 class DispatchingReader(CollectiveReader):
     """Reads all data on rank 0 and sends the others their part. With ``even_batches`` the last parts are filled up.
 
-    Args:
-        split_batches: give each rank a part of each batch, the rows of which `CountingCollate` makes a batch of;
-            otherwise each rank gets a batch.
-        slice_fn: cuts a batch: called with the batch, a slice, ``process_index`` and ``num_processes``. A batch is that
-            of the loader, or with ``split_batches=False`` as many of them as ranks, joined.
-        bring_back: leave parts on the CPU if they came from there, whatever device carries them.
+    With ``split_batches`` each rank gets a part of each batch, and else a batch. ``slice_fn`` cuts a batch, or as many
+    as there are ranks, joined: it is called with the batch, a slice, ``process_index`` and ``num_processes``.
+    ``bring_back`` leaves parts on the CPU if they came from there, whatever device carries them.
     """
 
     def __init__(

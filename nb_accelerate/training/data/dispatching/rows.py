@@ -78,14 +78,9 @@ def _listed_rows(data: Any) -> int | None:
 def row_taker(batches: Sequence[Any], rows: Sequence[int], *, careful: bool = True, of_columns: bool = False) -> Take:
     """Return what takes rows out of batches of the same structure, as if they were one: called with a slice.
 
-    Args:
-        careful: raise the error also where something may be about all rows together: a number (how many they are), a
-            list that is the same in all batches (a size in pixels).
-        of_columns: lists of tensors are columns, as `torch.utils.data.default_collate` makes them, also where they are
-            as long as there are rows.
-
-    Raises:
-        CannotCutError: a part cannot be cut, or those of the batches do not fit together.
+    With ``careful``, what may be about all rows together is an `AmbiguousError`: a number (how many they are), a list
+    that is the same in all batches (a size in pixels). With ``of_columns``, lists of tensors are columns, as torch's
+    `default_collate` makes them, also where they are as long as there are rows.
     """
     has_rows, take = _Cutter(rows, careful=careful, of_columns=of_columns).cut(list(batches), "batch")
     if not has_rows:

@@ -159,9 +159,8 @@ def piece_of_last_group(
 def round_of_batches(last: list[T], start: Sequence[T], world_size: int, *, even_batches: bool) -> list[T]:
     """Return the batches of an incomplete last round, in rank order, where batches have no fixed size.
 
-    No row is moved from one batch to another, so that what belongs together (texts of similar length, say) stays so.
-    The real rows are those of ``last``: gathered in rank order, they come first. With ``even_batches`` the round is
-    filled up with batches of the first one, ``start``, again and again if they are few.
+    No row is moved from one batch to another: what belongs together stays so. With ``even_batches`` the round is filled
+    up with batches of the first one, ``start``, again and again if they are few.
     """
     missing = world_size - len(last) if even_batches else 0
     return last + [start[index % len(start)] for index in range(missing)]

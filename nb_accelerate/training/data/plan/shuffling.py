@@ -28,10 +28,9 @@ class SeededGenerator(torch.Generator):
 class SamplerSync:
     """Give a sampler the random state of rank 0's at the start of each epoch.
 
-    A sampler with a generator of its own gets the state of rank 0's. One without would draw from torch's global
-    numbers, which may differ between ranks; it gets a generator of its own, seeded with the number that a
-    `RandomSampler` would have drawn, or with the state from which others draw all rows. So the order on all ranks is
-    the one that rank 0 would see if it were alone, and the global numbers go on as there.
+    One without a generator would draw from torch's global numbers, which may differ between ranks. It gets its own,
+    seeded with the number that a `RandomSampler` would have drawn, or with the state from which others draw all rows.
+    So the order is the one that rank 0 would see if it were alone, and the global numbers go on as there.
     """
 
     def __init__(self, sampler: Any, broadcast: Broadcast) -> None:

@@ -21,18 +21,10 @@ def bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def split_between(inputs: Any, rank: int, world_size: int, *, pad: bool) -> Any:
-    """Return a rank's part of something with a length, of its own type: a list, tensor, numpy array, table, mapping.
+    """Return a rank's part of something with a length, of its own type; of a mapping, of every value.
 
-    Text and bytes are handed out whole, as by accelerate: a prompt is one item.
-
-    Args:
-        inputs: the same on all ranks. Of a mapping, every value is split; of a ``datasets.Dataset`` or a pandas
-            object, the rows.
-        pad: repeat the last item, so that all parts are equally long.
-
-    Raises:
-        TypeError: ``inputs`` has no length.
-        ValueError: the values of a mapping are of different lengths.
+    Text and bytes are handed out whole, as by accelerate: a prompt is one item. ``pad`` repeats the last item, so that
+    all parts are equally long.
     """
     if world_size == 1 or isinstance(inputs, (str, bytes)):
         return inputs

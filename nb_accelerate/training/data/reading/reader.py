@@ -52,13 +52,7 @@ class ReadState:
 class Reader:
     """Reads this rank's batches, where each rank reads what its sampler or dataset gives it.
 
-    Args:
-        shard: the rank's part of the data; None if the rank reads everything.
-        dropped: batches to read and leave out at the beginning of every epoch, counted in positions.
-
-    Attributes:
-        not_drawn: batches that the sampler leaves out at the beginning of every epoch, counted in positions.
-        reread: batches that come first although they are left out: the last group is filled up with their rows.
+    ``shard`` is the rank's part of the data; None if the rank reads everything.
     """
 
     per_batch = 1  # batches that are read for one that is handed out
@@ -124,10 +118,8 @@ class Reader:
     def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:  # noqa: ARG002 - for a subclass
         """Begin an epoch; return its batches from position `skipped` on, or from where `restore` said. Collective.
 
-        Args:
-            epoch: number of epochs that were begun before.
-            resumed: whether a position in the middle of the epoch was loaded.
-            repeat: batches to leave out after the state that was restored, see `ReadState`.
+        ``resumed`` says that a position in the middle of the epoch was loaded, and ``repeat`` how many batches to leave
+        out after the state that was restored, see `ReadState`.
         """
         dropped = 0 if resumed and self.source.is_restored else self.dropped
         batches = self.source.open(epoch, resumed=resumed)

@@ -1,16 +1,9 @@
 """Encode the position of a loader that reads by torchdata: torchdata's state, plus what that lacks.
 
-::
-
-    one process       {"_num_yielded": 3, "_sampler_iter_yielded": 3, ..., "_iterator_finished": False}
-    loader workers    {"_snapshot": {"_snapshot_step": 3, "_main_snapshot": {...}, "_worker_snapshots": {...}}, ...}
-    nothing read      {}
-    beyond            {..., "nb_accelerate": {"epoch": 2, "position": 3}}
-
 torchdata counts the batches of an epoch, but not epochs, nor does it know what the order was drawn from. The key
-``nb_accelerate`` is left out where its values are the default: the first epoch (the second, if the first is over), as
-many batches handed out as read, and an order that is not drawn. All such states can be loaded by torchdata itself and
-by other loaders built on it, and theirs can be loaded here.
+``nb_accelerate`` holds that. It is left out where its values are the default: the first epoch (the second, if the first
+is over), as many batches handed out as read, and an order that is not drawn. Such states can be loaded by torchdata
+itself and by other loaders built on it, and theirs can be loaded here.
 """
 
 from __future__ import annotations
@@ -29,22 +22,14 @@ _OF_DATASETS = ("dataset_state", "dataset_iter_state")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPosition:
-    """A saved position in the data.
+    """A saved position in the data."""
 
-    Attributes:
-        epoch: the current epoch, from 0.
-        position: batches of it that were handed out.
-        reading: the state of torchdata's loader; empty for other loaders.
-        repeat: batches to leave out after ``reading`` was restored.
-        restores: whether samplers or datasets have a state in ``reading``; else the position is enough.
-        order: what draws the order of the epoch, as `Order.encoded` returns it; empty if nothing does.
-    """
-
-    epoch: int
-    position: int
-    reading: dict[str, Any] = field(default_factory=dict)
-    repeat: int = 0
-    restores: bool = False
+    epoch: int  # the current one, from 0
+    position: int  # batches of it that were handed out
+    reading: dict[str, Any] = field(default_factory=dict)  # the state of torchdata's loader; empty for other loaders
+    repeat: int = 0  # batches to leave out after ``reading`` was restored
+    restores: bool = False  # whether samplers or datasets have a state in it; else the position is enough
+    # what draws the order of the epoch, see `Order.encoded`; empty if nothing does
     order: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,12 +45,7 @@ def encode(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
 def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
     """Return the position in a state that `encode`, torchdata's loader or another loader built on it returned.
 
-    Args:
-        per_batch: how many batches are read for one that is handed out.
-
-    Raises:
-        CheckpointError: ``state`` is something else, or has states of samplers or datasets for another number of
-            workers.
+    It is refused if it is something else, or has states of samplers or datasets for another number of ``workers``.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"A loader cannot load a {type(state).__name__} as its position. {_WHAT}")

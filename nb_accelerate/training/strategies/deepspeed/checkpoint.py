@@ -29,15 +29,10 @@ _WHOLE_OF_STAGE_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def save_engine(engine: Any, folder: Path, tag: str, **kwargs: Any) -> None:
-    """Write what this rank holds of an engine's state into a folder of this rank. Collective.
+    """Write what this rank holds of an engine's state into a folder that is there, perhaps of its own. Collective.
 
-    Args:
-        folder: is there; each rank may have one of its own.
-        **kwargs: those of ``engine.save_checkpoint``.
-
-    Raises:
-        CheckpointError: this rank could not write something. It is raised when all ranks have written: they wait for
-            each other in barriers of DeepSpeed's, until the time limit of the process group is over.
+    It takes arguments of ``engine.save_checkpoint``. An error is raised when all ranks have written: they wait for each
+    other in barriers of DeepSpeed's, until the time limit of the process group is over.
     """
     says_latest = kwargs.pop("save_latest", True)
     checkpoint_engine = engine.checkpoint_engine
@@ -58,12 +53,10 @@ def save_engine(engine: Any, folder: Path, tag: str, **kwargs: Any) -> None:
 def check_engine(
     engine: Any, folder: Path, tag: str, files: Collection[str], *, weights_only: bool = True, strict: bool = True
 ) -> None:
-    """Raise `CheckpointError` unless the files of a checkpoint fit an engine. Of tensors, only shapes are read.
+    """Raise `CheckpointError` unless the ``files`` of a checkpoint fit an engine. Of tensors, only shapes are read.
 
-    Args:
-        files: all files of the checkpoint, by paths that begin below ``folder``.
-        weights_only: refuse files that would run code, and do not open any otherwise.
-        strict: whether all weights of the model must be there, and no others.
+    With ``weights_only``, files that would run code are refused, and else none is opened. With ``strict``, all weights
+    of the model must be there, and no others.
     """
     names = {name.partition("/")[2] for name in files if name.startswith(f"{tag}/")}
     if not names & {_WHOLE, _WHOLE_OF_STAGE_3}:

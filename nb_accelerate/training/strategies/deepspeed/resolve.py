@@ -30,17 +30,14 @@ _NEVER = 10**9
 class Run:
     """What is known about a training where a model is prepared.
 
-    Attributes:
-        batch_sizes: rows of a batch on one rank, of each loader that is prepared with the model.
-        scheduler_steps: how often a prepared scheduler advances for one optimizer step: once for each process that
-            reads rows of its own, or once. ``total_num_steps`` of a `DummyScheduler` is divided by it, as accelerate
-            does; ``warmup_num_steps`` is not.
+    How often a scheduler advances for one optimizer step divides ``total_num_steps`` of a `DummyScheduler`, as
+    accelerate does; ``warmup_num_steps`` is not divided.
     """
 
     precision: str
     world_size: int
     accumulation_steps: int
-    batch_sizes: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()  # rows on one rank, of each loader that is prepared with the model
     scheduler_steps: int = 1
     hidden_size: int | None = None
 
@@ -53,8 +50,7 @@ def engine_config(
 ) -> dict[str, Any]:
     """Return the configuration for one engine: a copy of the user's, checked and completed.
 
-    Args:
-        optimizer: of the model; None if it is only evaluated.
+    Without an optimizer the model is only evaluated.
     """
     given = dict(plugin.deepspeed_config)
     if optimizer is None:
