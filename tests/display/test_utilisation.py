@@ -12,8 +12,7 @@ import torch
 from nb_accelerate.base.progress_page import ProgressPage, layout
 from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.training.accelerator import losses
-from nb_accelerate.training.accelerator.losses import LossReport
-from nb_accelerate.training.accelerator.memory_report import MemoryReport
+from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
 from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.comm.collectives import SingleCollectives
 from nb_accelerate.training.process.devices import CPU, device_kind

@@ -28,16 +28,14 @@ from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
 from nb_accelerate.training.accelerator.communication import CommunicationMixin
+from nb_accelerate.training.accelerator.comparisons import EqualLosses, Replicas
 from nb_accelerate.training.accelerator.core import Core
-from nb_accelerate.training.accelerator.equal_losses import EqualLosses
 from nb_accelerate.training.accelerator.identity import IdentityMixin
-from nb_accelerate.training.accelerator.losses import LossReport
-from nb_accelerate.training.accelerator.memory_report import MemoryReport
+from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
 from nb_accelerate.training.accelerator.options import OptionsMixin
 from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.accelerator.preparing import PreparingMixin
 from nb_accelerate.training.accelerator.recording import RecordingMixin
-from nb_accelerate.training.accelerator.replicas import Replicas
 from nb_accelerate.training.accelerator.resuming import ResumingMixin
 from nb_accelerate.training.accelerator.steering import Steering
 from nb_accelerate.training.accelerator.training import TrainingMixin

@@ -3,7 +3,7 @@
 All ranks run all of the cell, with equal random numbers, and so see equal batches, losses and totals. What they share
 is the work of loaders and models: each rank reads and computes a part of the rows, and all get the whole::
 
-    for x in loader -> rows that this rank reads -> joined rows of all ranks (loaders.py)
+    for x in loader -> rows that this rank reads -> joined rows of all ranks
     model(x) -> tried once (trial.py) -> this rank's rows (rows.py) -> forward -> joined rows of all ranks
     loss.backward() -> gradients -> their mean over ranks (models.py) -> clipping, scaler, optimizer: the user's own
 
@@ -13,29 +13,37 @@ What is a model, and what backward is called on, is seen when it happens; the ce
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import random
 import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.comm import SingleCollectives
-from nb_accelerate.training.convert.loaders import in_parts, whole_batch
+from nb_accelerate.training.comm.packing import communicate_packed
 from nb_accelerate.training.convert.models import SharedModels, line_here
+from nb_accelerate.training.data import prepare_data_loader
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.process.setup import setup_process
+from nb_accelerate.training.pytree import map_tensors, tensors_in
 from nb_accelerate.training.strategies.select import select_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nb_accelerate.base.devices import DeviceKind
+    from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data import DataLoaderShard
 
 
@@ -188,3 +196,42 @@ def _refuse(_: Accelerator, **__: object) -> None:
         f"line {line_here()}: an Accelerator shares out rows itself. Run the cell without --convert, or leave the "
         "Accelerator out"
     )
+
+
+def in_parts(loader: DataLoader[Any], collectives: Collectives, kind: DeviceKind) -> DataLoaderShard | None:
+    """Return a loader of this rank's part of each batch; None if all ranks have to read all rows.
+
+    They have to where batches are not made of rows that can be told from one another, users' code orders them, or
+    this process draws random numbers for a row.
+    """
+    if (
+        isinstance(loader.dataset, IterableDataset)
+        or type(loader.sampler) not in (RandomSampler, SequentialSampler)
+        or loader.collate_fn is not default_collate
+        or (loader.batch_size or 1) % collectives.world_size
+    ):
+        return None
+    states = rng.capture(kind, all_devices=False)
+    undisturbed = _random_numbers()
+    rng.restore(states, kind)
+    try:
+        tensors_in(default_collate([loader.dataset[0]]), strict=True)
+        if not loader.num_workers and _random_numbers() != undisturbed:
+            return None
+        loader = copy.copy(loader)
+        loader.generator = torch.Generator()
+        return prepare_data_loader(loader, collectives=collectives, config=DataLoaderConfiguration(split_batches=True))
+    except Exception:  # a dataset is users' code, and may have names as numbers, or texts in its rows
+        return None
+    finally:
+        rng.restore(states, kind)
+
+
+def _random_numbers() -> tuple[float, ...]:
+    return random.random(), np.random.random_sample(), torch.rand(()).item()  # noqa: S311 - compared
+
+
+def whole_batch(part: Any, real: int | None, collectives: Collectives) -> Any:
+    """Return the batch of which each rank has read a part; only the first `real` rows are not repeated ones."""
+    wholes = iter(communicate_packed(tensors_in(part), collectives.all_gather, collectives.world_size))
+    return map_tensors(lambda _: next(wholes).flatten(0, 1)[:real], part)

@@ -2,7 +2,7 @@
 
 A batch goes from the top to the bottom::
 
-    prepare.py, reader_arguments.py    rebuild the user's loader; sameness.py compares those of the ranks
+    prepare.py                         rebuild the user's loader; sameness.py compares those of the ranks
     plan/                              which rows go to which rank: arithmetic, samplers
     reading/                           the batches of this rank: by row number, of a whole stream, of its own shards
     dispatching/                       or rank 0 reads for all, cuts and sends

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.precision.autocast import AutocastPrecision
+from nb_accelerate.training.precision.precision import AutocastPrecision
 from nb_accelerate.training.precision.scaler import LossScaler
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from nb_accelerate.errors import MissingDependencyError
-from nb_accelerate.training.precision.autocast import AutocastPrecision
+from nb_accelerate.training.precision.precision import AutocastPrecision
 
 if TYPE_CHECKING:
     from nb_accelerate.base.config.fp8 import AORecipeKwargs

@@ -1,4 +1,4 @@
-"""`Precision`: the interface of all precisions. Its defaults compute in the dtype of the model."""
+"""`Precision`: the interface of all precisions, whose defaults compute in the dtype of the model; and autocast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from nb_accelerate.base.config.options import note_use
 from nb_accelerate.training.precision.step import OptimizerStep
 from nb_accelerate.training.pytree import to_float32
 
@@ -89,3 +90,43 @@ class Precision:
     def bind(self, optimizer: torch.optim.Optimizer) -> OptimizerStep:
         """Return what takes the steps of an optimizer in this precision. Called by ``prepare``."""
         return OptimizerStep(optimizer)
+
+
+class AutocastPrecision(Precision):
+    """Compute in a 16-bit dtype where autocast does; weights and optimizer state stay in float32."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype, options: AutocastKwargs) -> None:
+        self.device_type = device_type
+        self.dtype: torch.dtype = dtype
+        self.options = options
+
+    @override
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        arguments = self._arguments(self.options)
+        present = model.forward
+        if not isinstance(present, AutocastForward) or present.arguments != arguments:
+            restore_forward(model, AutocastForward)
+            model.forward = AutocastForward(model.forward, arguments)
+            note_use(self.options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
+        return model
+
+    @override
+    def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(**self._arguments(options or self.options))
+
+    def _arguments(self, options: AutocastKwargs) -> dict[str, Any]:
+        return {
+            "device_type": self.device_type,
+            "dtype": self.dtype,
+            "enabled": options.enabled,
+            "cache_enabled": options.cache_enabled,
+        }
+
+
+class BF16Precision(AutocastPrecision):
+    """Compute in bfloat16 under autocast. It has the range of float32, so gradients need no scaling."""
+
+    name = "bf16"
+
+    def __init__(self, device_type: str, options: AutocastKwargs) -> None:
+        super().__init__(device_type, torch.bfloat16, options)

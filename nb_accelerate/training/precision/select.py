@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.fp8 import AORecipeKwargs
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.precision.autocast import BF16Precision
 from nb_accelerate.training.precision.fp8 import FP8Precision
 from nb_accelerate.training.precision.fp16 import FP16Precision
-from nb_accelerate.training.precision.precision import Precision
+from nb_accelerate.training.precision.precision import BF16Precision, Precision
 
 if TYPE_CHECKING:
     from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs

@@ -22,9 +22,8 @@ from nb_accelerate.base.config.options import note_use
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
 from nb_accelerate.training.strategies.averaging import AlwaysAveraged, GradientAverage
-from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shards
+from nb_accelerate.training.strategies.dtensors import DTensorStrategy, has_groups, use_shards
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
-from nb_accelerate.training.strategies.mesh import has_groups
 from nb_accelerate.training.strategies.model_memory import measure
 from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
 from nb_accelerate.training.strategies.sharding import is_sharded, shard_model
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.precision import Precision
-    from nb_accelerate.training.strategies.mesh import MeshLayout
+    from nb_accelerate.training.strategies.dtensors import MeshLayout
     from nb_accelerate.training.strategies.model_memory import ModelMemory
     from nb_accelerate.training.strategies.strategy import ModelRequest
 

@@ -20,8 +20,8 @@ from nb_accelerate.base.devices import backend_named
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm import CheckedCollectives, SingleCollectives, TorchCollectives
 from nb_accelerate.training.strategies.ddp import DDPStrategy
+from nb_accelerate.training.strategies.dtensors import layout_for_fsdp, layout_of
 from nb_accelerate.training.strategies.fsdp import FSDPStrategy, check_averaging
-from nb_accelerate.training.strategies.mesh import layout_for_fsdp, layout_of
 from nb_accelerate.training.strategies.strategy import Strategy
 from nb_accelerate.training.strategies.tensor_parallel import TensorParallelStrategy
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.distributed import DistributedType
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.strategies.mesh import MeshLayout
+    from nb_accelerate.training.strategies.dtensors import MeshLayout
 
 
 class TensorParallelStrategy(DTensorStrategy):

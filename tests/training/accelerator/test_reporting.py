@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.accelerator.memory_report import MemoryReport
-from nb_accelerate.training.accelerator.replicas import Replicas
+from nb_accelerate.training.accelerator.comparisons import Replicas
+from nb_accelerate.training.accelerator.losses import MemoryReport
 from nb_accelerate.training.strategies.model_memory import measure
 from nb_accelerate.training.tracking import GeneralTracker
 
