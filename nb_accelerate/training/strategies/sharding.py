@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm import operations
 from nb_accelerate.training.process.devices import device_kind
-from nb_accelerate.training.strategies.activation_checkpointing import CheckpointedForward
 from nb_accelerate.training.strategies.blocks import find_blocks
 from nb_accelerate.training.strategies.shards import is_shard
 
