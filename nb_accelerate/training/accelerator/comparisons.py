@@ -1,4 +1,4 @@
-"""Notice weights of ranks that have come to differ, and losses that are equal because ranks train with the same rows.
+"""Notice weights of ranks that have come to differ, and losses that are equal: ranks train with the same rows.
 
 Both are compared through the store by which ranks have met: no rank waits, and nothing is exchanged between steps.
 """
@@ -130,8 +130,8 @@ def _some_of(parameters: Sequence[Tensor]) -> list[float]:
 class EqualLosses:
     """Compares the first losses of the ranks, each of which is to have rows of its own, while `is_on`.
 
-    They are where a loop draws its batches by hand, or over a loader that was not prepared. Inside a loop over a prepared
-    one (``tracker``) rows are shared out. With ``reads_later``, reading a loss would have a program compiled.
+    So a loop draws its batches by hand, or goes over a loader that was not prepared: over a prepared one (``tracker``)
+    rows are shared out. With ``reads_later``, reading a loss would have a program compiled.
     """
 
     def __init__(self, strategy: Strategy, tracker: LoaderTracker, *, reads_later: bool) -> None:
@@ -172,8 +172,8 @@ class EqualLosses:
                 self._is_of_use = False
                 logger.warning(
                     "%s: the first losses are equal to the last bit on all %d processes, so each of them trains with "
-                    "the same rows, and no work is shared. Prepare a DataLoader, and loop over it; or give each process "
-                    "rows of its own: set_seed(seed, device_specific=True) before batches are drawn, or "
+                    "the same rows, and no work is shared. Prepare a DataLoader, and loop over it; or give each "
+                    "process rows of its own: set_seed(seed, device_specific=True) before batches are drawn, or "
                     "rows[accelerator.process_index :: accelerator.num_processes]",
                     calling_line() or "accelerator.backward",
                     self._world_size,
