@@ -23,12 +23,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.compat.models import is_peft_model
 from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.accelerator.checkpoint_parts import OptimizerPart
 from nb_accelerate.training.checkpoint.merging import merge_weights
 from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, METADATA_NAME, OPTIMIZER_NAME
-from nb_accelerate.training.checkpoint.on_all_ranks import run_on_all_ranks
 from nb_accelerate.training.checkpoint.sharded import named, numbered, read_model, read_optimizer
+from nb_accelerate.training.checkpoint.shared_staging import run_on_all_ranks
 from nb_accelerate.training.state import PartialState
-from nb_accelerate.training.strategies.optimizer_part import OptimizerPart
 
 if TYPE_CHECKING:
     import os

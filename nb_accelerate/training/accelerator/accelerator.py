@@ -43,8 +43,7 @@ from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, watch_
 from nb_accelerate.training.precision import select_precision
 from nb_accelerate.training.process.rng import resolve_rng_types
 from nb_accelerate.training.process.setup import setup_process
-from nb_accelerate.training.state.choices import inherited, remember
-from nb_accelerate.training.state.shared import shared_training
+from nb_accelerate.training.state.choices import inherited, remember, shared_training
 from nb_accelerate.training.strategies import select_strategy
 from nb_accelerate.training.strategies.select import resolve_engines
 from nb_accelerate.training.tracking import resolve_recording

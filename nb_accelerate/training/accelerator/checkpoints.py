@@ -14,8 +14,7 @@ from nb_accelerate.training.accelerator.model_files import ModelFilesMixin
 from nb_accelerate.training.checkpoint import loading, opening, state
 from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.checkpoint.numbered import is_taken, read_newest, remove_old
-from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.training.checkpoint.shared_staging import share
+from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks, share
 from nb_accelerate.training.comm import SingleCollectives
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.precision import Precision
     from nb_accelerate.training.process.context import ProcessContext
     from nb_accelerate.training.process.rng import RNGType
-    from nb_accelerate.training.state.shared import SharedTraining
+    from nb_accelerate.training.state.choices import SharedTraining
     from nb_accelerate.training.strategies import Strategy
     from nb_accelerate.training.strategies.select import EngineOptions
 

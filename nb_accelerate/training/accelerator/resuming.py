@@ -24,7 +24,7 @@ from nb_accelerate.training.accelerator.checkpoint_schedule import CheckpointSch
 from nb_accelerate.training.accelerator.checkpoints import CheckpointMixin
 from nb_accelerate.training.checkpoint.fitting import position_here
 from nb_accelerate.training.checkpoint.numbered import newest_of_others, next_number, numbered, tell_of_links
-from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks, run_on_all_ranks
+from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

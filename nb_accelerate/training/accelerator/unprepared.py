@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import NotPreparedError
-from nb_accelerate.training.state.shared import shared_training
+from nb_accelerate.training.state.choices import shared_training
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.state.shared import SharedTraining
+    from nb_accelerate.training.state.choices import SharedTraining
 
 
 logger = logging.getLogger("nb_accelerate")

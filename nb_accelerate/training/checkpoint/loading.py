@@ -24,8 +24,8 @@ from nb_accelerate.training.checkpoint.names import (
     WEIGHTS_NAME,
     shards_of,
 )
-from nb_accelerate.training.checkpoint.on_all_ranks import run_on_all_ranks
 from nb_accelerate.training.checkpoint.opening import IF_TRUSTED
+from nb_accelerate.training.checkpoint.shared_staging import run_on_all_ranks
 from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, name_of
 from nb_accelerate.training.data.resuming.orders import Order
 from nb_accelerate.training.process import rng

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.checkpoint.manifest import Manifest, examine
-from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks
 from nb_accelerate.training.checkpoint.opening import read_checkpoint
 from nb_accelerate.training.checkpoint.publishing import published, remove
+from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

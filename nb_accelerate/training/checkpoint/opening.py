@@ -12,7 +12,7 @@ from nb_accelerate.training.checkpoint.checksums import Verification
 from nb_accelerate.training.checkpoint.files import read
 from nb_accelerate.training.checkpoint.manifest import examine
 from nb_accelerate.training.checkpoint.names import MANIFEST_NAME, METADATA_NAME, OF_A_STATE, OF_SHARDS
-from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks, run_on_all_ranks
+from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, SAVED_BY
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from nb_accelerate.training.checkpoint.names import (
     WEIGHTS_NAME,
     shards_of,
 )
-from nb_accelerate.training.checkpoint.on_all_ranks import gather_from_all_ranks, run_on_all_ranks
+from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.process import rng
 
 if TYPE_CHECKING:

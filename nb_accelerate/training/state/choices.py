@@ -1,31 +1,101 @@
-"""Find the context of this process and the choices of its newest `Accelerator`, for code without an `Accelerator`."""
+"""Find the context of this process, the state that its `Accelerator` objects share, and the choices of the newest."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakSet, ref
 
 from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.base.config.dynamo import resolve_dynamo
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.precision import resolve_precision
+from nb_accelerate.base.seam import group_replaced
 from nb_accelerate.training.comm.data_parallel import between_groups
+from nb_accelerate.training.data.tracker import LoaderTracker
+from nb_accelerate.training.optim.accumulation import AccumulationState, Window
 from nb_accelerate.training.process import context
 from nb_accelerate.training.process.setup import setup_process
-from nb_accelerate.training.state.shared import shared_training
 from nb_accelerate.training.strategies import select_collectives
 from nb_accelerate.training.strategies.select import ENGINE_VARIABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+    from torch.optim import Optimizer
 
     from nb_accelerate.base.config.distributed import DistributedType
     from nb_accelerate.base.config.dynamo import TorchDynamoPlugin
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data.tracker import LoaderTracker
-    from nb_accelerate.training.optim.accumulation import AccumulationState
+    from nb_accelerate.training.optim import AcceleratedOptimizer
+    from nb_accelerate.training.precision.scaler import LossScaler
     from nb_accelerate.training.process.context import ProcessContext
     from nb_accelerate.training.strategies.select import EngineOptions
+
+
+@dataclass(kw_only=True)
+class SharedTraining:
+    """The prepared objects of this process that are still referred to, and the position of the training loop."""
+
+    tracker: LoaderTracker = field(default_factory=LoaderTracker)
+    window: Window = field(default_factory=Window)
+    scaler: LossScaler | None = None  # None until an `Accelerator` uses fp16
+    accumulations: WeakSet[AccumulationState] = field(default_factory=WeakSet)  # positions in accumulation windows
+    models: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    given_optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    # called with each optimizer of this process before its step, prepared or not
+    before_step: Callable[[Optimizer], None] | None = None
+    _optimizers: list[ref[AcceleratedOptimizer]] = field(default_factory=list)
+
+    @property
+    def optimizers(self) -> list[AcceleratedOptimizer]:
+        """Prepared optimizers that are still referred to, in the order of preparation, which all ranks share."""
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+
+    def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
+        """Add a prepared optimizer, unless it is in the list."""
+        with contextlib.suppress(TypeError):  # an engine's need not be one of torch
+            self.given_optimizers.add(optimizer.optimizer)
+        if not any(known is optimizer for known in self.optimizers):
+            self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
+
+    def accumulation(self, options: GradientAccumulationPlugin) -> AccumulationState:
+        """Return the position of a new `Accelerator` in its accumulation window."""
+        state = AccumulationState(options, self.tracker, self.window)
+        self.accumulations.add(state)
+        return state
+
+    def begin_anew(self) -> None:
+        """Begin new accumulation windows, and drop the gradients of all prepared models and optimizers.
+
+        Called when a pool of ranks goes on after a failure: some ranks have accumulated batches that others have not,
+        or gradients that are averaged on some ranks only.
+        """
+        for state in self.accumulations:
+            state.step = 0
+        self.window.join()
+        for model in self.models:
+            model.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.drop_gradients()
+
+
+def shared_training() -> SharedTraining:
+    """Return the `SharedTraining` of this process."""
+    if context.training.value is None:
+        context.training.value = SharedTraining()
+    shared: SharedTraining = context.training.value
+    return shared
+
+
+def _begin_anew() -> None:
+    if context.training.value is not None:
+        shared_training().begin_anew()
+
+
+group_replaced.subscribe(_begin_anew)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ from nb_accelerate.base.progress_page import Phase, here, layout, page
 from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.accelerator.checkpoint_parts import OptimizerPart
 from nb_accelerate.training.checkpoint import state
 from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.checkpoint.files import load_state_dict, write
 from nb_accelerate.training.checkpoint.host_copies import HostCopies
-from nb_accelerate.training.strategies.optimizer_part import OptimizerPart
 
 
 @pytest.fixture(autouse=True)
