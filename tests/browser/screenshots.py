@@ -100,7 +100,6 @@ STATES = {
     "ranks-64": State(64, "pause=0.5", "1 / 30", False, launch=", start_method='fork'"),
     "chart": State(2, "", "2 / 30", False, opened="chart"),
     "stacks": State(2, "", "2 / 30", False, opened="Stacks"),
-    "memory": State(2, "", "2 / 30", False, opened="Memory"),
     "log": State(2, "steps=5, pause=0.1, epochs=60", "12 / 60", False, opened="Log"),
     "done": State(2, "steps=40, epochs=2", "✓", True),
     "slow": State(8, "pause=0.1", "slower than the", False),

@@ -13,7 +13,6 @@ import pytest
 from fixtures.leaks import name_of
 
 from browser.notebook import IDLE
-from nb_accelerate.base.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER
 
 if TYPE_CHECKING:
     import psutil
@@ -314,24 +313,21 @@ def test_training_is_paused_and_goes_on_by_the_same_button_while_the_cell_runs(o
     notebook.wait_until_done()
 
 
-# Of a button: whether it can be pressed, and its tooltip.
-BUTTON = """title => {
-    const found = [...document.querySelectorAll('.jp-OutputArea button')].find(one => one.innerText === title);
-    return found ? [!found.disabled, found.title] : null;
-}"""
+# Whether a button is there.
+BUTTON = "title => [...document.querySelectorAll('.jp-OutputArea button')].some(one => one.innerText === title)"
 
 
-def test_a_button_that_training_could_not_obey_is_grey_and_says_what_to_write(open_notebook: OpenNotebook) -> None:
+def test_a_button_that_training_could_not_obey_is_not_there(open_notebook: OpenNotebook) -> None:
     steered = SETUP.replace("Accelerator()", "Accelerator(project_dir='runs')")
     steered = steered.replace("range(epochs)", "accelerator.epochs(epochs)")
     notebook = open_notebook([SETUP, launch(2, steps=3000), steered, launch(2, steps=50, epochs=1000)])
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
-    for title, text in (("Save", NO_FOLDER), ("Stop after epoch", NO_EPOCH_LOOP)):
-        notebook.wait_until(f"([title, text]) => String(({BUTTON})(title)) === `false,${{text}}`", [title, text])
-    assert notebook.evaluate(BUTTON, "Pause")[0]
-    notebook.screenshot("panel-grey-buttons", cell=1)
+    notebook.wait_until(BUTTON, "Pause")
+    assert not notebook.evaluate(BUTTON, "Save")
+    notebook.wait_until(f"title => !({BUTTON})(title)", "Stop after epoch")
+    notebook.screenshot("panel-buttons", cell=1)
     notebook.press_button(1, "Interrupt")
     notebook.wait_until_done()
 
@@ -339,8 +335,8 @@ def test_a_button_that_training_could_not_obey_is_grey_and_says_what_to_write(op
     notebook.wait_until_done()
     notebook.run(3)
     notebook.wait_for_output(3, "2 / 1000", timeout=60)  # epochs
-    for title, text in (("Save", "save a checkpoint now"), ("Stop after epoch", "end training when this epoch does")):
-        notebook.wait_until(f"([title, text]) => String(({BUTTON})(title)) === `true,${{text}}`", [title, text])
+    for title in ("Save", "Stop after epoch"):
+        notebook.wait_until(BUTTON, title)
     notebook.press_button(3, "Stop after epoch")
     notebook.wait_until_done()
     assert "✓" in notebook.output(3)

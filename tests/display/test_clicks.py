@@ -150,14 +150,14 @@ def test_a_click_is_answered_within_a_second_while_the_cell_waits_for(notebook: 
     seconds = []
     for subshell in (None, WITHOUT, None, "the-id-of-a-subshell", None):
         began = time.monotonic()
-        page.idle(page.press("Memory", subshell))
+        page.idle(page.press("Log", subshell))
         seconds.append(time.monotonic() - began)
     page.idle(page.press("Stacks"))
     page.until(lambda one: "where ranks are" in str(one["content"].get("data")))
     end.touch()
     page.idle(page.cell)
     assert statistics.median(seconds) < 1, seconds
-    assert value(notebook, "clicks[-6:]") == [*["_memory"] * 5, "_stacks"]
+    assert value(notebook, "clicks[-6:]") == [*["_log"] * 5, "_stacks"]
     if "ranks" in waits:
         notebook.run("%distributed stop").ok()
 
@@ -195,12 +195,12 @@ def test_pause_is_answered_within_a_second_and_training_goes_on_by_the_same_butt
 
 def test_of_300_clicks_at_once_none_is_lost(notebook: Kernel, end: Path) -> None:
     page = Page(notebook, WAITS["a launch"].format(end=str(end)))
-    notebook_clicks = [page.press(title) for title in itertools.islice(itertools.cycle(("Memory", "Log")), 300)]
+    notebook_clicks = [page.press(title) for title in itertools.islice(itertools.cycle(("Stacks", "Log")), 300)]
     for sent in notebook_clicks:
         page.idle(sent)
     end.touch()
     assert page.all_idle(notebook_clicks) == notebook_clicks
-    assert value(notebook, "clicks[-300:]") == ["_memory", "_log"] * 150
+    assert value(notebook, "clicks[-300:]") == ["_stacks", "_log"] * 150
 
 
 def test_what_comes_before_and_after_the_end_of_a_cell_is_answered_in_order(notebook: Kernel, end: Path) -> None:
@@ -215,7 +215,7 @@ def test_what_comes_before_and_after_the_end_of_a_cell_is_answered_in_order(note
         elif number % 5 == 3:
             others.append(page.send("is_complete_request", {"code": "1"}))
         else:
-            clicks.append(page.press("Memory"))
+            clicks.append(page.press("Log"))
     replies = page.replies([*cells, *others])
     assert [one for one in replies if one in cells] == cells
     assert [one for one in replies if one in others] == others
@@ -230,7 +230,7 @@ def test_after_an_error_cells_that_wait_are_not_run_though_buttons_were_pressed(
     notebook.run("seen.clear()").ok()
     page = Page(notebook, f"{WAITS['a launch'].format(end=str(end))}\nraise LookupError('of the user')")
     sent = [page.execute("seen.append(1)")]
-    clicks = [page.press("Memory") for _ in range(20)]
+    clicks = [page.press("Log") for _ in range(20)]
     sent.append(page.execute("seen.append(2)"))
     for click in clicks:
         page.idle(click)
@@ -242,9 +242,9 @@ def test_after_an_error_cells_that_wait_are_not_run_though_buttons_were_pressed(
 
 def test_an_interrupt_between_clicks_ends_the_cell_and_none_is_lost(notebook: Kernel, end: Path) -> None:
     page = Page(notebook, WAITS["a launch"].format(end=str(end)))
-    clicks = [page.press("Memory") for _ in range(100)]
+    clicks = [page.press("Log") for _ in range(100)]
     notebook.interrupt()
-    clicks += [page.press("Memory") for _ in range(100)]
+    clicks += [page.press("Log") for _ in range(100)]
     assert page.replies([page.cell])[page.cell]["ename"] == "KeyboardInterrupt"
     assert page.all_idle(clicks) == clicks
     assert "No such comm" not in page.output()
@@ -255,7 +255,7 @@ def test_neither_a_click_nor_a_page_that_is_loaded_anew_runs_hooks_or_closes_a_f
 ) -> None:
     launch = WAITS["a launch"].format(end=str(end))
     page = Page(notebook, f"hooks.clear(); plt.plot([1, 2]); plt.title('mine')\n{launch}\nplt.gca().get_title(), hooks")
-    page.idle(page.press("Memory"))
+    page.idle(page.press("Log"))
     page.idle(page.press("Stacks", "the-id-of-a-subshell"))
     control = {"comm_id": "control-of-a-page", "data": {}}
     opening = page.session.msg("comm_open", {**control, "target_name": "jupyter.widget.control"})

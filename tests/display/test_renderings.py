@@ -11,12 +11,11 @@ import pytest
 from fixtures.panels import Run
 from hypothesis import given, settings, strategies as st
 
-from nb_accelerate.base.progress_page import Bar, Phase, RankMemory
+from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.base.topology import rank_lists
 from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.bars import bar_rows
 from nb_accelerate.notebook.display.drawing import html, text
-from nb_accelerate.notebook.display.memory import memory_table
 from nb_accelerate.notebook.display.thinned_curve import ThinnedCurve
 from nb_accelerate.notebook.display.view import FailureSummary, View
 from nb_accelerate.notebook.display.widgets import asides
@@ -74,12 +73,10 @@ def starting(number: int = 2) -> Run:
     return Run(number, started=False)
 
 
-def busy(what: str) -> View:
+def busy() -> View:
     run = running()
-    run.put([0], **{what: 97})
-    run.put([1], **{what: 12})
-    if what == "cpu":
-        run.put(memory=0)
+    run.put([0], utilisation=97)
+    run.put([1], utilisation=12)
     run.look()
     return run.view
 
@@ -106,8 +103,7 @@ def views() -> dict[str, View]:
         "one": running(1).view,
         "many": running(64).view,
         "many starting": starting(64).view,
-        "on GPUs": busy("utilisation"),
-        "on the CPU": busy("cpu"),
+        "on GPUs": busy(),
         "done": running().end(),
         "many done": running(64).end(),
         "failed": failed.end("failed", failure),
@@ -251,14 +247,13 @@ def test_columns_that_nobody_uses_are_left_out():
     assert columns(text.table(starting().view)) == ["rank  now", "   0  importing torch", "   1  importing torch"]
 
 
-@pytest.mark.parametrize(("name", "title"), [("on GPUs", "GPU"), ("on the CPU", "CPU")])
-def test_how_busy_devices_are_is_a_column_that_says_of_what(name: str, title: str):
-    view = views()[name]
+def test_how_busy_devices_are_is_a_column():
+    view = busy()
     said = Strict(html.render(view)).said
-    assert [said.count(one) for one in (title, "97 %", "12 %")] == [1, 1, 1]
+    assert [said.count(one) for one in ("GPU", "97 %", "12 %")] == [1, 1, 1]
     lines = text.table(view).splitlines()
-    assert lines[1].split()[-2:] == [title, "now"]
-    assert [line[lines[1].index(title) + len(title) - 4 :][:4] for line in lines[2:]] == ["97 %", "12 %"]
+    assert lines[1].split()[-2:] == ["GPU", "now"]
+    assert [line[lines[1].index("GPU") + 3 - 4 :][:4] for line in lines[2:]] == ["97 %", "12 %"]
 
 
 def test_a_bar_is_as_long_as_what_is_done():
@@ -425,12 +420,3 @@ def test_stacks_have_users_frames_first_and_those_of_libraries_in_one_line_that_
     order += ["send&lt;, /x/a.py:1</div>", "write, /x/b.py:2</div>", "</details>"]
     assert [source.index(part) for part in order] == sorted(source.index(part) for part in order)
     assert "no answer yet" in asides.stacks({})
-
-
-def test_the_table_of_memory_has_the_columns_that_are_known():
-    held = RankMemory(parameters=2_100_000_000, used=3_000_000_000, base=1_000_000)
-    lines = memory_table({1: (2_500_000_000, held), 0: (0, RankMemory())}).splitlines()
-    assert lines[0].split() == ["rank", "in", "use", "parameters", "other"]
-    assert [line.split()[:2] for line in lines[1:]] == [["0", "-"], ["1", "2.5"]]
-    assert len({len(line) for line in lines}) == 1
-    assert memory_table({0: (0, RankMemory())}) == ""

@@ -11,7 +11,7 @@ import pytest
 from nb_accelerate.notebook.display.drawing import text
 from nb_accelerate.notebook.display.view import Facts, Row, View
 
-FIGURES = {"epoch": "1", "rate": "21.4", "loss": "0.6878", "memory": "281 MB", "cpu": "98 %"}
+FIGURES = {"epoch": "1", "rate": "21.4", "loss": "0.6878", "memory": "281 MB", "gpu": "98 %"}
 
 
 def view_of(state: str = "running") -> View:
@@ -50,7 +50,7 @@ def test_no_line_is_wider_than_the_terminal(color: bool):
 def test_columns_are_left_out_rather_than_cut():
     titles = {width: text.lines(view_of(), width, color=False, bars=True)[1].split() for width in (100, 62, 52, 40, 30)}
     assert titles == {
-        100: ["rank", "step", "epoch", "it/s", "loss", "memory", "CPU", "now"],
+        100: ["rank", "step", "epoch", "it/s", "loss", "memory", "GPU", "now"],
         62: ["rank", "step", "epoch", "it/s", "loss", "now"],
         52: ["rank", "step", "it/s", "loss", "now"],
         40: ["rank", "step", "now"],

@@ -64,35 +64,24 @@ def test_memory_is_that_of_the_device_and_its_peak_is_kept():
     assert run.end().peak == "11.2 GB"
 
 
-def test_each_device_says_how_busy_it_is_and_nothing_is_said_of_the_cpu_then():
+def test_each_device_says_how_busy_it_is():
     run = Run(2)
     run.begin_loop()
-    run.put(memory=1_000_000_000, cpu=100.0)
+    run.put(memory=1_000_000_000)
     run.put([0], utilisation=97)
     run.put([1], utilisation=12)
     run.train(1.0)
     assert [row.gpu for row in run.view.rows] == ["97 %", "12 %"]
-    assert [row.cpu for row in run.view.rows] == ["", ""]
 
 
 def test_devices_that_do_not_say_how_busy_they_are_have_no_column():
     run = Run(2)
     run.begin_loop()
-    run.put(memory=1_000_000_000, cpu=100.0)
+    run.put(memory=1_000_000_000)
     run.train(1.0)
-    assert {(row.gpu, row.cpu) for row in run.view.rows} == {("", "")}
+    assert {row.gpu for row in run.view.rows} == {""}
     assert re.search("memory</th><th [^>]*>now</th>", html.render(run.view))
     assert text.table(run.view).splitlines()[1].split() == ["rank", "step", "epoch", "it/s", "memory", "now"]
-
-
-def test_without_a_device_it_is_the_cpu_that_is_busy():
-    run = Run(3)
-    run.begin_loop()
-    run.put([0], cpu=97.4)
-    run.put([1], cpu=3.0)
-    run.train(1.0)
-    assert [row.cpu for row in run.view.rows] == ["97 %", "3 %", ""]
-    assert {row.gpu for row in run.view.rows} == {""}
 
 
 def test_what_a_step_was_told_is_not_said_of_what_comes_after_it():
@@ -112,27 +101,12 @@ def test_what_a_step_was_told_is_not_said_of_what_comes_after_it():
 def test_of_many_ranks_it_is_the_median_of_those_that_are_well():
     run = Run(64)
     run.begin_loop()
-    run.put(cpu=50.0)
-    run.put(range(20), cpu=10.0)
-    run.put([63], cpu=0.0, loss=float("nan"))
+    run.put([63], loss=float("nan"))
     run.train(2.0)
-    whole, bad = run.view.rows
-    assert (whole.cpu, bad.cpu) == ("50 %", "0 %")
     run.put(utilisation=90)
     run.put([3], utilisation=20)
     run.train(1.0)
     assert [row.gpu for row in run.view.rows] == ["90 %", "90 %"]
-
-
-def test_a_rank_that_has_ended_uses_nothing():
-    run = Run(2)
-    run.begin_loop()
-    run.put(cpu=40.0)
-    run.train(1.0)
-    run.put([1], state="returned")
-    run.look()
-    assert [row.cpu for row in run.view.rows] == ["40 %", ""]
-    assert {row.cpu for row in run.end().rows} == {""}
 
 
 def bar(count: float, total: float | None = 100, **more: object) -> Bar:

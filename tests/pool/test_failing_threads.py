@@ -160,8 +160,8 @@ def test_a_button_whose_thread_fails_says_so() -> None:
     handle = SimpleNamespace(page=Page())
     rank = SimpleNamespace(rank=0, handle=handle, is_gone=False)
     request: Any = SimpleNamespace(ranks=[rank], waiting=[rank], callbacks=[], done=threading.Event())
-    save: Any = steering_actions(request, 1, note=said.append, say=said.append)[1]
-    save.do().join(20)
+    pause: Any = steering_actions(request, 1, note=said.append, say=said.append)[0]
+    pause.do().join(20)
     assert said == ["the command could not be given (OSError: [Errno 5] on purpose)"]
 
 

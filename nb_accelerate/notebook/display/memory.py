@@ -147,20 +147,6 @@ def _spreading(held: RankMemory, needed: int, ranks: int) -> list[str]:
     ]
 
 
-def memory_table(known: Mapping[int, tuple[int, RankMemory]]) -> str:
-    """Return what each rank holds, a line each; columns without a number are left out, and all if there is none.
-
-    Args:
-        known: bytes in use now, and what was held when that was measured last, by rank.
-    """
-    titles = ("rank", "in use", *_COLUMNS)
-    rows = [(str(rank), *_sizes((now, *_numbers(held)))) for rank, (now, held) in sorted(known.items())]
-    used = [0, *(column for column in range(1, len(titles)) if any(row[column] != "-" for row in rows))]
-    if len(used) == 1:
-        return ""
-    return "\n".join(_aligned([[row[column] for column in used] for row in (titles, *rows)]))
-
-
 def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
     shown = [rank for number, rank in enumerate(held) if number < _MOST_ROWS or rank == failed]
     lines = _aligned([("rank", *_COLUMNS), *((str(rank), *_sizes(_numbers(held[rank]))) for rank in shown)])

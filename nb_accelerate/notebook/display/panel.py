@@ -68,7 +68,7 @@ class Action:
     title: str
     hint: str  # what it does
     do: Callable[[], object]  # called in any thread
-    why_not: Callable[[], str] = lambda: ""  # why it cannot be done now, and what to write; "" if that is not known
+    can: Callable[[], bool] = lambda: True  # whether it can be done now; if not, the button is not there
 
 
 class PanelSource(Protocol):
@@ -102,7 +102,6 @@ class Drawing(Protocol):
     every: float  # seconds between two drawings, at least
     shows_rows: bool = True  # it shows what each rank does, while the run is on
     is_announced: bool = False  # something stands there already, which says that the run starts
-    is_redrawn: bool = False  # a drawing takes the place of the one before, so what was said can be taken back
 
     def draw(self, view: View) -> None:
         """Draw a view of the run while it is on."""
@@ -141,9 +140,7 @@ class Panel:
         self._inspect_at = 0.0
         self._lines_at = 0.0
         self._memory: dict[int, int] = {}
-        self._cpu: dict[int, float] = {}
         self._stopped: set[int] = set()
-        self._processes: dict[int, psutil.Process] = {}
         self._was_drawn = False
         self._has_failed = False
         self.due = now + self._sample_every
@@ -180,15 +177,13 @@ class Panel:
             outcome: another one about how it will end; may be empty. It is shown with what the panel says by itself.
 
         Returns:
-            False if the caller is to say it: nothing is shown, or lines are that say nothing of it yet.
+            False if nothing is shown, so that the caller is to say it.
         """
         with self._lock:
             if not self._drawings or self._has_failed:
                 return False
-            if self._drawings[0].is_redrawn:
-                self._state.stuck.tell(text, outcome)
-                return True
-            return self._state.stuck.leave_out(self._state.ranks, time.monotonic())
+            self._state.stuck.tell(text, outcome)
+            return True
 
     def refresh(self) -> None:
         """Take a sample of the ranks, and draw the panel if it is due."""
@@ -271,24 +266,16 @@ class Panel:
             status,
             state="stopped" if is_stopped else status.state,
             memory=self._memory.get(status.rank, status.memory),
-            cpu=self._cpu.get(status.rank, status.cpu),
         )
 
     def _inspect(self, rank: int, pid: int) -> None:
-        """Read the memory of a process, its CPU time, and whether somebody has stopped it, which sends no event.
+        """Read the memory of a process, and whether somebody has stopped it, which sends no event.
 
         From outside, so that a rank that hangs or has no `Accelerator` is seen as well.
         """
-        self._cpu.pop(rank, None)
         with contextlib.suppress(psutil.Error):  # it has just ended
-            process = self._processes.get(pid)
-            is_known = process is not None
-            if process is None:
-                process = self._processes[pid] = psutil.Process(pid)
+            process = psutil.Process(pid)
             with process.oneshot():
                 # 0 is said of a process that has just ended, until its exit code is read.
                 self._memory[rank] = int(process.memory_info().rss) or self._memory.get(rank, 0)
                 (self._stopped.add if process.status() == psutil.STATUS_STOPPED else self._stopped.discard)(rank)
-                used = process.cpu_percent()  # since the last call, so the first means nothing
-            if is_known:
-                self._cpu[rank] = used

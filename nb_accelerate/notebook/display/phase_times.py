@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import Phase
@@ -33,28 +32,19 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankTimes:
-    """What a rank spent its time on, from its first step to its last."""
-
-    seconds: Mapping[Phase, float]
-    steps: int
-    exchanging: float = 0.0  # seconds of those in `Phase.WAITING`: for the exchange of gradients
-    num_workers: int | None = None  # of the loader that it trained with; None if not known
-    times_waits: bool = False  # the wait for that exchange is in `Phase.WAITING`
-    utilisation: float | None = None  # mean percent of the time in which its device computed; None if not known
-
-
 class PhaseTimes:
-    """Collects the times of one rank, without those before its first step, which waits for much that comes once."""
+    """Collects the times of one rank, without those before its first step, which waits for much that comes once.
+
+    Attributes:
+        num_workers: of the loader that it trained with; None if not known.
+    """
 
     def __init__(self) -> None:
         self._first: Sample | None = None
         self._last: Sample | None = None
         self._recent: deque[tuple[float, Mapping[Phase, float]]] = deque()
         self._of_recent: Mapping[Phase, float] | None = None
-        self._num_workers: int | None = None
-        self._utilisation = (0, 0)
+        self.num_workers: int | None = None
 
     def add(self, now: float, sample: Sample) -> None:
         """Add a sample that was taken at the time `now`."""
@@ -65,11 +55,8 @@ class PhaseTimes:
         assert self._last is not None
         if sample.steps > self._last.steps:
             self._last = sample
-            if sample.utilisation is not None:
-                total, number = self._utilisation
-                self._utilisation = total + sample.utilisation, number + 1
         if sample.trains and sample.num_workers is not None:
-            self._num_workers = sample.num_workers
+            self.num_workers = sample.num_workers
         if not self._recent or now >= self._recent[-1][0] + _KEEP_EVERY:
             self._of_recent = None
             self._recent.append((now, sample.seconds))
@@ -82,19 +69,16 @@ class PhaseTimes:
             self._of_recent = _difference(self._recent[-1][1], self._recent[0][1]) if len(self._recent) > 1 else {}
         return self._of_recent
 
-    def whole(self) -> RankTimes | None:
-        """Return what all its steps but the first took; None if there are none."""
-        if self._first is None or self._last is None or self._last.steps <= self._first.steps:
-            return None
-        total, number = self._utilisation
-        return RankTimes(
-            seconds=_difference(self._last.seconds, self._first.seconds),
-            steps=self._last.steps - self._first.steps,
-            exchanging=max(0.0, self._last.exchanging - self._first.exchanging),
-            num_workers=self._num_workers,
-            times_waits=self._last.times_waits,
-            utilisation=total / number if number else None,
-        )
+    @property
+    def steps(self) -> int:
+        """Return the number of its steps but the first."""
+        return self._last.steps - self._first.steps if self._first is not None and self._last is not None else 0
+
+    def whole(self) -> Mapping[Phase, float]:
+        """Return the seconds of all its steps but the first by phase; none if there are none."""
+        if self._first is None or self._last is None or not self.steps:
+            return {}
+        return _difference(self._last.seconds, self._first.seconds)
 
 
 def in_words(times: Iterable[Mapping[Phase, float]]) -> str:

@@ -84,7 +84,6 @@ class RankStatus:
     sample: Sample = field(default_factory=Sample)
     state: str = "running"  # or ``starting``, ``stopped`` (SIGSTOP), ``returned``, ``failed``, ``ended``
     memory: int = 0  # bytes of its process
-    cpu: float | None = None  # percent of one core that its process used lately; None if that is not known
     pid: int | None = None  # None while it starts
 
 
@@ -119,11 +118,6 @@ class RankHistory:
     def memory(self) -> int:
         """Bytes of the device in use, or of the process where the device does not say."""
         return self.sample.memory or self.status.memory
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether its device reports memory or utilisation of its own."""
-        return bool(self.sample.memory) or self.sample.utilisation is not None
 
     @property
     def loss(self) -> float | None:

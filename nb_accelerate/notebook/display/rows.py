@@ -80,7 +80,6 @@ class Rows:
             loss=words.measured(sum(losses) / len(losses)) if losses else "",
             memory=words.size(memory) if memory else "",
             gpu=self._gpu(others),
-            cpu=self._cpu(others),
             now=Counter(self._activity(number) for number in others).most_common(1)[0][0],
             location="",
             times=in_words(self.seconds(self.ranks[number]) for number in others),
@@ -121,10 +120,7 @@ class Rows:
 
     def seconds(self, rank: RankHistory) -> Mapping[Phase, float]:
         """Return where the time of a rank goes: lately, and of a run that has ended, from its first step on."""
-        if not self.has_ended:
-            return rank.times.recent()
-        whole = rank.times.whole()
-        return whole.seconds if whole is not None else {}
+        return rank.times.whole() if self.has_ended else rank.times.recent()
 
     def _row(self, number: int) -> Row:
         rank = self.ranks[number]
@@ -145,7 +141,6 @@ class Rows:
             loss="" if rank.loss is None else words.measured(rank.loss),
             memory=words.size(rank.memory) if rank.memory else "",
             gpu=self._gpu([number]),
-            cpu=self._cpu([number]),
             now=self._activity(number),
             location=location,
             times=in_words([self.seconds(rank)]),
@@ -162,17 +157,6 @@ class Rows:
             if rank.status.state == "running" and not rank.sample.evaluates and self.now - rank.moved_at <= stuck.STALL
         ]
         return words.percent(median(values)) if values else "-"
-
-    def _cpu(self, numbers: Sequence[int]) -> str:
-        """Return the median CPU use of the processes; "" of ranks whose device reports its own."""
-        found = [self.ranks[number] for number in numbers]
-        values = [
-            rank.status.cpu
-            for rank in found
-            if rank.status.cpu is not None
-            if rank.status.state in ("starting", "running", "stopped") and not rank.is_on_device
-        ]
-        return words.percent(median(values)) if values and not self.has_ended else ""
 
     def _activity(self, number: int) -> str:
         """Return what a rank does, in words."""

@@ -14,7 +14,7 @@ from nb_accelerate.notebook.display.findings.rank_warnings import RankWarnings
 from nb_accelerate.notebook.display.findings.slow import Slow
 from nb_accelerate.notebook.display.findings.stuck import Stuck, stalled_ranks
 from nb_accelerate.notebook.display.logged_values import LoggedValues
-from nb_accelerate.notebook.display.memory import memory_table, sharded_line
+from nb_accelerate.notebook.display.memory import sharded_line
 from nb_accelerate.notebook.display.pace import Pace, outlook, summary
 from nb_accelerate.notebook.display.phase_times import in_words
 from nb_accelerate.notebook.display.rank_history import RankHistory, mean_loss
@@ -138,10 +138,9 @@ class PanelState:
             peak=words.size(self._peak) if has_ended and self._peak else "",
             bars=bars,
             rows=rows,
-            columns=self._shown_columns() if has_steps or not has_ended else (),
+            columns=tuple(name for name, _ in FIGURES if name in self._columns) if has_steps or not has_ended else (),
             curve=self._losses.points,
             held=sharded_line({number: rank.sample.held for number, rank in ranks.items()}),
-            memory=memory_table({number: (rank.memory, rank.sample.held) for number, rank in ranks.items()}),
             logged=self._logged.curves,
             warnings=self._sentences(now, is_advice=False),
             times=in_words(makes.seconds(rank) for rank in ranks.values()),
@@ -152,12 +151,6 @@ class PanelState:
     @property
     def _is_paused(self) -> bool:
         return self._ended is None and all(rank.sample.paused for rank in self.ranks.values())
-
-    def _shown_columns(self) -> tuple[str, ...]:
-        """Return the columns that have had a value, and that of the CPU at once where no device will have values."""
-        by_device = any(rank.is_on_device for rank in self.ranks.values())
-        says_cpu = "CPU" in self._facts.setup and not by_device
-        return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
 
     def _sentences(self, now: float, *, is_advice: bool) -> tuple[str, ...]:
         return tuple(

@@ -30,7 +30,6 @@ FIGURES = (
     ("loss", "loss"),
     ("memory", "memory"),
     ("gpu", "GPU"),
-    ("cpu", "CPU"),
 )
 """Fields of a row that are columns, and the columns' titles. One without a value in any row is left out."""
 
@@ -59,7 +58,6 @@ class Row:
     loss: str = ""
     memory: str = ""
     gpu: str = ""  # percent of its time in which the device computed
-    cpu: str = ""  # percent of one core that the process used
     now: str = ""  # what it does
     location: str = ""  # the line of the user's code at which it does that
     label: str = ""  # of a bar
@@ -109,7 +107,6 @@ class View:
     before: tuple[Curve, ...] = ()  # losses of earlier runs
     charts: tuple[Chart, ...] = ()  # what was logged to be drawn here
     held: str = ""  # how the model is spread over ranks, and what they hold of it
-    memory: str = ""  # what each rank holds, as a table of text
     warnings: tuple[str, ...] = ()  # sentences
     times: str = ""  # of all ranks together, as in `Row`
     advice: str = ""  # what slowed down a run that has ended, and what to try

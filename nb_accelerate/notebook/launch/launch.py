@@ -422,7 +422,6 @@ class Launch(Steerable):
         facts = facts_of(self._name, self._plan)
         actions = (
             Action("Interrupt", "raise KeyboardInterrupt in every rank", self.interrupt),
-            Action("Stop", "end every rank now", lambda: self._end(StepKind.TERMINATE, STOPPED)),
             *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),
         )
         numbers = [rank.rank for rank in request.ranks]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.notebook.display.drawing.lines import bundle
+from nb_accelerate.notebook.display.drawing.lines import Lines, bundle
 from nb_accelerate.notebook.display.frontend import choose_front_end
 from nb_accelerate.notebook.display.widgets import asides
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
@@ -44,7 +44,7 @@ def attach(name: str | None = None) -> None:
 
     def draw(source: PanelSource) -> Drawing:
         drawing = make_drawing(panel.ranks, sink, source, front_end)
-        if not drawing.is_redrawn:  # its first line may come late
+        if isinstance(drawing, Lines):  # its first line may come late
             sink.write(sink.own_stream, f"attached to {panel.name}, which runs on {label(panel.ranks)}\n")
         return drawing
 

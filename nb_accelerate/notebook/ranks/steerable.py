@@ -19,7 +19,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page.commands import Command, CommandKind, check_text
 from nb_accelerate.base.topology.rank_lists import named
@@ -66,9 +66,6 @@ class Steerable(ABC):
     The training loop is one over a loader, or with an optimizer, that an `Accelerator` has prepared. Methods return
     when all ranks have obeyed, and say so. From the notebook's machine only; not with ranks on several.
     """
-
-    _at_end: ClassVar[str] = " Call .result() for its values, or for the error if it has failed."
-    """What to do when training has ended, for messages; begins with a space."""
 
     @abstractmethod
     def _steered(self) -> tuple[Request | None, int]:
@@ -180,8 +177,8 @@ class Steerable(ABC):
         assert request is not None
         if request.done.is_set():
             raise LaunchError(
-                f"{_named(command)}: {request.wording.what} has ended already, so there is no training to steer."
-                f"{self._at_end} To steer, start it again and give the command while it runs."
+                f"{_named(command)}: {request.wording.what} has ended already, so there is no training to steer. Start "
+                "it again, and give the command while it runs."
             )
         if len(request.ranks) != world_size:
             raise ConfigError(
@@ -191,7 +188,7 @@ class Steerable(ABC):
         if not request.steering.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DeadlineError(f"{capitalized(_named(command))}: another command has not ended within {timeout:g} s.")
         try:
-            return _GivenCommand(request, command, timeout, deadline, self._at_end).give()
+            return _GivenCommand(request, command, timeout, deadline).give()
         finally:
             request.steering.release()
 
@@ -205,15 +202,13 @@ class _GivenCommand:
 
     Args:
         timeout: seconds from the call to the deadline, for messages.
-        at_end: what to do when training has ended, for messages; see `Steerable`.
     """
 
-    def __init__(self, request: Request, command: Command, timeout: float, deadline: float, at_end: str) -> None:
+    def __init__(self, request: Request, command: Command, timeout: float, deadline: float) -> None:
         self._request = request
         self._command = command
         self._timeout = timeout
         self._deadline = deadline
-        self._at_end = at_end
         self._have_agreed: set[int] = set()  # in any attempt
         self._pages: dict[int, CommandWriter] = {rank.rank: rank.handle.page.commands for rank in request.ranks}
 
@@ -236,7 +231,6 @@ class _GivenCommand:
             pass
         raise LaunchError(
             f"{_named(self._command)}: training ended before its next batch, so the command had no effect."
-            f"{self._at_end}"
         )
 
     def _is_agreed(self, number: int, hold: float) -> bool:

@@ -9,13 +9,12 @@ from typing_extensions import override
 
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.base.progress_page import Phase
-from nb_accelerate.base.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP
-from nb_accelerate.errors import LaunchError, NbAccelerateError
-from nb_accelerate.notebook.display.panel import PAUSE, RESUME, Action
+from nb_accelerate.errors import NbAccelerateError
+from nb_accelerate.notebook.display.panel import PAUSE, Action
 from nb_accelerate.notebook.ranks.steerable import Steerable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from nb_accelerate.base.progress_page import Sample
     from nb_accelerate.notebook.ranks.request import Request
@@ -29,9 +28,6 @@ def steering_actions(
 ) -> tuple[Action, ...]:
     """Return buttons that steer the ranks of a request; none where they could not.
 
-    A button returns at once, with the thread that gives its command. One that no rank could obey yet, or that any rank
-    could not obey, says why. Commands that had no effect are named when the request ends.
-
     Args:
         note: shows a line that says what was done. Any thread.
         say: shows one that says why nothing was done. Any thread.
@@ -39,18 +35,26 @@ def steering_actions(
     if len(request.ranks) != world_size:
         return ()
     buttons = _Buttons(request, world_size, note, say)
-    request.callbacks.append(buttons.tell_end)
+    request.callbacks.append(buttons.join)
     return (
-        buttons.action(PAUSE, "pause training before its next batch, or go on", buttons.pause_or_resume, _why_no_pause),
-        buttons.action("Save", "save a checkpoint now", buttons.save, _why_no_save),
-        buttons.action("Stop after epoch", "end training when this epoch does", buttons.stop_after_epoch, _why_no_stop),
+        Action(
+            PAUSE,
+            "pause training before its next batch, or go on",
+            lambda: buttons.start(buttons.pause_or_resume),
+            buttons.can_steer,
+        ),
+        Action("Save", "save a checkpoint now", lambda: buttons.start(buttons.save), buttons.can_save),
+        Action(
+            "Stop after epoch",
+            "end training when this epoch does",
+            lambda: buttons.start(buttons.stop_after_epoch),
+            buttons.can_stop,
+        ),
     )
 
 
 class _Buttons(Steerable):
-    """Gives the commands of buttons, and remembers those that had no effect."""
-
-    _at_end = ""  # a cell has no object to call .result() on
+    """Gives the commands of buttons, each in a thread of its own."""
 
     def __init__(
         self, request: Request, world_size: int, note: Callable[[str], object], say: Callable[[str], object]
@@ -59,7 +63,6 @@ class _Buttons(Steerable):
         self._world_size = world_size
         self._note, self._say = note, say
         self._threads: list[HelperThread] = []
-        self._without_effect: list[str] = []
 
     @override
     def _steered(self) -> tuple[Request | None, int]:
@@ -81,70 +84,45 @@ class _Buttons(Steerable):
         """Save a checkpoint, and say where."""
         self._note(f"saved {self.save_checkpoint()}")
 
-    def action(
-        self, title: str, hint: str, give: Callable[[], None], why_not: Callable[[Sequence[Sample]], str]
-    ) -> Action:
-        """Return a button that gives a command in a thread of its own."""
+    def start(self, give: Callable[[], None]) -> HelperThread:
+        """Give a command in a thread, which is returned."""
+        thread = HelperThread(self._run, give, name="steering", on_failure=self._failed)
+        self._threads.append(thread)
+        thread.start()
+        return thread
 
-        def start() -> HelperThread:
-            name = RESUME if title == PAUSE and self.is_paused else title
-            thread = HelperThread(self._run, name.lower(), give, name="steering", on_failure=self._failed)
-            self._threads.append(thread)
-            thread.start()
-            return thread
-
-        return Action(title, hint, start, lambda: why_not(_busy(self._request)))
-
-    def tell_end(self) -> None:
-        """Name the commands that had no effect, when all ranks have answered or ended. In the thread of the loop."""
+    def join(self) -> None:
+        """Have commands that training did not come to say so before its request is done. In the thread of the loop."""
         until = time.monotonic() + _END_TIMEOUT
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        if self._without_effect:
-            *others, last = dict.fromkeys(self._without_effect)
-            names = f"{', '.join(others)} and {last}" if others else last
-            has_begun = any(sample.takes_commands for sample in _samples(self._request))
-            why = "training ended before its next batch" if has_begun else "no loop over a prepared loader has begun"
-            self._say(f"{names} had no effect: {why}")
 
-    def _run(self, name: str, give: Callable[[], None]) -> None:
+    def can_steer(self) -> bool:
+        """Return whether a loop over a prepared loader has begun."""
+        return any(sample.takes_commands for sample in self._busy())
+
+    def can_save(self) -> bool:
+        """Return whether numbered checkpoints have a folder, too."""
+        return self.can_steer() and all(sample.has_folder is not False for sample in self._busy())
+
+    def can_stop(self) -> bool:
+        """Return whether a loop over epochs can be ended, too. Before the first step it may be still to come."""
+        lacks_loop = any(sample.has_epoch_loop is False and sample.steps for sample in self._busy())
+        return self.can_steer() and not lacks_loop
+
+    def _busy(self) -> list[Sample]:
+        """Return the samples of ranks whose page does not show a call or cell that is over, maybe the one before."""
         try:
-            if _why_no_pause(_busy(self._request)):
-                self._note(f"{name}: no loop over a prepared loader has begun yet; the command waits for one")
+            samples = [rank.handle.page.read() for rank in self._request.ranks]
+        except ValueError:  # they were closed: the ranks have just ended
+            return []
+        return [sample for sample in samples if sample.phase is not Phase.ENDED]
+
+    def _run(self, give: Callable[[], None]) -> None:
+        try:
             give()
-        except LaunchError as error:
-            if self._request.done.is_set():
-                self._say(str(error))
-            else:  # it is about to end: `tell_end` says this of all commands in one line
-                self._without_effect.append(name)
         except NbAccelerateError as error:
             self._say(str(error))
 
     def _failed(self, _: str, error: BaseException) -> None:
         self._say(f"the command could not be given ({type(error).__name__}: {error})")
-
-
-def _samples(request: Request) -> list[Sample]:
-    try:
-        return [rank.handle.page.read() for rank in request.ranks]
-    except ValueError:  # they were closed: the ranks have just ended
-        return []
-
-
-def _busy(request: Request) -> list[Sample]:
-    """Return the samples of ranks whose page does not show a call or cell that is over, maybe the one before."""
-    return [sample for sample in _samples(request) if sample.phase is not Phase.ENDED]
-
-
-def _why_no_pause(busy: Sequence[Sample]) -> str:
-    return NO_LOOP if busy and not any(sample.takes_commands for sample in busy) else ""
-
-
-def _why_no_save(busy: Sequence[Sample]) -> str:
-    return _why_no_pause(busy) or (NO_FOLDER if any(sample.has_folder is False for sample in busy) else "")
-
-
-def _why_no_stop(busy: Sequence[Sample]) -> str:
-    # Before the first step, the loop over epochs may be still to come.
-    lacks_loop = any(sample.has_epoch_loop is False and sample.steps for sample in busy)
-    return _why_no_pause(busy) or (NO_EPOCH_LOOP if lacks_loop else "")

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.display.view import Row, View
 
-_HINTS = {
-    "gpu": "part of the time in which the GPU computed, a moment ago",
-    "cpu": "of one core, a moment ago; several threads together make more than 100 %",
-}
+_HINTS = {"gpu": "part of the time in which the GPU computed, a moment ago"}
 _EMPTY_TRACK = '<div class="nba-track"></div>'
 _GONE = (
     "No news since {at}.<span> If the kernel runs, call nb_accelerate.attach() in a cell; if not, run this cell again."

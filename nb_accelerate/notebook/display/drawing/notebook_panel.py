@@ -51,7 +51,6 @@ class NotebookPanel(Drawing):
     """
 
     every = 0.5
-    is_redrawn = True
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ _ANY_WIDTH = 1_000_000
 
 _TITLES = {"ranks": "rank", "bar": "", **dict(FIGURES)}
 
-_LEFT_OUT = ("cpu", "gpu", "memory", "epoch", "rate", "loss")
+_LEFT_OUT = ("gpu", "memory", "epoch", "rate", "loss")
 """Figures that are left out of narrow terminals, the first one first."""
 
 _BAR, _SHORT_BAR = 12, 6

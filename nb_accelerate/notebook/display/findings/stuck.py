@@ -68,13 +68,11 @@ class Stuck(Finding):
 
     def __init__(self) -> None:
         self._hang = self._outcome = ""
-        self._is_told_elsewhere = False
 
     @override
     def observe(self, ranks: Ranks, now: float) -> None:
         if any(rank.moved_at == now for rank in ranks.values()):
             self._hang = self._outcome = ""
-            self._is_told_elsewhere = False
 
     def tell(self, hang: str, outcome: str) -> None:
         """Take what others know of ranks that wait; it is told until one of them moves.
@@ -85,19 +83,8 @@ class Stuck(Finding):
         """
         self._hang, self._outcome = words.capitalized(hang), outcome
 
-    def leave_out(self, ranks: Ranks, now: float) -> bool:
-        """Leave out the sentence until a rank moves, because the caller tells it.
-
-        Returns:
-            True if it was told already, so that the caller need not.
-        """
-        self._is_told_elsewhere = not _standstill(ranks, now)
-        return not self._is_told_elsewhere
-
     @override
     def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
-        if self._is_told_elsewhere:
-            return ()
         told = _standstill(ranks, now) or ([self._hang] if self._hang else [])
         if told and self._outcome:
             told[-1] = f"{told[-1].removesuffix('.')}. {self._outcome}"

@@ -1,4 +1,4 @@
-"""What can be opened below a panel while it runs, as HTML: the stacks of ranks, their memory, and the log of one."""
+"""What can be opened below a panel while it runs, as HTML: the stacks of ranks, and the log of one."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ def _stack(rank: int, users: list[str], others: list[str]) -> str:
         folded = escape(" ← ".join(others))
         lines += f'<details class="nba-dim"><summary class="nba-frames">  in {folded}</summary>{each}</details>'
     return f"<div><b>{named([rank])}</b></div>{lines}"
-
-
-def memory(table: str) -> str:
-    """Return what ranks hold, as `notebook.display.memory.memory_table` says it."""
-    return _pre(escape(table or "nothing is known yet"), "memory of ranks", "nba-table")
 
 
 def log(text: str, rank: int) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.view import View
 
 _ACTIONS_EVERY = 2.0
-"""Seconds between two checks whether buttons can be pressed: each reads the pages of all ranks."""
+"""Seconds between two checks which buttons are there: each reads the pages of all ranks."""
 
 _ASK_EVERY = 3.0
 """Seconds between two questions for the stacks that are shown."""
@@ -58,7 +58,6 @@ class Controls:
         self._aside: Any = None
         self._rank_field: Any = None
         self._check_actions_at = 0.0
-        self._memory_table = ""
         self._shown: Callable[[], str] | None = None
         self._ask_at = 0.0
         self._log_of = min(ranks)
@@ -75,10 +74,8 @@ class Controls:
             (action, self._button(action.title, action.hint, action.do)) for action in self._source.actions()
         ]
         self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
-        self._row = (
-            *(button for _, button in self._actions),
+        self._row = self._of_asides = (
             self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
-            self._button("Memory", "show what every rank holds", lambda: self._toggle(self._memory)),
             self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log)),
         )
         margin = ipywidgets.Layout(margin="0 0 0 5px", flex_flow="row wrap")
@@ -93,14 +90,12 @@ class Controls:
 
     def draw(self, view: View) -> None:
         """Bring them up to date."""
-        self._memory_table = view.memory
         if self._pause is not None:
-            _change(self._pause, description=RESUME if view.is_paused else PAUSE)
+            self._pause.description = RESUME if view.is_paused else PAUSE
         if time.monotonic() >= self._check_actions_at:
             self._check_actions_at = time.monotonic() + _ACTIONS_EVERY
-            for action, button in self._actions:
-                why_not = action.why_not()
-                _change(button, disabled=bool(why_not), tooltip=why_not or action.hint)
+            self._row = (*(button for action, button in self._actions if action.can()), *self._of_asides)
+            self._show_row()
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S on %d %B")
             has_log = any(self._source.log(rank) for rank in self._ranks)
@@ -159,13 +154,20 @@ class Controls:
 
                 self._aside = self._add(ipywidgets.HTML("", layout=self._plain, style=self._again.style))
                 self._box.children = (self._again, self._controls, self._aside)
-            chooses_rank = aside == self._log and len(self._ranks) > 1
-            self._controls.children = (*self._row, self._field_of_rank()) if chooses_rank else self._row
             self._shown = aside
             if aside is None:
                 self._aside.value = ""
+        self._show_row()
         if aside == self._stacks:
             self._ask()
+
+    def _show_row(self) -> None:
+        """Show the buttons and, beside a log of several ranks, which one it is of."""
+        with self._lock:
+            chooses_rank = self._shown == self._log and len(self._ranks) > 1
+            children = (*self._row, self._field_of_rank()) if chooses_rank else self._row
+            if not self._is_over and self._controls.children != children:
+                self._controls.children = children
 
     def _field_of_rank(self) -> Any:
         """Return a field that chooses the rank whose log is shown.
@@ -200,9 +202,6 @@ class Controls:
         found = {rank: listed(dump) for rank, dump in self._source.stacks().items() if dump}
         return asides.stacks(found)
 
-    def _memory(self) -> str:
-        return asides.memory(self._memory_table)
-
     def _log(self) -> str:
         if self._log_of not in self._ranks:
             return asides.log(f"rank {self._log_of} does not run this", self._log_of)
@@ -222,14 +221,6 @@ def _html_of_new_pages(layout: Any) -> Any:
             return super().get_state(key, drop_defaults)
 
     return HTMLOfNewPages(layout=layout, _dom_classes=("nba-again",))
-
-
-def _change(widget: Any, **values: object) -> None:
-    """Change a widget that is not so already, by one message."""
-    if any(getattr(widget, name) != value for name, value in values.items()):
-        with widget.hold_sync():
-            for name, value in values.items():
-                setattr(widget, name, value)
 
 
 def _with_styles(widget: Any) -> list[Any]:
