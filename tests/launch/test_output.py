@@ -224,7 +224,7 @@ class Page(Sink):
 
 def test_folding_waits_for_every_rank_but_not_for_ever() -> None:
     page = Page()
-    fold = RequestOutput([0, 1], page, has_bars=False, hold=600.0)
+    fold = RequestOutput([0, 1], page, hold=600.0)
     assert fold.due == float("inf")
     fold.text(0, "stdout", "a\nb\n")
     assert page.seen == []

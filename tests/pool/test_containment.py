@@ -129,7 +129,7 @@ def goes_on(pool: Pool) -> Iterator[None]:
 
 
 SHOWING: list[tuple[type, str]] = [
-    *((RequestOutput, name) for name in ("text", "display", "redrawing", "finish")),
+    *((RequestOutput, name) for name in ("text", "display", "finish")),
     *((Merge, name) for name in ("add", "finish", "due")),
     *((RankOutput, name) for name in ("feed", "finish")),
 ]

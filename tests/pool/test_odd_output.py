@@ -68,7 +68,8 @@ def test_a_rank_that_does_not_run_the_cell_may_print_draw_bars_and_show_things(
     open(end, "w").close()
     assert "[rank 2] from a thread\n" in seen
     assert re.search(r"\[rank 2\] +\n", seen)  # above the figure
-    assert "[rank 2] 30%" in shown(notebook.finish(cell).ok())
+    assert "[rank 2] 30%\n" in seen
+    notebook.finish(cell).ok()
 
 
 def test_half_a_letter_is_shown_as_an_escape(notebook: Kernel):
@@ -118,17 +119,6 @@ def test_what_is_too_much_by_its_size_goes_to_a_log_too(notebook: Kernel):
     assert match, text[:200]
     assert len(text) < 30_000
     Path(match[1]).unlink()
-
-
-def test_many_bars_do_not_send_all_of_them_again_and_again(notebook: Kernel):
-    cell = run(
-        notebook,
-        "for i in range(400):\n    for j in range(20): print(f'\\r{i} {j} of 20' + ' ' * 60, end='')\n    print()",
-    )
-    text = cell.ok().displays[-1]["text/plain"]
-    assert re.match(r"\.\.\. 1,150 bars before these have finished\n", text)
-    assert re.search(r"\[rank [012]\] 399 19 of 20", text)
-    assert sum(len(data["text/plain"]) for data in cell.displays) < 1_000_000
 
 
 CAPTURED = """

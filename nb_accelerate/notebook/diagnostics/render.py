@@ -53,8 +53,6 @@ def render_report(
     are shown, since its text says the rest.
 
     Args:
-        title: stands at the right of the first line, e.g. ``rank 1 of 2``.
-        footer: said after the exception.
         called_from: the user's lines that led to the launch, shown if the exception has no line of users' code.
     """
     name = report.type_name

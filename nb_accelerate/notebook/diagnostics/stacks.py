@@ -77,11 +77,7 @@ def where(dump: str) -> str:
 
 
 def where_in(frames: Iterable[Frame]) -> str:
-    """Return the innermost frame, and the line of the notebook (or of the user's file) that led there.
-
-    Args:
-        frames: innermost first. Without any but those of a rank's own machinery the result is "".
-    """
+    """Return the innermost frame, and the line of the notebook (or of the user's file) that led there."""
     frames = [frame for frame in frames if not _WORKER.search(frame.filename)]
     if not frames:
         return ""
@@ -99,11 +95,7 @@ def innermost(dump: str) -> str:
 
 
 def users_line(frames: Iterable[Frame]) -> tuple[Frame, str] | None:
-    """Return the innermost frame of users' code, and the name by which it calls a collective; None without one.
-
-    Args:
-        frames: innermost first. None is taken that comes after the one returned.
-    """
+    """Return the innermost frame of users' code, and the name by which it calls a collective; None without one."""
     inside: list[Frame] = []
     for frame in frames:
         inside.append(frame)

@@ -17,11 +17,7 @@ FROM_TERMINAL = {"nb_accelerate.terminal": True}
 
 
 def choose_front_end(progress: str) -> FrontEnd:
-    """Return where the panel of the code that runs now is drawn.
-
-    Args:
-        progress: ``"auto"``, or one of the others that the user has asked for.
-    """
+    """Return where the panel of the code that runs now is drawn."""
     if progress == "off":
         return "off"
     kernel = _kernel()

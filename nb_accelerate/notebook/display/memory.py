@@ -75,7 +75,6 @@ def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]
     """Return sentences about what makes a model fit, the most useful first.
 
     Args:
-        held: by the rank on which it did not.
         rows: of a batch on each rank; 0 if that is not known.
         wanted: bytes that could not be had.
     """

@@ -93,12 +93,7 @@ def outlook(ranks: Ranks, pace: Pace, now: float) -> tuple[str, ...]:
 
 
 def summary(ranks: Ranks, rate: float | None, rows: int) -> tuple[str, ...]:
-    """Return what a run came to: whether it ended early as asked, steps, samples per second, loss, compiled programs.
-
-    Args:
-        rate: steps per second; None if not known.
-        rows: of all ranks together in one step; 0 if not known.
-    """
+    """Return what a run came to: whether it ended early as asked, steps, samples a second, loss, compiled programs."""
     samples = [rank.sample for rank in ranks.values()]
     ended = next((sample.ended_after for sample in samples if sample.ended_after is not None), None)
     parts = [f"ended as asked after epoch {words.count(ended[0])} of {words.count(ended[1])}"] if ended else []

@@ -115,7 +115,6 @@ class Panel:
 
     Attributes:
         due: `time.monotonic` at which `refresh` wants to be called.
-        logs: what each rank printed last, once it has ended.
     """
 
     def __init__(self, facts: Facts, ranks: Sequence[int], drawing: Drawing, source: PanelSource) -> None:
@@ -175,9 +174,6 @@ class Panel:
 
         Args:
             outcome: another one about how it will end; may be empty. It is shown with what the panel says by itself.
-
-        Returns:
-            False if nothing is shown, so that the caller is to say it.
         """
         with self._lock:
             if not self._drawings or self._has_failed:

@@ -91,10 +91,7 @@ class RankHistory:
     """The recent past of a rank, and where its time went.
 
     Attributes:
-        status: the newest.
-        moved_at: when something last changed.
         stack: a dump of its stack that came since then; "" without one.
-        lines: of the user's code that it was seen at.
         whole: batches of the whole run so far, and of how many; None if the latter is not known.
     """
 

@@ -36,12 +36,7 @@ _FIRST_COLUMNS = ("step", "epoch", "rate", "loss", "memory")
 class PanelState:
     """Collects what is known about the ranks of a launch or a cell. Call `observe` now and then, and `end` once.
 
-    Args:
-        facts: what does not change.
-        now: `time.monotonic` at the beginning.
-
     Attributes:
-        ranks: what is known of each.
         stuck: tells of ranks that do not move. Others may know more about them.
     """
 

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
-    """Show one line about a plan, at once: a launch takes seconds if PyTorch is to be imported first.
-
-    Returns:
-        The id of the display that a panel may replace; "" if the front end cannot.
-    """
+    """Show one line about a plan, at once: a launch takes seconds if PyTorch is to be imported first."""
     waits = ": waiting for the other machines" if plan.num_nodes > 1 else ""
     if front_end != "widget":
         sink.write(sink.own_stream, f"{plan.brief}{waits}\n")

@@ -87,16 +87,8 @@ class ElasticRendezvous:
     """Machines that find one another, again and again. `close` it.
 
     Args:
-        endpoint: address and port of the first machine.
         listener: a socket that listens there, if this is the first machine; it is then this object's.
         check: called again and again while machines are waited for; raises why nobody waits any more.
-
-    Attributes:
-        round: the current one, after `next_round`.
-
-    Raises:
-        StartError: the first machine does not answer.
-        ConfigError: the launch on another machine has other numbers of machines or ranks, or this one's number.
     """
 
     def __init__(
@@ -150,12 +142,7 @@ class ElasticRendezvous:
         return float(self._conf.get("keep_alive_interval", 5)) * int(self._conf.get("keep_alive_max_attempt", 3))
 
     def next_round(self) -> Round:
-        """Wait for the machines, and number them. Ends what was before.
-
-        Raises:
-            StartError: not all machines came, or the launch has ended elsewhere.
-            ConfigError: machines came that cannot take part together.
-        """
+        """Wait for the machines, and number them. Ends what was before."""
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
         before = [] if self.round is None else self.round.machines
@@ -225,11 +212,7 @@ class ElasticRendezvous:
         self._reason = self._reason or f"on the machine at {self._me}, {why}"
 
     def close(self, ended: str) -> None:
-        """Leave the launch, which nobody can then take part in, unless the others can go on without this machine.
-
-        Args:
-            ended: how the launch of this machine has.
-        """
+        """Leave the launch, which nobody can then take part in, unless the others can go on without this machine."""
         leaving = HelperThread(self._leave, ended, name="leaving")
         leaving.start()
         try:
@@ -265,11 +248,7 @@ class ElasticRendezvous:
         self._handler = self._state = self._store = self.round = None
 
     def _in_thread(self, action: Callable[[], _T]) -> _T:
-        """Run what asks the store, and return what it does. Interrupts, and what `check` raises, end the wait.
-
-        Raises:
-            StartError: the store cannot be reached.
-        """
+        """Run what asks the store, and return what it does. Interrupts, and what `check` raises, end the wait."""
         found: list[_T] = []
         errors: list[BaseException] = []
         thread = HelperThread(

@@ -31,9 +31,7 @@ def rank_environ(
     """Return the whole environment of one rank.
 
     Args:
-        base: the kernel's environment as it is now.
         extra: the user's variables; they override all others but those that select among devices.
-        attempt: how often the ranks were started before.
     """
     environ = {key: value for key, value in base.items() if key not in _KERNELS_OWN}
     environ.setdefault("OMP_NUM_THREADS", str(plan.num_threads))

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink) -> Values:
-    """Call the function in this process, in the environment of a single rank, which is undone afterwards.
-
-    Args:
-        sink: shows nothing: the function prints into the cell by itself.
-
-    Raises:
-        BaseException: what the function raises, with its own traceback.
-    """
+    """Call the function in this process, in the environment of a single rank, which is undone afterwards."""
     with OutputGuard(sink):
         sink.close()
     before = dict(os.environ)

@@ -434,8 +434,8 @@ class Launch(Steerable):
         if options.fold_output:
             # What several ranks print alike has a prefix that names them all.
             own = prefix if len(numbers) == 1 else None
-            return RequestOutput(numbers, self._sink, has_bars=False, hold=self.timeouts.fold, prefix=own)
-        return RequestOutput(numbers, self._sink, style="raw", has_bars=False, prefix=prefix)
+            return RequestOutput(numbers, self._sink, hold=self.timeouts.fold, prefix=own)
+        return RequestOutput(numbers, self._sink, style="raw", prefix=prefix)
 
     def _note(self, line: str) -> None:
         loop = self._loop

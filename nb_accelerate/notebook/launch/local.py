@@ -58,10 +58,6 @@ class LocalRank(RankHandle):
         store: through which it meets other ranks; None if a `Join` will tell.
         store_fd: descriptor of the store that it is born with, which this closes; -1 if there is none.
 
-    Attributes:
-        owner: the process that starts it, once that was asked to.
-        closed: the kernel's ends are closed.
-
     Raises:
         OSError: too many files are open. Nothing of it is left then, nor is `store_fd`.
     """

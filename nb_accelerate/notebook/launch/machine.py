@@ -29,41 +29,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VisibleDevices:
-    """The devices of one type that ranks could see.
-
-    Attributes:
-        names: each of them, as the variable that selects among them writes it.
-        in_use: why a rank forked from this process could not use them, or "" if it could.
-        forbids_fork: why their runtime does not survive any fork, or "" if it does.
-        held: why no rank at all could use them, or "" if ranks could.
-    """
+    """The devices of one type that ranks could see."""
 
     kind: DeviceKind
-    names: tuple[str, ...]
-    in_use: str = ""
-    forbids_fork: str = ""
-    held: str = ""
+    names: tuple[str, ...]  # each of them, as the variable that selects among them writes it
+    in_use: str = ""  # why a rank forked from this process could not use them, or "" if it could
+    forbids_fork: str = ""  # why their runtime does not survive any fork, or "" if it does
+    held: str = ""  # why no rank at all could use them, or "" if ranks could
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What a launch can use on this machine, and whether forks of this process could use it.
-
-    Attributes:
-        accelerators: the devices there are besides the processor, by type, the preferred type first.
-        prefers_cpu: ``ACCELERATE_USE_CPU`` asks for the CPU.
-        num_threads: what ``OMP_NUM_THREADS`` asks for, or None.
-        loopback: name of the loopback network interface.
-        shared_memory: bytes free in ``/dev/shm``, or None where there is none.
-    """
+    """What a launch can use on this machine, and whether forks of this process could use it."""
 
     num_cpus: int
-    accelerators: tuple[VisibleDevices, ...] = ()
-    prefers_cpu: bool = False
-    num_threads: int | None = None
-    loopback: str = "lo"
+    accelerators: tuple[VisibleDevices, ...] = ()  # besides the processor, by type, the preferred type first
+    prefers_cpu: bool = False  # ``ACCELERATE_USE_CPU`` asks for the CPU
+    num_threads: int | None = None  # what ``OMP_NUM_THREADS`` asks for, or None
+    loopback: str = "lo"  # name of the loopback network interface
     can_fork: bool = True
-    shared_memory: int | None = None
+    shared_memory: int | None = None  # bytes free in ``/dev/shm``, or None where there is none
 
     @property
     def num_gpus(self) -> int:
@@ -76,9 +61,6 @@ def facts_here(env: Mapping[str, str]) -> MachineFacts:
 
     Args:
         env: variables that ranks will have on top of ours; those that select among devices change what there is.
-
-    Raises:
-        MissingDependencyError: torch is not installed, or a package is too old.
     """
     check_versions()
     if importlib.util.find_spec("torch") is None:

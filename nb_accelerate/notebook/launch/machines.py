@@ -16,21 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine of a launch.
+    """One machine of a launch."""
 
-    Attributes:
-        address: as the other machines reach it.
-        node_rank: the number it was given by hand; None where torch elastic numbers the machines.
-        num_nodes: machines that it was started for, as ``2`` or ``1:4``.
-        launch: tells its launch from others on the same machine.
-    """
-
-    address: str
+    address: str  # as the other machines reach it
     host: str = ""
-    node_rank: int | None = None
+    node_rank: int | None = None  # the number it was given by hand; None where torch elastic numbers the machines
     num_processes: int = 1
-    num_nodes: str = "1"
-    launch: str = field(default="", compare=False)
+    num_nodes: str = "1"  # machines that it was started for, as ``2`` or ``1:4``
+    launch: str = field(default="", compare=False)  # tells its launch from others on the same machine
 
     def to_text(self) -> str:
         """Return what torch elastic knows it by. It numbers machines in the order of these texts."""

@@ -35,12 +35,7 @@ class Owner:
     """The process of a server, which has forked the ranks.
 
     Args:
-        pid: a child of this process that was not reaped yet.
         serves: it takes messages at once, because it has nothing to import first.
-        log: returns what it wrote, which is nothing unless something is wrong with it.
-
-    Attributes:
-        is_given_up: no more ranks are to be started with it.
     """
 
     def __init__(self, pid: int, channel: Channel, *, serves: bool = False, log: Callable[[], str] = str) -> None:

@@ -29,35 +29,22 @@ _PROCESSOR = VisibleDevices(kind=CPU, names=())
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """A launch, ready to be started.
+    """A launch, ready to be started."""
 
-    Attributes:
-        num_processes: ranks on this machine, and on each other one.
-        num_nodes: machines; before they have met, the most that there can be.
-        reason: why the method was chosen; "" where it is what one expects.
-        device_names: the device of each rank of this machine, by local rank; empty on the processor.
-        is_kind_asked_for: ranks are told the type of their device, because they might choose another one.
-        visibility: environment variables that select the devices that ranks see; empty to leave them as they are.
-        num_threads: intra-op threads of each rank.
-        mixed_precision: what `Accelerator()` takes in the ranks by default.
-        can_fork: ranks could have the notebook's memory, if that was asked for.
-        warnings: what the user should know before it starts.
-    """
-
-    num_processes: int
-    num_nodes: int
+    num_processes: int  # ranks on this machine, and on each other one
+    num_nodes: int  # machines; before they have met, the most that there can be
     method: StartMethod
-    reason: str
+    reason: str  # why the method was chosen; "" where it is what one expects
     kind: DeviceKind
-    device_names: tuple[str, ...]
-    num_threads: int
+    device_names: tuple[str, ...]  # the device of each rank of this machine, by local rank; empty on the processor
+    num_threads: int  # intra-op threads of each rank
     loopback: str
-    mixed_precision: str
-    is_kind_asked_for: bool = False
-    visibility: Mapping[str, str] = field(default_factory=dict)
+    mixed_precision: str  # what `Accelerator()` takes in the ranks by default
+    is_kind_asked_for: bool = False  # ranks are told the type of their device, because they might choose another one
+    visibility: Mapping[str, str] = field(default_factory=dict)  # variables that select devices
     min_nodes: int = 1
-    can_fork: bool = False
-    warnings: tuple[str, ...] = ()
+    can_fork: bool = False  # ranks could have the notebook's memory, if that was asked for
+    warnings: tuple[str, ...] = ()  # what the user should know before it starts
 
     @property
     def device(self) -> str:
@@ -123,9 +110,6 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
     Args:
         may_copy: ranks may have a copy of this process. Not where it would be out of date with the next cell, nor where
             nothing in it is of use to them.
-
-    Raises:
-        ConfigError: more ranks than there are devices, a device that is not there, or a start method that cannot work.
     """
     devices = _choose_kind(options, facts)
     if devices.held:

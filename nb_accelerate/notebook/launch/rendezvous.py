@@ -58,35 +58,22 @@ def close_keepers() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one launch meet, and the number of this machine among all.
+    """Where the ranks of one launch meet, and the number of this machine among all."""
 
-    Attributes:
-        address: of the store, as every rank reaches it.
-        port: of the store, or one beside it that is kept free for code in ranks.
-        interface: network interface for gloo and NCCL.
-        keeps_interface: a network interface that the environment names is kept: a cluster knows of faster ones.
-        listener: the bound socket if this machine serves the store, else None.
-        file: descriptor of the file that is the store, or -1.
-        store_port: of the store, if `port` is another one; else 0.
-        polls: ranks wait for the file in Python; see `training.process.group_store.RendezvousHandler`.
-        part: of the store, for these ranks; "" if it is theirs alone.
-        elastic: by which several machines found one another; None on one.
-    """
-
-    address: str
-    port: int
+    address: str  # of the store, as every rank reaches it
+    port: int  # of the store, or one beside it that is kept free for code in ranks
     node_rank: int
-    interface: str
+    interface: str  # network interface for gloo and NCCL
     run_id: str
-    listener: socket.socket | None
-    file: int = -1
-    store_port: int = 0
-    keeps_interface: bool = False
+    listener: socket.socket | None  # the bound socket if this machine serves the store, else None
+    file: int = -1  # descriptor of the file that is the store, or -1
+    store_port: int = 0  # of the store, if `port` is another one; else 0
+    keeps_interface: bool = False  # one that the environment names is kept: a cluster knows of faster ones
     num_nodes: int = 1
     world_size: int = 1
-    polls: bool = False
-    part: str = ""
-    elastic: ElasticRendezvous | None = None
+    polls: bool = False  # ranks wait for the file in Python; see `training.process.group_store.RendezvousHandler`
+    part: str = ""  # of the store, for these ranks; "" if it is theirs alone
+    elastic: ElasticRendezvous | None = None  # by which several machines found one another; None on one
 
     def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
         """Return what a rank is told of the store, and the descriptor it gets, which the caller closes; or -1."""
@@ -120,12 +107,7 @@ def is_local(options: LaunchOptions) -> bool:
 
 @contextlib.contextmanager
 def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
-    """Agree where ranks meet that are started once.
-
-    Raises:
-        ConfigError: the port that was asked for is taken, or the address is not this machine's.
-        StartError: not all machines came.
-    """
+    """Agree where ranks meet that are started once."""
     with repeated_rendezvous(options, plan, lambda: None) as meet, meet() as rendezvous:
         yield rendezvous
 
@@ -133,11 +115,7 @@ def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendez
 def repeated_rendezvous(
     options: LaunchOptions, plan: LaunchPlan, check: Callable[[], object]
 ) -> contextlib.AbstractContextManager[Meet]:
-    """Return a context manager with what is called at each start of the ranks, and does what `open_rendezvous` does.
-
-    Args:
-        check: called while other machines are waited for; raises why nobody waits any more.
-    """
+    """Return a context manager with what is called at each start of the ranks, and does what `open_rendezvous` does."""
     if is_local(options):
         return contextlib.nullcontext(functools.partial(_meet_here, options, plan))
     return _elastic(options, plan, check)
@@ -185,11 +163,7 @@ def _file_without_name() -> int:
 
 
 def _keep_free(port: int, stack: contextlib.ExitStack) -> int:
-    """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there.
-
-    Args:
-        port: 0 finds a free one, which is returned.
-    """
+    """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there."""
     keeper = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     _keepers.add(keeper)
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -75,11 +75,7 @@ class RankServer(ABC):
 
     @abstractmethod
     def start(self, handles: Iterable[LocalRank]) -> None:
-        """Start ranks, which then wait for `Setup`. A handle is taken when the one before is on its way.
-
-        Raises:
-            StartError: the server is gone, or the system has no room for another process.
-        """
+        """Start ranks, which then wait for `Setup`. A handle is taken when the one before is on its way."""
 
     def forget(self) -> None:  # noqa: B027 - most inherit nothing
         """Wait, when its ranks have ended, until no process has copies of descriptors open when they started."""
@@ -105,12 +101,7 @@ class RankServer(ABC):
 
 
 class ExecutedServer(RankServer):
-    """A server that is a fresh interpreter.
-
-    Args:
-        preload: modules that it imports first.
-        fresh: whether its ranks are fresh interpreters too, and no forks of it.
-    """
+    """A server that is a fresh interpreter."""
 
     def __init__(self, preload: tuple[str, ...], *, fresh: bool = False) -> None:
         super().__init__()

@@ -38,12 +38,7 @@ def make_setup(
     store: StoreSpec | None = None,
     attempt: int = 0,
 ) -> Setup:
-    """Return the `Setup` of a rank: with the environment, working directory and search path of this process as of now.
-
-    Args:
-        notebook: of `pack_notebook`.
-        store: through which they meet; None if a `Join` will tell.
-    """
+    """Return the `Setup` of a rank: with environment, working directory and search path of this process as of now."""
     environ = rank_environ(
         plan,
         rendezvous,

@@ -98,16 +98,11 @@ class SharedState:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """The machines whose ranks train together until the next start. Each method asks the store.
+    """The machines whose ranks train together until the next start. Each method asks the store."""
 
-    Attributes:
-        store: torch elastic's part of it for this round.
-        machines: all that take part, by number.
-    """
-
-    store: Any
+    store: Any  # torch elastic's part of it for this round
     node_rank: int
-    machines: list[Machine]
+    machines: list[Machine]  # all that take part, by number
     name: str
 
     def fail(self, why: str) -> None:

@@ -25,9 +25,6 @@ def started_ranks(
     """Start the ranks of this machine, which wait for `Setup`, and yield a handle for each, by local rank.
 
     When the block is left, those that live are killed and their handles closed.
-
-    Args:
-        wants_rows: whether a panel shows their progress bars as rows.
     """
     handles: list[LocalRank] = []
     with contextlib.ExitStack() as stack:

@@ -36,11 +36,7 @@ _ADVICE = "Create it inside the function, or pass what it is made from."
 
 
 def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
-    """Pickle the function of a launch with its arguments. The caller closes what is returned.
-
-    Raises:
-        ShippingError: a part of it cannot be pickled; it says which, and that ranks could be forked if they can.
-    """
+    """Pickle the function of a launch with its arguments. The caller closes what is returned."""
     call = (options.function, options.args, dict(options.kwargs))
     # In a process that multiprocessing has spawned, the user's script is a module of this name, which only such
     # processes have.

@@ -421,9 +421,6 @@ class RankLoop(RankEvents):
     def on_output(self, rank: RankProxy) -> None:
         for hang in self._hangs.values():
             hang.printed()
-        if self.output is not None:
-            self.output.redrawing(rank.rank, rank.output.unfinished("stderr"))
-            self.output.redrawing(rank.rank, rank.output.unfinished("stdout"))
 
     @override
     def drops_stderr(self) -> bool:

@@ -29,11 +29,7 @@ class ProcessWatch:
         self.due = min(self.due, time.monotonic() + _INTERVAL_WHILE_ENDING)
 
     def check(self, ranks: Iterable[RankProxy], say: Callable[[str], object], *, is_ending: bool) -> list[RankProxy]:
-        """Check the processes of ranks. Return those whose end nobody will report, and which were given up.
-
-        Args:
-            is_ending: whether ranks are being ended; then it does not matter if one is suspended.
-        """
+        """Check the processes of ranks. Return those whose end nobody will report, and which were given up."""
         self.due = time.monotonic() + (min(_INTERVAL_WHILE_ENDING, self._interval) if is_ending else self._interval)
         self._monitor()
         lost = []

@@ -26,11 +26,7 @@ _MAX_TIMEOUT = 1e6
 
 
 class Sources:
-    """A selector of descriptors and channels, each with an action, and with a pipe that wakes up whoever waits.
-
-    Args:
-        on_ring: called in the thread that waits, after `ring`.
-    """
+    """A selector of descriptors and channels, each with an action, and with a pipe that wakes up whoever waits."""
 
     def __init__(self, on_ring: Callable[[], object]) -> None:
         self._selector = selectors.DefaultSelector()

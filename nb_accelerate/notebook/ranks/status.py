@@ -73,13 +73,7 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
 def locate_ranks(
     ranks: Mapping[int, RankProxy], busy: set[int], seconds: float, post: Callable[[Callable[[], object]], object]
 ) -> dict[int, str]:
-    """Return for each rank ``"idle"``, ``"ended"``, or where it is in its code. For any thread but the loop's.
-
-    Args:
-        busy: those that run a cell; they are asked for their stacks.
-        seconds: how long they have to write them.
-        post: `RankLoop.post`.
-    """
+    """Return for each rank ``"idle"``, ``"ended"``, or where it is in its code. For any thread but the loop's."""
     asked = [rank for number, rank in sorted(ranks.items()) if number in busy and not rank.handle.ended]
     for rank in asked:
         rank.has_stacks.clear()

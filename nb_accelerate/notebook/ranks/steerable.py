@@ -198,11 +198,7 @@ def _named(command: Command) -> str:
 
 
 class _GivenCommand:
-    """A command that is given to all ranks, again with another step if they do not agree on one.
-
-    Args:
-        timeout: seconds from the call to the deadline, for messages.
-    """
+    """A command that is given to all ranks, again with another step if they do not agree on one."""
 
     def __init__(self, request: Request, command: Command, timeout: float, deadline: float) -> None:
         self._request = request

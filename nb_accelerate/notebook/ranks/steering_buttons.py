@@ -30,7 +30,6 @@ def steering_actions(
 
     Args:
         note: shows a line that says what was done. Any thread.
-        say: shows one that says why nothing was done. Any thread.
     """
     if len(request.ranks) != world_size:
         return ()

@@ -28,14 +28,7 @@ _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken p
 
 
 def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tuple[Result | Failure, Packed | None]:
-    """Run a function to its end.
-
-    Args:
-        load: returns the function, its positional and its keyword arguments; may raise whatever unpickling raises.
-
-    Returns:
-        The message, and the packed value or exception whose descriptors are sent with it.
-    """
+    """Run a function to its end."""
     page = here()
     page.begin_request()
     dropped: tuple[str, ...] = ()

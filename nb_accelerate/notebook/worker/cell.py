@@ -58,11 +58,7 @@ class PersistentRank:
         self._alarm = Alarm(self._half.abort_groups)
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
-        """Answer a message of the kernel, whose descriptors are taken over.
-
-        Returns:
-            The answer, and the packed value whose descriptors are sent with it.
-        """
+        """Answer a message of the kernel, whose descriptors are taken over."""
         if isinstance(message, Join):
             return answer(lambda: (self._join, (message, fds), {}), self._gate)
         return self._run(message, fds)

@@ -9,11 +9,7 @@ if TYPE_CHECKING:
 
 
 def connections(process: psutil.Process, kind: str = "tcp") -> list[Any]:
-    """Return the sockets of a process, as psutil describes them.
-
-    Raises:
-        psutil.Error: the process has ended, or may not be asked.
-    """
+    """Return the sockets of a process, as psutil describes them."""
     # Its name since psutil 6, which warns of the one before.
     ask: Any = getattr(process, "net_connections", None) or process.connections
     return list(ask(kind))

@@ -31,7 +31,6 @@ class InputRequests:
 
         Raises:
             EOFError: nobody is there to answer, or this is another thread or process than the one that runs cells.
-            KeyboardInterrupt: the cell is interrupted.
         """
         if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             raise EOFError("only the thread that runs the cell can ask for input")

@@ -15,27 +15,16 @@ NUDGE = signal.SIGURG
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnds:
-    """Open file descriptors. The rank owns them.
+    """Open file descriptors. The rank owns them."""
 
-    Attributes:
-        control: its end of the channel.
-        stdout: write end of the pipe for everything Python prints and C code writes to descriptor 1.
-        stderr: write end of the pipe for what C code writes to descriptor 2.
-        interrupt: read end of a pipe; a `NUMBER` in it says which call or cell of this rank SIGINT is meant for.
-        stack_requests: read end of a pipe; a byte in it asks for the stack of the main thread.
-        stacks: write end of the pipe into which that is written.
-        page: the page on which it says how far it is.
-        store: the file that is the store through which ranks meet, or a listening socket to serve it on; or -1.
-    """
-
-    control: int
-    stdout: int
-    stderr: int
-    interrupt: int
-    stack_requests: int
-    stacks: int
-    page: int
-    store: int = -1
+    control: int  # its end of the channel
+    stdout: int  # write end of the pipe for everything Python prints and C code writes to descriptor 1
+    stderr: int  # write end of the pipe for what C code writes to descriptor 2
+    interrupt: int  # read end of a pipe; a `NUMBER` in it says which call or cell of this rank SIGINT is meant for
+    stack_requests: int  # read end of a pipe; a byte in it asks for the stack of the main thread
+    stacks: int  # write end of the pipe into which that is written
+    page: int  # the page on which it says how far it is
+    store: int = -1  # the file that is the store through which ranks meet, or a listening socket to serve it on; or -1
 
     def as_tuple(self) -> tuple[int, ...]:
         """Return the open ones in the order of the fields, as they are sent."""

@@ -70,9 +70,7 @@ def run_rank(
     """Run a rank in a prepared process (see `prepare_process`) until the kernel sends `Quit` or ends.
 
     Args:
-        parent: process id of whoever forked this process.
         scratch: a folder for what multiprocessing puts into files; whoever forked this process removes it.
-        inherited: function, positional and keyword arguments that are in memory since the kernel was forked.
         broken: why this process cannot work (a preloaded module failed to import, say); told to the kernel.
         own_path: `sys.path` for imports of this package; by default the current one, before that of the kernel is set.
     """
@@ -198,11 +196,7 @@ and workers of a loader are often forked just then."""
 
 
 def prepare_process(*, is_fork: bool) -> Exception | None:
-    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None.
-
-    Args:
-        is_fork: this process is a fork of the kernel, and keeps ``__main__`` and NumPy's random numbers.
-    """
+    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None."""
     try:
         patch_libraries()
         if sys.version_info < (3, 11):
@@ -223,7 +217,6 @@ def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, 
     """Set environment, folder, path, sources, random numbers and threads of this process as `setup` says.
 
     Args:
-        sources: text of notebook cells, by file name.
         store_fd: descriptor of the store; taken over.
 
     Returns:

@@ -40,11 +40,7 @@ class Received(Numbers):
         self._gone: list[int] = []
 
     def define(self, parcel: Parcel, fds: tuple[int, ...], names: dict[str, Any]) -> None:
-        """Define, or change in place, what has come with a cell: a `Names`. Its descriptors are taken over.
-
-        Raises:
-            ShippingError: something refers to an object that this rank has no more.
-        """
+        """Define, or change in place, what has come with a cell: a `Names`. Its descriptors are taken over."""
         sent, objects = unpack_numbered(parcel, fds, lambda key: self._find(key, names))
         changed = {key: self._find(key, names) for key in sent.states}
         # Whatever holds a list that is changed here holds something else then, and has not been changed by this rank.

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a Python file as ``python path arguments`` would, in this process.
-
-    Raises:
-        BaseException: what the script raises.
-    """
+    """Run a Python file as ``python path arguments`` would, in this process."""
     with io.open_code(os.path.abspath(path)) as file:  # noqa: PTH100 - as Python does; a link stays a link
         code = compile(file.read(), path, "exec", dont_inherit=True)
     sys.path[:1] = [os.path.dirname(os.path.realpath(path))]  # noqa: PTH120 - as Python does
@@ -34,7 +30,6 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 
     Raises:
         ImportError: there is no such module, or it is a package that cannot be run.
-        BaseException: what the module raises.
     """
     sys.path[:1] = [os.getcwd()]  # noqa: PTH109 - text, as Python has it there
     spec = importlib.util.find_spec(name)

@@ -38,10 +38,6 @@ def write_stacks_on_request(requests: int, stacks: int) -> None:
     It needs the interpreter's lock, so it answers while the main thread runs Python code, or waits in C code that has
     released the lock, and does not answer while C code holds it. `faulthandler` answers then. It is no substitute: it
     reads frames that may change meanwhile, and CPython 3.11 crashed in it.
-
-    Args:
-        requests: read end of a pipe; a byte in it asks, see `ASK_STACK`.
-        stacks: write end of the pipe for stacks, which look like those of `faulthandler.dump_traceback`.
     """
     # Not `threading.Thread`, whose start() waits until the thread runs, on the way of every launch.
     _thread.start_new_thread(_serve, (requests, stacks))

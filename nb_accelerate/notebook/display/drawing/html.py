@@ -132,12 +132,7 @@ def _prose(text: str) -> str:
 
 
 def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False) -> str:
-    """Return a table.
-
-    Args:
-        standing: names of columns that it has also if no row has a value for them.
-        failed: the run has failed, so that rows that are bad say why.
-    """
+    """Return a table."""
     if not rows:
         return ""
     columns = [(name, title) for name, title in FIGURES if name in standing or any(getattr(row, name) for row in rows)]

@@ -36,9 +36,6 @@ class Lines(Drawing):
     """For a log: a line after five seconds, ten, twenty ..., then one each minute, and whatever goes wrong at once.
 
     What was shorter leaves nothing but its bars, since those were not printed.
-
-    Args:
-        is_notebook: what was shown last is kept, as a table.
     """
 
     every = 1.0
@@ -84,11 +81,7 @@ class Lines(Drawing):
 
 
 def bundle(view: View, *, with_style: bool = True) -> dict[str, Any]:
-    """Return a view as the content of a message that displays it, good for ever: nothing in it needs a kernel.
-
-    Args:
-        with_style: with its style sheet; False where the page has that already.
-    """
+    """Return a view as the content of a message that displays it, good for ever: nothing in it needs a kernel."""
     at = time.strftime("%H:%M:%S on %d %B") if view.state in ("starting", "running") else ""
     return {
         "data": {

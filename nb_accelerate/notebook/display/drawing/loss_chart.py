@@ -76,9 +76,7 @@ def draw_losses(
     """Return the chart with its legend, as HTML.
 
     Args:
-        loss: (step, mean loss of the ranks), in order.
         logged: other values by step. Losses of validation share the picture of the loss.
-        is_on: the run is on, so that the chart is drawn again soon.
     """
     most, num_bands = (80, 12) if is_on else (240, 32)
     validation = [curve for curve in logged if is_loss_of_validation(curve.name)]

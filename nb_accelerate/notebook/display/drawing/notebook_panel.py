@@ -43,12 +43,7 @@ _CHARTS_EVERY = 4
 
 
 class NotebookPanel(Drawing):
-    """A panel in a cell.
-
-    Args:
-        ranks: those whose log can be shown.
-        display_id: of a display that this takes the place of; "" for a new one.
-    """
+    """A panel in a cell."""
 
     every = 0.5
 

@@ -60,12 +60,7 @@ def table(view: View, *, bars: bool = False) -> str:
 
 
 def lines(view: View, width: int, *, color: bool = False, bars: bool = False) -> list[str]:
-    """Return the whole panel, in lines of which none is wider than a terminal.
-
-    Args:
-        color: with sequences that select colours.
-        bars: with bars for what is done.
-    """
+    """Return the whole panel, in lines of which none is wider than a terminal."""
     remarks = [*([view.held] if view.held else []), *view.warnings, *_times(view)]
     said = [line for remark in remarks for line in remark.split("\n")]
     return [

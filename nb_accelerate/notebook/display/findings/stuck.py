@@ -79,7 +79,6 @@ class Stuck(Finding):
 
         Args:
             hang: a sentence, for where the samples of the ranks show no standstill.
-            outcome: another one about how it will end; may be empty.
         """
         self._hang, self._outcome = words.capitalized(hang), outcome
 

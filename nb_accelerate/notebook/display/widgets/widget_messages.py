@@ -42,9 +42,6 @@ _CALLS = ("attach", "nb_accelerate.attach")
 class Answers:
     """Answers messages of the shell channel. All but `own` is for the thread that reads the channel.
 
-    Args:
-        has_waiting_cell: returns whether a cell runs, so that a message that is passed on has to wait.
-
     Attributes:
         own: ids of the comms whose messages are answered here. They stay when a widget is closed: clicks on it may be
             on their way.

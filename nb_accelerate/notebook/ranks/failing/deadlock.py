@@ -31,9 +31,6 @@ class DeadlockWatch:
 
     It is not measured with ranks on other machines, in a group that may have processes of another launch, or where
     ranks use devices: waits for those may take no time of a processor.
-
-    Args:
-        longest: seconds between two measurements that count, at most. More pass where this process was suspended.
     """
 
     def __init__(self, request: Request, *, longest: float) -> None:
@@ -53,7 +50,6 @@ class DeadlockWatch:
 
         Args:
             dumps: stacks of the ranks that have not come to the end. "" is none: a busy machine answers late.
-            others: ranks that have come to the end, or do not run this.
         """
         stacks = [
             *dumps.values(),

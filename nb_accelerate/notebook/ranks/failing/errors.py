@@ -69,9 +69,6 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     """Return the exception to raise for a request that is done, or None if all went well. Not in the loop's thread.
 
     Users' code may run in it, where an exception of theirs is unpickled.
-
-    Args:
-        others: requests to the same ranks that followed: an interrupt may have come in one of them.
     """
     for asked in (request, *others):
         if asked.failure is not None:

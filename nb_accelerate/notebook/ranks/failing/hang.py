@@ -40,9 +40,6 @@ class HangWatch:
     are asked for their stacks. If some have waited for others for ``told`` seconds that is told, once. Ranks that move
     slowly, or compute for long in one place, are asked less and less often: each answer takes some of their time. If
     they show for ``deadlock`` seconds that the ranks wait for ever, the request fails with a `DeadlockError`.
-
-    Attributes:
-        due: `time.monotonic` of the next `act`.
     """
 
     def __init__(self, request: Request, timeouts: Timeouts) -> None:
@@ -155,12 +152,7 @@ class HangWatch:
 
 
 def verdict(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[int] = ()) -> str:
-    """Return who waits for whom, as a sentence without its end; "" if nobody waits for another rank.
-
-    Args:
-        dumps: stacks of the ranks that are still busy, by rank.
-        finished: ranks that have come to the end of what they were asked.
-    """
+    """Return who waits for whom, as a sentence without its end; "" if nobody waits for another rank."""
     waits = who_waits(dumps)
     if not waits.waiting or (not finished and not idle and not waits.elsewhere and len(waits.waiting) == 1):
         return ""

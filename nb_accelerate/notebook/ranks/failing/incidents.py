@@ -35,32 +35,19 @@ class IncidentKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """One thing that went wrong in a request.
-
-    Attributes:
-        when: `time.monotonic` at which it happened or was noticed.
-        rank: the rank that it happened on; None if it concerns several.
-        failure: with ``FAILED``, the answer. The thread that has asked makes an exception of it later.
-        error: with ``UNASKED``, why the message could not be sent; with ``ABANDONED``, why ranks cannot go on.
-        tail: the last output of the rank.
-        late: with ``NOT_STARTED`` and ``LATE``, the ranks that were not ready or had not answered.
-        how: with ``INTERRUPTED``, what the user did, as a participle.
-        is_consequence: whether ranks had been signalled before.
-        out_of_memory: whether the system's out-of-memory killer has killed a process since the request began.
-        memory: what ranks held when memory did not suffice, and what to turn on; "" for other incidents.
-    """
+    """One thing that went wrong in a request."""
 
     kind: IncidentKind
-    when: float
-    rank: RankProxy | None = None
-    failure: tuple[Failure, tuple[int, ...]] | None = None
-    error: BaseException | None = None
-    tail: str = ""
-    late: tuple[int, ...] = ()
-    how: str = ""
-    is_consequence: bool = False
-    out_of_memory: bool = False
-    memory: str = ""
+    when: float  # `time.monotonic` at which it happened or was noticed
+    rank: RankProxy | None = None  # the rank that it happened on; None if it concerns several
+    failure: tuple[Failure, tuple[int, ...]] | None = None  # with `FAILED`, the answer
+    error: BaseException | None = None  # with `UNASKED` and `ABANDONED`, why
+    tail: str = ""  # the last output of the rank
+    late: tuple[int, ...] = ()  # with ``NOT_STARTED`` and ``LATE``, the ranks that were not ready or had not answered
+    how: str = ""  # with ``INTERRUPTED``, what the user did, as a participle
+    is_consequence: bool = False  # whether ranks had been signalled before
+    out_of_memory: bool = False  # whether the system's killer has killed a process since the request began
+    memory: str = ""  # what ranks held when memory did not suffice, and what to turn on; "" for other incidents
 
     @property
     def peer_lost(self) -> bool:
@@ -70,21 +57,13 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """Phrases and types for the errors of a request.
+    """Phrases and types for the errors of a request."""
 
-    Attributes:
-        what: what was asked, as the subject of a sentence: ``the cell``.
-        limit: its timeout; ``{seconds}`` stands for the number.
-        after_end: returns what follows "rank 1 was ended by SIGKILL" about a rank, up to the full stop.
-        unusable: type of the error about a rank that is of no use any more.
-        unseen: type of the error about a rank whose exit code is not known.
-    """
-
-    what: str = "the cell"
-    limit: str = "{seconds:g} s"
-    after_end: Callable[[RankProxy], str] = lambda _: ""
-    unusable: type[LaunchError] = LaunchError
-    unseen: type[LaunchError] = StartError
+    what: str = "the cell"  # what was asked, as the subject of a sentence: ``the cell``
+    limit: str = "{seconds:g} s"  # its timeout; ``{seconds}`` stands for the number
+    after_end: Callable[[RankProxy], str] = lambda _: ""  # what follows "rank 1 was ended by SIGKILL"
+    unusable: type[LaunchError] = LaunchError  # type of the error about a rank that is of no use any more
+    unseen: type[LaunchError] = StartError  # type of the error about a rank whose exit code is not known
 
 
 def first_cause(incidents: Iterable[Incident]) -> Incident:

@@ -23,7 +23,6 @@ def outcome_of(
     """Return how a request has ended, for its panel: the ranks that failed, and the traceback if no error is raised.
 
     Args:
-        others: requests to the same ranks that followed it.
         error: what is raised for them, if anything is: a value may have failed to unpickle when all ranks had answered.
     """
     failure = next((asked.failure for asked in (request, *others) if asked.failure is not None), None)

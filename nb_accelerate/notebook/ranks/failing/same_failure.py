@@ -80,13 +80,7 @@ def one_line(report: ErrorReport) -> str:
 
 
 def meanwhile(answers: Mapping[int, Answer], stacks: Mapping[int, str], *, cause: int | None) -> str:
-    """Return where the other ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``.
-
-    Args:
-        answers: what ranks have answered. One that has lost another rank says where it noticed that.
-        stacks: of all others.
-        cause: the rank that all this is about.
-    """
+    """Return where the other ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``."""
     places = {rank: where(dump) for rank, dump in stacks.items()}
     for rank, (answer, _) in answers.items():
         if isinstance(answer, Failure) and answer.peer_lost:
@@ -95,12 +89,7 @@ def meanwhile(answers: Mapping[int, Answer], stacks: Mapping[int, str], *, cause
 
 
 def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> str:
-    """Return the line of users' code in which an interrupt hit each rank: ``Rank 0 was in train, cell 7 line 12``.
-
-    Args:
-        answers: what ranks have answered since.
-        stacks: of those that could not answer.
-    """
+    """Return the line of users' code in which an interrupt hit each rank: ``Rank 0 was in train, cell 7 line 12``."""
     places = {rank: where(dump) for rank, dump in stacks.items() if rank not in answers}
     for rank, (answer, _) in answers.items():
         if not isinstance(answer, Failure) or answer.report.type_name != "KeyboardInterrupt":

@@ -37,7 +37,6 @@ def shortage_on(rank: RankProxy, ranks: Sequence[RankProxy], report: ErrorReport
 
     Args:
         ranks: all of them. Their progress pages are read, so this is for the loop's thread.
-        report: what the rank raised; None if it was killed because memory did not suffice.
     """
     if report is not None and not says_out_of_memory(report.type_name, report.message):
         return ""

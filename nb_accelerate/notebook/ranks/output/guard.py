@@ -38,12 +38,6 @@ class OutputGuard:
 
     A full disk, a terminal that cannot write a letter, or a mistake in a display must not end a training. The cell gets
     one line about the first error; each is logged with its traceback.
-
-    Args:
-        sink: takes the line; None only logs.
-
-    Attributes:
-        retry_at: `time.monotonic` before which output that was due should not be tried again.
     """
 
     def __init__(self, sink: Sink | None = None) -> None:

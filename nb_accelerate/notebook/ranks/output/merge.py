@@ -24,11 +24,7 @@ T = TypeVar("T", bound="Hashable")
 
 
 class _Queue(Generic[T]):
-    """Items of one rank that were not shown yet. Times are kept for batches of items, not for each.
-
-    Attributes:
-        shown: how many of each kind were shown since the last item that all ranks had.
-    """
+    """Items of one rank that were not shown yet. Times are kept for batches of items, not for each."""
 
     def __init__(self, kind: Callable[[T], Hashable | None]) -> None:
         self.items: deque[T] = deque()

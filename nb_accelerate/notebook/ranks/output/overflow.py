@@ -26,12 +26,7 @@ _REDRAW_INTERVAL = 0.5
 
 
 class Overflow:
-    """Writes the output of a cell to a log, and draws its last lines. Where no log can be written, the drawing says so.
-
-    Attributes:
-        due: `time.monotonic` of the next drawing.
-        has_news: whether something was written since the last drawing.
-    """
+    """Writes the output of a cell to a log, and draws its last lines; where no log can be written, it says so."""
 
     def __init__(self) -> None:
         self.due = time.monotonic() + _REDRAW_INTERVAL
@@ -77,7 +72,7 @@ class Overflow:
             head = f"... {self._lines - lines:,} more lines; " + self._place_of_log(f"all {self._lines:,} are")
         else:
             head = f"... {self._size - size:,} more characters; " + self._place_of_log(f"all {self._size:,} are")
-        tail = "\n".join(list(self._tail)[-_TAIL_LINES - (not self._tail[-1]) :]).lstrip("\r")
+        tail = "\n".join(list(self._tail)[-_TAIL_LINES - (not self._tail[-1]) :])
         return {
             "data": {"text/plain": f"{head}. The last ones:\n{tail}".rstrip("\n")},
             "metadata": {},

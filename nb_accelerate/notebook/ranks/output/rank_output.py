@@ -47,8 +47,6 @@ class RankOutput:
         mark: mark of its frames, see `notebook.protocol.output`.
 
     Attributes:
-        emit: called with the name of a stream and one or more whole lines.
-        on_display: called at the place of a display.
         alone: whether this is the only rank, so that nothing is held back until its newline.
         logged: ids of the runs that the rank has logged values of, in their order. The values are None.
     """
@@ -103,10 +101,6 @@ class RankOutput:
             text = line.take()
             if text:
                 self._emit(stream, text if self.alone else text + "\n")
-
-    def unfinished(self, stream: StreamName) -> str:
-        """Return what was printed to a stream after its last newline: a prompt, say, or a progress bar."""
-        return self._line[stream].text
 
     def _pass_on(self, chunk: Chunk) -> None:
         if chunk.stream == "record":
@@ -174,12 +168,10 @@ def _last_drawings(lines: str) -> str:
 
 
 def last_drawing(line: str) -> str:
-    """Return a line without what was drawn over: its last drawing that shows something, after a carriage return."""
+    """Return a line without what was drawn over: its last drawing that shows something, and not the returns before."""
     shown = line.rstrip("\r\t ")
-    start = shown.rfind("\r")
-    if start < 0:
-        return line
-    return shown[start:] + ("\r" if "\r" in line[len(shown) :] else line[len(shown) :])
+    rest = line[len(shown) :]
+    return shown[shown.rfind("\r") + 1 :] + ("\r" if "\r" in rest else rest)
 
 
 def prefixed(text: str, prefix: str) -> str:

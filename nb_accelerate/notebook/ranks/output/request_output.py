@@ -4,8 +4,6 @@
 
     rank 0 --lines, displays--+
     rank 1 --lines, displays--+--> Merge --> equal once, different by rank --> sink
-                              |
-                              +--> lines that redraw themselves (tqdm) --> one display, a row for each rank
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import uuid
-from collections import deque
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +19,7 @@ from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard, guarded
 from nb_accelerate.notebook.ranks.output.merge import Merge
-from nb_accelerate.notebook.ranks.output.rank_output import last_drawing, prefixed
+from nb_accelerate.notebook.ranks.output.rank_output import prefixed
 from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
 
 if TYPE_CHECKING:
@@ -32,15 +28,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.protocol.output import StreamName
     from nb_accelerate.notebook.ranks.output.sinks import Sink
-
-_REDRAW_INTERVAL = 0.2
-"""Seconds between two drawings of progress bars."""
-
-_MAX_FINISHED_BARS = 50
-"""Finished bars that are still drawn: each drawing sends all of them again."""
-
-_BAR_WIDTH = 500
-"""Characters of a bar that are drawn, from its end."""
 
 _LINES_AT_ONCE = 200
 """Lines that are given to the sink together. It looks at its limits in between."""
@@ -67,13 +54,10 @@ class RequestOutput:
     """Takes lines and displays of ranks, and shows them in a cell. No method raises: an error costs output only.
 
     Args:
-        ids: display ids of the ranks, if they live longer than the request.
         style: ``fold`` shows equal output once, as it comes. ``group`` waits for the end, so that the output of each
             rank is in one place. ``raw`` passes every line on as it comes.
         prefix: returns the text in front of lines that some ranks have in common; by default it names the ranks,
             unless these are all, or the first of them has printed the line for all.
-        has_bars: draw lines that redraw themselves (progress bars) in a display of their own.
-        hold: seconds that a line waits for the same line of the other ranks.
 
     Attributes:
         guard: for whatever else shows output of the request.
@@ -89,7 +73,6 @@ class RequestOutput:
         style: str = "fold",
         quiet: bool = False,
         prefix: Callable[[Sequence[int]], str] | None = None,
-        has_bars: bool = True,
         hold: float = Timeouts.fold,
     ) -> None:
         self.guard = OutputGuard(sink)
@@ -98,21 +81,19 @@ class RequestOutput:
         self._ids = ids or DisplayIds()
         self._raw = style == "raw"
         self._quiet = quiet
-        self._has_bars = has_bars
         self._prefix = prefix or self._unless_all
         self.alone = len(self._ranks) == 1 and prefix is None
         self._is_in_line = False
         hold = NEVER if style == "group" else hold
         apart = _never if style == "group" or prefix is not None else _is_for_all
         self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=hold, apart=apart, kind=_without_figures)
-        self._bars: _Bars | None = None
 
     @property
     def due(self) -> float:
         """`time.monotonic` at which `flush` has something to do."""
         due = NEVER
         with self.guard:
-            due = min(self._sink.due, self._merge.due, self._bars.due if self._bars else NEVER)
+            due = min(self._sink.due, self._merge.due)
         return max(due, self.guard.retry_at)
 
     @guarded
@@ -124,19 +105,10 @@ class RequestOutput:
             self._sink.write("stdout" if stream == "for_all" else stream, text)
             self._is_in_line = not text.endswith("\n")
             return
-        if self._raw and not self._has_bars:
+        if self._raw:
             self._sink.write("stdout" if stream == "for_all" else stream, prefixed(text, self._prefix((rank,))))
             return
-        lines = _lines(text)
-        if self._has_bars and "\r" in text:
-            lines = [line for line in lines if not self._finishes_bar(rank, line)]
-        self._add(rank, list(zip(repeat(stream), lines, strict=False)))
-
-    @guarded
-    def redrawing(self, rank: int, line: str) -> None:
-        """Redraw the progress bar of a rank from a line that has no newline yet."""
-        if self._has_bars and not self._quiet and "\r" in line:
-            self._the_bars().draw(rank, last_drawing(line.rstrip()).lstrip("\r"))
+        self._add(rank, list(zip(repeat(stream), _lines(text), strict=False)))
 
     @guarded
     def display(self, rank: int, display: Display) -> None:
@@ -172,8 +144,6 @@ class RequestOutput:
         """Show what has waited long enough."""
         now = time.monotonic()
         self._merge.flush(now)
-        if self._bars is not None and self._bars.due <= now:
-            self._bars.redraw()
         if self._sink.due <= now:
             self._sink.flush()
 
@@ -181,9 +151,6 @@ class RequestOutput:
     def finish(self) -> None:
         """Show everything: the request is done. Threads of the ranks may still print afterwards."""
         self._merge.finish()
-        if self._bars is not None:
-            self._bars.redraw()
-            self._bars = None
         self._sink.flush()
 
     @guarded
@@ -203,18 +170,6 @@ class RequestOutput:
             self._show((rank,), [items])
         else:
             self._merge.add(rank, items, time.monotonic())
-
-    def _finishes_bar(self, rank: int, line: str) -> bool:
-        """Return whether a line has redrawn itself. If so, show it as a finished progress bar."""
-        redrawn = "\r" in line.rstrip("\r\n")
-        if redrawn:
-            self._the_bars().finish(rank, last_drawing(line.rstrip()).lstrip("\r"))
-        return redrawn
-
-    def _the_bars(self) -> _Bars:
-        if self._bars is None:
-            self._bars = _Bars(self._sink)
-        return self._bars
 
     def _show(self, ranks: tuple[int, ...], said: list[list[_Item]]) -> None:
         whose = self._prefix(ranks)
@@ -266,44 +221,6 @@ class RequestOutput:
             self._sink.write("stdout", whose + "\n")
         del content["wait"]
         self._sink.display(kind, content)
-
-
-class _Bars:
-    """Draws the progress bars of several ranks in one display, a row for each."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._id = uuid.uuid4().hex
-        self._finished: deque[str] = deque(maxlen=_MAX_FINISHED_BARS)
-        self._count = 0
-        self._current: dict[int, str] = {}
-        self._is_drawn = False
-        self.due = time.monotonic()
-
-    def draw(self, rank: int, line: str) -> None:
-        if self._current.get(rank) != line[-_BAR_WIDTH:]:
-            self._current[rank] = line[-_BAR_WIDTH:]
-            self.due = min(self.due, time.monotonic() + _REDRAW_INTERVAL)
-
-    def finish(self, rank: int, line: str) -> None:
-        self._current.pop(rank, None)
-        self._finished.append(f"[rank {rank}] {line[-_BAR_WIDTH:]}")
-        self._count += 1
-        self.due = min(self.due, time.monotonic() + _REDRAW_INTERVAL)
-
-    def redraw(self) -> None:
-        rows = [*self._finished, *(f"[rank {rank}] {line}" for rank, line in sorted(self._current.items()))]
-        if self._count > len(self._finished):
-            rows.insert(0, f"... {self._count - len(self._finished):,} bars before these have finished")
-        kind = "update_display_data" if self._is_drawn else "display_data"
-        content = {
-            "data": {"text/plain": "\n".join(rows)},
-            "metadata": {},
-            "transient": {"display_id": self._id},
-        }
-        self._sink.display(kind, content)
-        self._is_drawn = True
-        self.due = NEVER
 
 
 def _as_message(display: Display) -> dict[str, Any]:

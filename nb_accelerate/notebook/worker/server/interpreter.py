@@ -33,9 +33,7 @@ def command(entry: str, arguments: Sequence[str], path: Sequence[str]) -> list[s
     """Return the command line of a fresh interpreter.
 
     Args:
-        entry: ``"module:function"``, called there.
         arguments: for `sys.argv`; none of them may be ``"--"``.
-        path: its `sys.path`.
     """
     module, _, function = entry.partition(":")
     flags = {

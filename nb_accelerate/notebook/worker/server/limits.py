@@ -24,11 +24,7 @@ def limits() -> tuple[tuple[int, int], ...]:
 
 @contextlib.contextmanager
 def enough_room() -> Iterator[None]:
-    """Turn an error inside the block that says that a limit was reached into one that says what to do.
-
-    Raises:
-        StartError: a limit was reached.
-    """
+    """Turn an error inside the block that says that a limit was reached into one that says what to do."""
     try:
         yield
     except (OSError, RuntimeError) as error:
