@@ -24,7 +24,8 @@ from nb_accelerate.cli import (
     to_fsdp2,
 )
 from nb_accelerate.cli.closed_output import discard_stdout
-from nb_accelerate.errors import NbAccelerateError
+from nb_accelerate.cli.flags import why_refused
+from nb_accelerate.errors import ConfigError, NbAccelerateError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. What it parses has the parser itself as ``program``."""
+    """Return the parser of all commands."""
     parser = _Parser(prog="nb-accelerate", description="Distributed PyTorch that is at home in a Jupyter notebook.")
     parser.add_argument("--version", action="version", version=f"nb-accelerate {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    parser.set_defaults(run=lambda _: parser.print_help(), program=parser, command=parser)
+    parser.set_defaults(run=lambda _: parser.print_help(), command=parser)
     for command in _COMMANDS:
         command.register(subparsers)
     for subparser in subparsers.choices.values():
@@ -83,8 +84,10 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             from nb_accelerate.base.config.checks import suggest
 
-            command: _Parser = parsed.command
             flag = unknown[0].partition("=")[0]
+            if why := why_refused(flag):
+                raise ConfigError(f"{flag}: {why}.")
+            command: _Parser = parsed.command
             known = [name for action in command._actions for name in action.option_strings]
             below = [name for action in command._actions for name in action.choices or () if not action.option_strings]
             meant = flag.lstrip("-")

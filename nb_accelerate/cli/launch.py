@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.config.file import CONFIG_FILE, ConfigFile
-from nb_accelerate.cli.engines import check_mesh, chosen_engine, engine_variables, mesh_of
+from nb_accelerate.base.config.file import NO_FILE
+from nb_accelerate.cli.engines import chosen_engine, rank_variables
 from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.errors import ConfigError
 
@@ -21,32 +21,11 @@ if TYPE_CHECKING:
 
     from nbformat import NotebookNode
 
+    from nb_accelerate.base.config.file import ConfigFile
     from nb_accelerate.cli.job import Job
-
-NO_FILE = ConfigFile(path=Path(), values={})
-"""Stands for a configuration file that says nothing, where there is none."""
-
-_LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
 
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
 """Values of ``distributed_type`` that a launch can be for."""
-
-_VARIABLES = {
-    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "debug": "ACCELERATE_DEBUG_MODE",
-    "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
-    "num_cpu_threads_per_process": "OMP_NUM_THREADS",
-    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
-    "dynamo_mode": "ACCELERATE_DYNAMO_MODE",
-    "dynamo_use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-    "dynamo_use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
-    "dynamo_use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-}
-"""Variables of the ranks that flags set, by the flag."""
-
-_TPU = "xla"
-"""Torch's name for the type of device that a TPU is."""
 
 _INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
@@ -113,7 +92,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             from nb_accelerate.cli.dry_run import describe
 
-            wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_for_gpus(file))
+            is_for_gpus = file.get("distributed_type") in ("MULTI_GPU", "FSDP", "DEEPSPEED") and not file.get("use_cpu")
+            wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (is_for_gpus and not arguments.cpu)
             print("\n".join([*_sources(arguments, file), *describe(job, options, wants_gpus=wants_gpus)]))
             return 0
         from nb_accelerate.notebook.launch.machine import facts_here
@@ -153,6 +133,8 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
 
     Environment variables come between the two; an `Accelerator` reads them in the ranks, as it always does.
     """
+    from nb_accelerate.base.config.env import Environment
+    from nb_accelerate.base.config.parallelism import resolve_parallelism
     from nb_accelerate.base.topology.master_address import node_in_step
 
     said = vars(arguments)
@@ -160,71 +142,70 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
     def choose(flag: str, default: Any) -> Any:
         return said[flag] if said[flag] is not None else file.get(flag, default)
 
+    # Devices, and the engine.
     given = [flag for flag in ("cpu", "tpu", "multi_gpu", "gpu_ids") if said[flag]]
     if len(given) > 1 and given[0] in ("cpu", "tpu"):
         raise ConfigError(f"--{given[0]} and --{given[1]} were both given. Leave one of them out.")
-    fewest, machines = said["num_machines"] or file.machines
-    if not 1 <= fewest <= machines:
-        raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
     kind = file.get("distributed_type", "NO")
-    if kind not in _KINDS and not (arguments.cpu or arguments.multi_gpu or chosen_engine(arguments, file)):
+    engine = chosen_engine(arguments, file)
+    if kind not in _KINDS and not (arguments.cpu or arguments.multi_gpu or engine):
         raise ConfigError(
             f"distributed_type: {kind}, in {file.path}, is for hardware or an engine that "
             f"this package does not know. Write one of {', '.join(_KINDS)}, or a flag such as --multi_gpu or --cpu"
         )
-    processes = choose("num_processes", None)
-    if processes in (None, -1):
-        processes = None
-    elif processes % machines:
+    on_cpu = arguments.cpu or (not given and (file.get("use_cpu") or kind == "MULTI_CPU"))
+    # Machines, and how many processes each of them has.
+    fewest, machines = said["num_machines"] or file.machines
+    if not 1 <= fewest <= machines:
+        raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
+    total = choose("num_processes", -1)
+    total = None if total == -1 else total
+    if total is not None and total % machines:
         raise ConfigError(
-            f"num_processes={processes} cannot be shared out equally to num_machines={machines}. Write a multiple of "
+            f"num_processes={total} cannot be shared out equally to num_machines={machines}. Write a multiple of "
             f"{machines}: it counts the processes on all machines together."
         )
-    else:
-        processes //= machines
-    on_cpu = arguments.cpu or (not (arguments.multi_gpu or arguments.gpu_ids or arguments.tpu) and _is_on_cpu(file))
+    processes = None if total is None else total // machines
     gpu_ids = choose("gpu_ids", "all")
     devices: Any = "cpu" if on_cpu else None if gpu_ids == "all" else _gpu_numbers(gpu_ids, processes)
-    if chosen_engine(arguments, file) == "XLA" and not arguments.cpu:
-        devices = _TPU
-    variables = _variables(arguments, file)
-    check_mesh(variables, None if processes is None else processes * machines)
-    step = node_in_step(os.environ, machines)
-    if arguments.machine_rank is not None or arguments.main_process_ip is not None:
-        step = None
+    if engine == "XLA" and not arguments.cpu:
+        devices = "xla"
+    variables = rank_variables(arguments, file, engine)
+    layout = resolve_parallelism(None, None, Environment({**os.environ, **variables}))
+    if layout is not None and total is not None:
+        layout.check_ranks(total)
+    # Where they meet: at an address that flags or the file say, or at the first node of a step of SLURM.
+    is_said = arguments.machine_rank is not None or arguments.main_process_ip is not None
+    step = None if is_said else node_in_step(os.environ, machines)
+    rank, address = step or (choose("machine_rank", 0), choose("main_process_ip", None))
+    port = choose("main_process_port", None)
     # Files of accelerate always say static, with which there are no ranges.
-    rdzv_backend = choose("rdzv_backend", "static") if fewest == machines else arguments.rdzv_backend or "c10d"
+    backend = choose("rdzv_backend", "static") if fewest == machines else arguments.rdzv_backend or "c10d"
+    if machines > 1 and not address:
+        raise ConfigError(
+            f"num_machines={machines}, but nobody says where machine 0 is. Write --main_process_ip ADDRESS"
+        )
+    meeting = {"use_port": port}
+    if machines > 1 and backend == "c10d":
+        meeting = {"rdzv_endpoint": f"{address}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
+    elif machines > 1:
+        meeting["master_addr"] = address
     return {
         "num_processes": processes,
         "devices": devices,
         "mixed_precision": arguments.mixed_precision or "no",
         "num_nodes": machines,
         **({"min_nodes": fewest} if fewest != machines else {}),
-        "node_rank": choose("machine_rank", 0) if step is None else step[0],
-        "rdzv_backend": rdzv_backend,
+        "node_rank": rank,
+        "rdzv_backend": backend,
         "rdzv_conf": _pairs(arguments.rdzv_conf),
         "max_restarts": arguments.max_restarts or 0,
         "monitor_interval": 0.1 if arguments.monitor_interval is None else arguments.monitor_interval,
         "timeout": arguments.timeout,
         "progress": "off" if arguments.quiet else "auto",
         "env": variables,
-        **_where_machines_meet(arguments, choose, machines, rdzv_backend, step[1] if step is not None else None),
+        **meeting,
     }
-
-
-def _where_machines_meet(
-    arguments: argparse.Namespace, choose: Any, machines: int, rdzv_backend: str, first_node: str | None
-) -> dict[str, Any]:
-    address, port = first_node or choose("main_process_ip", None), choose("main_process_port", None)
-    if machines == 1:
-        return {"use_port": port}
-    if not address:
-        raise ConfigError(
-            f"num_machines={machines}, but nobody says where machine 0 is. Write --main_process_ip ADDRESS"
-        )
-    if rdzv_backend == "c10d":
-        return {"rdzv_endpoint": f"{address}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
-    return {"master_addr": address, "use_port": port}
 
 
 def _sources(arguments: argparse.Namespace, file: ConfigFile) -> Iterator[str]:
@@ -244,15 +225,6 @@ def _sources(arguments: argparse.Namespace, file: ConfigFile) -> Iterator[str]:
         yield f"# from {file.path}: {', '.join(said)}"
 
 
-def _is_for_gpus(file: ConfigFile) -> bool:
-    kinds = ("MULTI_GPU", "FSDP", "DEEPSPEED")
-    return file.get("distributed_type") in kinds and not file.get("use_cpu")
-
-
-def _is_on_cpu(file: ConfigFile) -> bool:
-    return bool(file.get("use_cpu") or file.get("distributed_type") == "MULTI_CPU")
-
-
 def _gpu_numbers(text: str, processes: int | None) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -268,24 +240,6 @@ def _pairs(text: str | None) -> dict[str, str] | None:
     if not all(equals and key for key, equals, _ in pairs):
         raise ConfigError(f"--rdzv_conf {text!r} is not a list such as join_timeout=60,last_call_timeout=2.")
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _variables(arguments: argparse.Namespace, file: ConfigFile) -> dict[str, str]:
-    """Return the variables of the ranks. Flags come before the environment, the environment before the file."""
-    of_file = file.general_variables()
-    if file is not NO_FILE:
-        of_file[CONFIG_FILE] = str(file.path.absolute())
-    found = {name: value for name, value in of_file.items() if not os.environ.get(name, "").strip()}
-    if arguments.config_file is not None:
-        found[CONFIG_FILE] = of_file[CONFIG_FILE]
-    if arguments.multi_gpu or arguments.gpu_ids:
-        found["ACCELERATE_USE_CPU"] = "false"
-    for flag, name in _VARIABLES.items():
-        value = getattr(arguments, flag)
-        if value is not None:
-            found[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    engine = chosen_engine(arguments, file)
-    return found | engine_variables(arguments, file, engine) | mesh_of(arguments, file, engine)
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:
@@ -326,7 +280,8 @@ def _function_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.function is not None:
         options = launch_options(arguments, read_config(arguments.config_file) or NO_FILE)
         return {name: value for name, value in options.items() if value not in (None, {})}
-    given = next((flag for flag in vars(arguments) if flag in _LAUNCH_FLAGS and getattr(arguments, flag)), None)
+    names = (flag.name for group in GROUPS for flag in group.flags)
+    given = next((name for name in names if getattr(arguments, name)), None)
     if given is not None:
         raise ConfigError(
             f"a notebook starts its own ranks: leave out --{given}, and write in its cell: "

@@ -6,13 +6,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from nb_accelerate.cli.flags import GROUPS, add_flags
+from nb_accelerate.cli.flags import GROUPS, HOW_TO_RUN, add_flags
 
 if TYPE_CHECKING:
     import argparse
-
-_NOT_HERE = "how to run"
-"""The group of flags that say what to do with a script."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,16 +20,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Start the processes that `launch` would start, and check in them, one after the other: ranks, "
         "collectives, loaders, training against one process, checkpoints. The exit code is 0 if all is well.",
     )
-    add_flags(parser, without=_NOT_HERE)
-    silent = {flag.name: None for title, flags in GROUPS if title == _NOT_HERE for flag in flags}
+    add_flags(parser, without=HOW_TO_RUN)
+    silent = {flag.name: None for group in GROUPS if group.title == HOW_TO_RUN for flag in group.flags}
     parser.set_defaults(run=_run, target="test", **silent)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from nb_accelerate.base.config.file import read_config
+    from nb_accelerate.base.config.file import NO_FILE, read_config
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.cli.checks import run_checks
-    from nb_accelerate.cli.launch import NO_FILE, launch_options
+    from nb_accelerate.cli.launch import launch_options
     from nb_accelerate.cli.script import tell
     from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.notebook.launch.launch import Launch

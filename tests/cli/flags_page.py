@@ -19,20 +19,41 @@ themselves by `python tests/cli/flags_page.py`.
 """
 
 
+DIFFERENT = {
+    "multi_gpu": "one GPU is enough",
+    "num_cpu_threads_per_process": "without it the cores are shared out, where accelerate sets one thread",
+    "gradient_accumulation_steps": "it counts with every setup, not with DeepSpeed alone",
+    "num_machines": "a range too, as torchrun's --nnodes 1:4",
+    "rdzv_backend": "etcd is refused",
+    "same_network": "it has no effect",
+    "use_fsdp": "with --cpu too, where accelerate trains without FSDP",
+    "fsdp_version": "2 by default, not 1",
+    "use_parallelism_config": "without --use_fsdp too: sizes above 1 ask for what they need",
+    "use_deepspeed": "with --cpu too; on several machines this command is started on each",
+    "main_training_function": "it has no effect: every process runs the whole script",
+    "monitor_interval": "failures are events here and need no interval",
+    "debug": "errors show the stacks of all processes without it",
+    "quiet": "it also hides the progress of the processes",
+}
+"""How a flag differs from accelerate's of the same name."""
+
+OURS = ("timeout", "dry_run")
+
+
 def render() -> str:
     """The page."""
-    flags = [flag for _, group in GROUPS for flag in group]
+    flags = [flag for group in GROUPS for flag in group.flags]
     lines = [HEAD]
     lines += ["## The same", ""]
-    lines += [f"- `--{flag.name}`: {flag.help}" for flag in flags if not flag.differs and not flag.is_ours]
+    lines += [f"- `--{flag.name}`: {flag.help}" for flag in flags if flag.name not in {*DIFFERENT, *OURS}]
     lines += ["", "## Different", ""]
-    lines += [f"- `--{flag.name}`: {flag.differs}" for flag in flags if flag.differs]
+    lines += [f"- `--{flag.name}`: {DIFFERENT[flag.name]}" for flag in flags if flag.name in DIFFERENT]
     lines += ["", "## Only here", ""]
-    lines += [f"- `--{flag.name}`: {flag.help}" for flag in flags if flag.is_ours]
+    lines += [f"- `--{flag.name}`: {flag.help}" for flag in flags if flag.name in OURS]
     lines += ["", "## Refused, with the reason", ""]
-    for refused in REFUSED:
-        names = ", ".join(f"`--{name}`" for name in f"{refused.switches} {refused.valued}".split())
-        lines.append(f"- {refused.reason}: {names}")
+    for patterns, reason in REFUSED.items():
+        names = ", ".join(f"`--{pattern}`" for pattern in patterns.split() if len(pattern) > 1)
+        lines.append(f"- {reason}: {names}")
     return "\n".join(lines) + "\n"
 
 

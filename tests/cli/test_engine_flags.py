@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from nb_accelerate.base.config.env import Environment
-from nb_accelerate.base.config.file import name_unknown, read_config, write_config
+from nb_accelerate.base.config.file import NO_FILE, name_unknown, read_config, write_config
 from nb_accelerate.cli import main
-from nb_accelerate.cli.engines import chosen_engine, engine_variables
+from nb_accelerate.cli.engines import chosen_engine, rank_variables
 from nb_accelerate.cli.flags import add_flags
-from nb_accelerate.cli.launch import NO_FILE
 
 FSDP = {
     "fsdp_version": 2,
@@ -121,7 +120,8 @@ def test_bf16_on_a_tpu_leaves_weights_in_32_bits_unless_that_is_asked_for(tmp_pa
     add_flags(parser)
     for downcast, expected in ((False, {}), (True, {"XLA_DOWNCAST_BF16": "1"})):
         flags = ["--tpu", "--mixed_precision=bf16", *(["--downcast_bf16"] if downcast else [])]
-        assert engine_variables(parser.parse_args(flags), NO_FILE, "XLA") == expected
+        precision = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        assert rank_variables(parser.parse_args(flags), NO_FILE, "XLA") == expected | precision
         values = {"distributed_type": "XLA", "mixed_precision": "bf16", "downcast_bf16": downcast}
         found = read_config(write_config(values, tmp_path / f"{downcast}.json"))
         assert found is not None
@@ -147,7 +147,7 @@ def test_accumulation_of_an_engine_that_flags_replace_does_not_count(
     add_flags(parser)
     arguments = parser.parse_args([*flags, "--config_file", str(file)])
     engine = chosen_engine(arguments, read_config(file))
-    for name, value in engine_variables(arguments, read_config(file), engine).items():
+    for name, value in rank_variables(arguments, read_config(file), engine).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NB_ACCELERATE_CONFIG_FILE", str(file))  # as launch does
     assert (Environment().gradient_accumulation_steps or 1) == expected

@@ -15,11 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 from cli import flags_page
+from cli.flags_page import OURS
 
-from nb_accelerate.base.config.file import read_config
+from nb_accelerate.base.config.file import NO_FILE, read_config
 from nb_accelerate.cli import main
-from nb_accelerate.cli.flags import GROUPS, REFUSED, add_flags
-from nb_accelerate.cli.launch import NO_FILE, launch_options
+from nb_accelerate.cli.flags import GROUPS, add_flags, why_refused
+from nb_accelerate.cli.launch import launch_options
 
 SAY_WHO = """
 import json, os, sys
@@ -348,12 +349,18 @@ def test_every_flag_of_accelerate_is_known_and_takes_as_many_values():
         for name in names
         if name.startswith("--") and "-" not in name[2:]
     }
-    ours = {flag.name: flag.convert is None for _, flags in GROUPS for flag in flags}
-    ours |= {name: True for refused in REFUSED for name in refused.switches.split()}
-    ours |= {name: False for refused in REFUSED for name in refused.valued.split()}
-    expected = {name: is_switch for name, is_switch in theirs.items() if name != "help"}
-    own = {flag.name for _, flags in GROUPS for flag in flags if flag.is_ours}
-    assert {name: is_switch for name, is_switch in ours.items() if name not in own} == expected
+    ours = {flag.name: flag.convert is None for group in GROUPS for flag in group.flags if flag.name not in OURS}
+    refused = {name for name in theirs if name not in ours and why_refused(name)}
+    assert ours == {name: is_switch for name, is_switch in theirs.items() if name != "help" and name not in refused}
+
+
+@pytest.mark.parametrize("flag", ["--use_megatron_lm", "--megatron-lm-tp-degree=2", "--fp8_format=E4M3", "-t=3"])
+def test_a_flag_of_accelerate_that_is_none_here_is_refused_with_the_reason(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["launch", flag, str(write(tmp_path, "raise SystemExit(9)"))]) == 2
+    name = flag.partition("=")[0]
+    assert capsys.readouterr().err == f"nb-accelerate: {name}: {why_refused(name)}.\n"
 
 
 def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]):

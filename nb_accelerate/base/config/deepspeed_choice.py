@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.config.checks import check_options
 from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
 from nb_accelerate.base.config.deepspeed_json import AUTO, HfDeepSpeedConfig
-from nb_accelerate.base.config.engine_variables import DEEPSPEED_KEYS, USES
 from nb_accelerate.base.config.options import fields_in
+from nb_accelerate.base.config.variables import DEEPSPEED, USES
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,21 +17,11 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.env import Environment
 
-_VARIABLES = {
-    **{
-        name: DEEPSPEED_KEYS[name]
-        for name in (
-            "zero_stage",
-            "offload_optimizer_device",
-            "offload_param_device",
-            "offload_optimizer_nvme_path",
-            "offload_param_nvme_path",
-            "zero3_init_flag",
-            "zero3_save_16bit_model",
-        )
-    },
-    "transformer_moe_cls_names": DEEPSPEED_KEYS["deepspeed_moe_layer_cls_names"],
-}
+_READ_APART = ("gradient_accumulation_steps", "gradient_clipping")
+"""Fields whose variables count with all engines, or may be ``"auto"``."""
+
+_VARIABLES = {field: name for field, name in DEEPSPEED.items() if field not in _READ_APART}
+_VARIABLES["transformer_moe_cls_names"] = DEEPSPEED["deepspeed_moe_layer_cls_names"]
 
 
 def resolve_deepspeed(
@@ -48,7 +38,7 @@ def resolve_deepspeed(
     if plugin is None:
         if not environment.flag(USES["DEEPSPEED"]):
             return None
-        plugin = DeepSpeedPlugin(hf_ds_config=environment.text(DEEPSPEED_KEYS["deepspeed_config_file"]))
+        plugin = DeepSpeedPlugin(hf_ds_config=environment.text(DEEPSPEED["deepspeed_config_file"]))
     plugins: dict[str, Any] = dict(plugin) if isinstance(plugin, dict) and plugin else {"default": plugin}
     for candidate in plugins.values():
         check_options("deepspeed_plugin", candidate, DeepSpeedPlugin)
@@ -61,7 +51,7 @@ def resolve_deepspeed(
 def _complete(plugin: DeepSpeedPlugin, environment: Environment) -> None:
     """Take from the environment what a plugin leaves open. What its configuration says counts more."""
     found = fields_in(environment, plugin, _VARIABLES)
-    clipping = environment.text(DEEPSPEED_KEYS["gradient_clipping"])
+    clipping = environment.text(DEEPSPEED["gradient_clipping"])
     if plugin.gradient_clipping is None and clipping not in {None, AUTO}:
         try:
             found["gradient_clipping"] = float(str(clipping))

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.config.distributed import DistributedType, PrecisionType
-from nb_accelerate.base.config.engine_variables import (
+from nb_accelerate.base.config.file_keys import KEYS, KNOWN, KNOWN_IN, NO_WORDS
+from nb_accelerate.base.config.variables import (
     FSDP_DEFAULTS,
+    GENERAL,
+    USE_MESH,
     USES,
     as_text,
-    deepspeed_fields,
-    deepspeed_variables,
-    dynamo_variables,
-    fsdp_variables,
-    mesh_variables,
-    xla_variables,
+    section_variables,
+    variables_of,
 )
-from nb_accelerate.base.config.file_keys import KEYS, KNOWN, KNOWN_IN, NO_WORDS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,11 +35,7 @@ CONFIG_FILE = "NB_ACCELERATE_CONFIG_FILE"
 
 
 def default_path(variables: Mapping[str, str] | None = None) -> Path:
-    """Return the path of the default configuration file, by environment variables.
-
-    ``NB_ACCELERATE_CONFIG_FILE`` is the path if it is set. Otherwise the file is in the folder ``accelerate`` of
-    ``HF_HOME``, of ``XDG_CACHE_HOME/huggingface`` or of ``~/.cache/huggingface``.
-    """
+    """Return the path of the configuration file, by environment variables, where accelerate looks for it too."""
     variables = os.environ if variables is None else variables
     if variables.get(CONFIG_FILE):
         return Path(variables[CONFIG_FILE]).expanduser()
@@ -81,7 +75,7 @@ class ConfigFile:
         fewest, _, most = str(1 if said == -1 else said).partition(":")
         return int(fewest), int(most or fewest)
 
-    def launch_options(self) -> dict[str, Any]:
+    def launcher_arguments(self) -> dict[str, Any]:
         """Return the values about the ranks of one machine, as arguments of `notebook_launcher`.
 
         A file for several machines gives no arguments: a cell waits for other machines only if its own call says so.
@@ -110,34 +104,35 @@ class ConfigFile:
         """Return the variables that ask for an engine, with the file's options: ``FSDP``, ``DEEPSPEED`` or ``XLA``."""
         precision = self.get("mixed_precision")
         if kind == DistributedType.FSDP:
-            return {"ACCELERATE_USE_FSDP": "true", **FSDP_DEFAULTS, **fsdp_variables(self.section("fsdp_config"))}
+            options = section_variables("fsdp_config", self.section("fsdp_config"))
+            return {USES[kind]: "true", **FSDP_DEFAULTS, **options}
         if kind == DistributedType.DEEPSPEED:
             section = self.section("deepspeed_config")
-            fields = deepspeed_fields(section, has_precision=precision is not None)
-            return {"ACCELERATE_USE_DEEPSPEED": "true", **fields, **deepspeed_variables(section)}
-        if kind == DistributedType.XLA and precision == PrecisionType.BF16:
-            return xla_variables(downcast=bool(self.get("downcast_bf16")))
+            # Which keys the file decides, for accelerate: a file of DeepSpeed must not say others.
+            fields = [*section, *(["mixed_precision"] if precision is not None else [])]
+            said = {"ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields).lower()}
+            return {USES[kind]: "true", **said, **section_variables("deepspeed_config", section)}
+        if kind == DistributedType.XLA and precision == PrecisionType.BF16 and self.get("downcast_bf16"):
+            # By this torch_xla keeps all numbers in half the bits. accelerate's launcher sets ``XLA_USE_BF16`` with
+            # bf16 alone, by which weights and the state of optimizers lose these bits.
+            return {"XLA_DOWNCAST_BF16": "1"}
         return {}
 
     def general_variables(self) -> dict[str, str]:
         """Return the variables that are the same for all engines."""
-        found: dict[str, str] = {}
-        for key, name in (
-            ("mixed_precision", "ACCELERATE_MIXED_PRECISION"),
-            ("use_cpu", "ACCELERATE_USE_CPU"),
-            ("debug", "ACCELERATE_DEBUG_MODE"),
-            ("enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY"),
-        ):
-            if self.get(key) is not None:
-                found[name] = as_text(self.values[key])
+        found = variables_of(self.values, GENERAL)
         if self.get("distributed_type") == DistributedType.MULTI_CPU:
             found["ACCELERATE_USE_CPU"] = "true"
         if self.get("mixed_precision") == PrecisionType.FP8:
             section = self.section("fp8_config")
             found |= {f"ACCELERATE_FP8_{key.upper()}": as_text(value) for key, value in section.items()}
-        found |= mesh_variables(self.section("parallelism_config"))
-        found |= dynamo_variables(self.section("dynamo_config"))
-        return found
+        if mesh := section_variables("parallelism_config", self.section("parallelism_config")):
+            found |= {USE_MESH: "true", **mesh}
+        return found | section_variables("dynamo_config", self.section("dynamo_config"))
+
+
+NO_FILE = ConfigFile(path=Path(), values={})
+"""Stands for a configuration file that says nothing, where there is none."""
 
 
 def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None:

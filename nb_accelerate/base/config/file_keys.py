@@ -10,22 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_choice, check_flag, check_whole
 from nb_accelerate.base.config.distributed import DistributedType, PrecisionType
-from nb_accelerate.base.config.engine_variables import DEEPSPEED_KEYS, FSDP_KEYS, MESH_KEYS, MESH_PREFIX
+from nb_accelerate.base.config.variables import SECTIONS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-SECTIONS = (
-    "dynamo_config",
-    "deepspeed_config",
-    "fsdp_config",
-    "fp8_config",
-    "megatron_lm_config",
-    "mpirun_config",
-    "parallelism_config",
-)
-"""Keys whose value is a mapping of its own."""
 
 _NOT_USED = (
     # For TPU pods that accelerate reaches through gcloud: what would use them is refused, see `_not_of_pods`.
@@ -128,38 +117,26 @@ KEYS: dict[str, Callable[[str, Any], Any]] = {
     "tpu_use_cluster": _not_of_pods,
     "tpu_use_sudo": _not_of_pods,
     "use_cpu": _flag,
-    **dict.fromkeys(SECTIONS, _section),
+    **dict.fromkeys((*SECTIONS, "fp8_config", "megatron_lm_config", "mpirun_config"), _section),
 }
 
 KNOWN = {*KEYS, *_NOT_USED}
 """Keys that accelerate 1.15 or this package knows."""
 
-_IN_SECTIONS = {
-    "fsdp_config": ("fsdp_", [*FSDP_KEYS, "backward_prefetch_policy"]),
-    "deepspeed_config": (
-        "",
-        [
-            *DEEPSPEED_KEYS,
-            *(
-                f"deepspeed_{name}"
-                for name in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
-            ),
-        ],
+_ALSO_IN = {
+    "fsdp_config": ("fsdp_backward_prefetch_policy",),
+    "deepspeed_config": tuple(
+        f"deepspeed_{name}" for name in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
     ),
-    "parallelism_config": (
-        MESH_PREFIX,
-        [
-            *MESH_KEYS,
-            *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length"),
-            *("sp_seq_length_is_variable", "sp_attn_implementation"),
-        ],
-    ),
-    "dynamo_config": ("dynamo_", ["backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation"]),
 }
-"""Of sections whose keys this package reads: a prefix that keys may have or lack, and the keys."""
+"""Keys of sections that accelerate knows and that say nothing here."""
 
 KNOWN_IN = {
-    section: {f"{section}.{start}{key.removeprefix(prefix)}" for key in keys for start in ("", prefix)}
-    for section, (prefix, keys) in _IN_SECTIONS.items()
+    section: {
+        f"{section}.{start}{key.removeprefix(prefix)}"
+        for key in (*names, *_ALSO_IN.get(section, ()))
+        for start in ("", prefix)
+    }
+    for section, (prefix, names) in SECTIONS.items()
 }
-"""The same as ``fsdp_config.KEY``, with and without prefix."""
+"""Keys of sections as ``fsdp_config.KEY``, with and without the prefix that they may lack."""

@@ -243,4 +243,4 @@ def _defaults() -> tuple[dict[str, Any], str]:
     if of_notebook:
         return of_notebook, "%distributed config"
     file = read_config()
-    return (file.launch_options(), str(default_path())) if file is not None else ({}, "")
+    return (file.launcher_arguments(), str(default_path())) if file is not None else ({}, "")
