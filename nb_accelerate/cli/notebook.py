@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")  # what a terminal no longer shows after a carriage return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +128,7 @@ class _Session(NotebookClient):
         specs = KernelSpecManager(kernel_dirs=[])
         manager = AsyncKernelManager(kernel_spec_manager=specs, **_encryption())
         super().__init__(notebook, manager, resources={"metadata": {"path": str(path.parent)}})
+        self.coalesce_streams = True  # since nbclient 0.9; before, a saved notebook has a gap at each message
         self._path = path
         self._progress = CellProgress(progress)
         self._start_options = {} if env is None else {"env": dict(env)}
@@ -189,7 +189,6 @@ class _Session(NotebookClient):
                     return FailedCell(number=number, title=title, traceback=text)
                 finally:
                     self._stop.cell_ended()
-                    _forget_overwritten(cell)
         return None
 
     @override
@@ -205,12 +204,6 @@ class _Session(NotebookClient):
         content = msg["content"]
         if msg["msg_type"] == "stream":
             self._progress.text(content["text"])
-            hook = self.output_hook_stack[msg["parent_header"]["msg_id"]]
-            last = outs[-1] if outs and not hook and not self.clear_before_next_output else None
-            if last is not None and last.get("name") == content["name"]:
-                # One message is one output for nbclient; a saved notebook would show a gap at each.
-                last["text"] += content["text"]
-                return last
         panel = content["data"].pop(PANEL, None) if msg["msg_type"] == "display_data" else None
         if panel is not None:
             self._progress.panel(panel["id"], panel["lines"])
@@ -292,9 +285,3 @@ def _traceback(cell: NotebookNode, error: CellExecutionError) -> str:
         if output.output_type == "error":
             return "\n".join(output.traceback)
     return f"{error.ename}: {error.evalue}"
-
-
-def _forget_overwritten(cell: NotebookNode) -> None:
-    for output in cell.outputs:
-        if output.output_type == "stream":
-            output.text = _OVERWRITTEN.sub("", output.text)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.progress_page import layout
 
@@ -235,30 +235,17 @@ class CommandWriter:
         _WORD.pack_into(self._memory, _AT + 8 * index, value)
 
 
-class TrainingState(TypedDict):
-    """What the training loop of a page says about itself, for those who would give it a command.
-
-    `None` means not known, and of `ended_after` that no loop was ended early.
-    """
-
-    paused: bool
-    takes_commands: bool  # training has begun that obeys: a loop over a prepared loader, or an optimizer's step
-    has_folder: bool | None  # numbered checkpoints have one
-    has_epoch_loop: bool | None  # a loop over epochs is on that can be ended after an epoch
-    ended_after: tuple[int, int] | None  # epoch after which a loop was ended as asked, and the number of its epochs
-
-
-def training_state(memory: Buffer) -> TrainingState:
-    """Read the state of the training loop from a page."""
+def training_state(memory: Buffer) -> dict[str, Any]:
+    """Return what the training loop of a page says about itself, as fields of `Sample`."""
     words = _WORDS.unpack_from(memory, _AT)  # all at once, since a panel does this for each rank several times a second
     after, epochs = words[_ENDED_AFTER], words[_ENDED_OF]
-    return TrainingState(
-        paused=bool(words[_PAUSED]),
-        takes_commands=bool(words[_FOLDER] or words[_STEPS]),
-        has_folder=_known(words[_FOLDER]),
-        has_epoch_loop=_known(words[_EPOCH_LOOP]),
-        ended_after=(after, epochs) if 0 < after < epochs else None,
-    )
+    return {
+        "paused": bool(words[_PAUSED]),
+        "takes_commands": bool(words[_FOLDER] or words[_STEPS]),
+        "has_folder": _known(words[_FOLDER]),
+        "has_epoch_loop": _known(words[_EPOCH_LOOP]),
+        "ended_after": (after, epochs) if 0 < after < epochs else None,
+    }
 
 
 def check_text(text: str) -> None:

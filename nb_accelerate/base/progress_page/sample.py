@@ -63,11 +63,11 @@ class Sample:
     compiling: float = 0.0  # seconds that took
     warning: str = ""
 
-    # What the loop says to those who would give it a command, see `TrainingState`.
+    # What the loop says to those who would give it a command.
     paused: bool = False
-    takes_commands: bool = False
-    has_folder: bool | None = None
-    has_epoch_loop: bool | None = None
+    takes_commands: bool = False  # a loop over a prepared loader has begun, or an optimizer has taken a step
+    has_folder: bool | None = None  # numbered checkpoints have one
+    has_epoch_loop: bool | None = None  # a loop over epochs is on that can be ended after an epoch
 
     # Values.
     memory: int = 0  # bytes of the device in use

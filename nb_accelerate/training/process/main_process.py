@@ -8,56 +8,44 @@ import inspect
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+async def _no_value() -> None:
+    """Return None."""
+
+
+async def _no_items() -> AsyncIterator[Any]:
+    """Yield nothing."""
+    return
+    yield  # makes it a generator
+
+
+_NOTHING: tuple[tuple[Callable[[Any], bool], Callable[[], Any]], ...] = (
+    (inspect.isasyncgenfunction, _no_items),
+    (inspect.isgeneratorfunction, lambda: iter(())),
+    (inspect.iscoroutinefunction, _no_value),
+)
+"""Kinds of functions, and what a call returns that does nothing."""
+
+
 def only_if(chosen: bool | Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
     """Return a function that runs ``function`` where ``chosen``, and elsewhere does nothing.
 
-    Elsewhere a function returns None, a generator yields nothing and a coroutine gives None; each stays what it is,
-    so that callers can iterate it or wait for it on every rank. Methods, static methods and class methods work too.
+    Elsewhere a function returns None, a generator yields nothing and a coroutine gives None, so that callers can
+    iterate it or wait for it on every rank. Methods, static methods and class methods work too.
     """
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(only_if(chosen, function.__func__))
     here = chosen if callable(chosen) else functools.partial(bool, chosen)
-    if inspect.isasyncgenfunction(function):
-        return functools.wraps(function)(_only_async_generator(here, function))
-    if inspect.isgeneratorfunction(function):
-        return functools.wraps(function)(_only_generator(here, function))
-    if inspect.iscoroutinefunction(function):
-        return functools.wraps(function)(_only_coroutine(here, function))
+    nothing = next((make for is_kind, make in _NOTHING if is_kind(function)), lambda: None)
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if here() else None
-
-    return run
-
-
-def _only_generator(here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if here():
-            return (yield from function(*args, **kwargs))
-        return None
-
-    return run
-
-
-def _only_coroutine(here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
-    async def run(*args: Any, **kwargs: Any) -> Any:
-        return await function(*args, **kwargs) if here() else None
-
-    return run
-
-
-def _only_async_generator(here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
-    async def run(*args: Any, **kwargs: Any) -> Any:
-        if here():
-            async for item in function(*args, **kwargs):
-                yield item
+        return function(*args, **kwargs) if here() else nothing()
 
     return run
 
