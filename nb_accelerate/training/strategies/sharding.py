@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.base.devices import DeviceKind
     from nb_accelerate.training.comm import Collectives
 
 
@@ -214,15 +215,17 @@ class CheckpointedForward:
     block.
     """
 
-    def __init__(self, forward: Callable[..., Any], *, offload: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], *, offload: bool, kind: DeviceKind) -> None:
         self.__wrapped__ = forward  # inspect.signature follows it to the arguments of the block
         self.offload = offload
+        self._device_type, self._pins = kind.name, kind.pins_memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs. Called by the block for each batch."""
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
-        pins = torch.accelerator.is_available()  # so that copies to and from the device do not wait
-        kept = torch.autograd.graph.save_on_cpu(pin_memory=pins) if self.offload else contextlib.nullcontext()
+        kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.offload:  # pinned, so that copies to and from the device do not wait
+            kept = torch.autograd.graph.save_on_cpu(self._pins, self._device_type)
         with kept:
             return checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs)
