@@ -18,6 +18,7 @@ pytest_plugins = [
     "fixtures.limits",
     "fixtures.old_torch",
     "fixtures.devices",
+    "fixtures.second_device",
     "fixtures.distributions",
     "fixtures.leaks",
     "fixtures.ranks",
