@@ -174,7 +174,7 @@ def test_errors_in_what_follows_a_cell_are_as_harmless(pool: Pool, monkeypatch: 
     monkeypatch.setattr("nb_accelerate.notebook.pool.cell.tell_failure", fail)
     page = Page()
     with goes_on(pool):
-        pool.finish(pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}, sink=page, tell=True))
+        pool.finish(pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}, sink=page))
     assert "what follows the cell failed (Fault: telling). The ranks go on\n" in page.text
     assert "could not be shown" not in page.text
 

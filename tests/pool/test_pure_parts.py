@@ -1,4 +1,4 @@
-"""Life cycle, merging, names, name tracking and arguments: no process, no kernel."""
+"""Merging, names, name tracking and arguments: no process, no kernel."""
 
 from __future__ import annotations
 
@@ -12,51 +12,19 @@ from typing import Any
 import pytest
 
 from nb_accelerate.base.topology.rank_lists import label
-from nb_accelerate.errors import ConfigError, PoolError
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.magics.auto import route
 from nb_accelerate.notebook.magics.commands import COMMANDS
 from nb_accelerate.notebook.magics.names import words_for
 from nb_accelerate.notebook.pool.group import breaks_group
-from nb_accelerate.notebook.pool.lifecycle import PoolState, check_idle, check_stopped, state_of
-from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync, Sent, Verdict
 from nb_accelerate.notebook.pool.plan import plan_cell
+from nb_accelerate.notebook.pool.variables import NamespaceSync, Sent
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
 from nb_accelerate.notebook.ranks.failing.hang import verdict
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.output.merge import Merge
 from nb_accelerate.notebook.ranks.steps import StepKind
-
-
-class TestLifeCycle:
-    @pytest.mark.parametrize(
-        ("facts", "state"),
-        [
-            ({"exists": False}, PoolState.STOPPED),
-            ({"starts": True, "lacks_ranks": True, "is_disconnected": True}, PoolState.STARTING),
-            ({"runs": True, "lacks_ranks": True}, PoolState.RUNNING),
-            ({"lacks_ranks": True, "is_disconnected": True}, PoolState.BROKEN),
-            ({"is_disconnected": True}, PoolState.DISCONNECTED),
-            ({}, PoolState.IDLE),
-        ],
-    )
-    def test_what_a_pool_does_follows_from_what_there_is(self, facts: dict[str, bool], state: PoolState):
-        nothing = {"exists": True, "starts": False, "runs": False, "lacks_ranks": False, "is_disconnected": False}
-        assert state_of(**{**nothing, **facts}) is state
-
-    @pytest.mark.parametrize("state", [PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN])
-    def test_ranks_that_do_nothing_run_cells_and_can_be_replaced(self, state: PoolState):
-        check_idle(state)
-        with pytest.raises(PoolError, match="%distributed stop"):
-            check_stopped(state)
-
-    @pytest.mark.parametrize(
-        ("state", "advice"),
-        [(PoolState.STOPPED, "%distributed start"), (PoolState.RUNNING, "%distributed interrupt")],
-    )
-    def test_what_cannot_be_done_now_says_what_to_do(self, state: PoolState, advice: str):
-        with pytest.raises(PoolError, match=advice):
-            check_idle(state)
 
 
 class Story:
@@ -171,14 +139,14 @@ def sent(sync: NamespaceSync, numbers: Numbers, **values: object) -> None:
 class TestNamespaceSync:
     def test_a_value_is_sent_once(self):
         sync, thing = NamespaceSync(), Thing()
-        assert sync.judge("x", thing) is Verdict.SEND
+        assert not sync.has("x", thing)
         sent(sync, Numbers(), x=thing)
-        assert sync.judge("x", thing) is Verdict.HAS_IT
+        assert sync.has("x", thing)
 
     def test_a_name_that_was_rebound_is_sent_again(self):
         sync = NamespaceSync()
         sent(sync, Numbers(), x=1)
-        assert sync.judge("x", 2) is Verdict.SEND
+        assert not sync.has("x", 2)
 
     def test_an_object_that_was_changed_in_place_is_known_by_its_number(self):
         sync, numbers, thing, holder = NamespaceSync(), Numbers(), Thing(), Thing()
@@ -202,18 +170,19 @@ class TestNamespaceSync:
     def test_what_a_rank_bound_is_its_own_until_it_is_pushed(self):
         sync = NamespaceSync()
         sync.bound(["x"])
-        assert sync.judge("x", 1) is Verdict.OWN
+        assert sync.owns("x")
         sent(sync, Numbers(), x=1)
-        assert sync.judge("x", 1) is Verdict.HAS_IT
+        assert sync.has("x", 1)
+        assert not sync.owns("x")
 
     def test_what_a_rank_deleted_is_sent_again(self):
         sync = NamespaceSync()
         sent(sync, Numbers(), x=1)
         sync.unbound(["x"])
-        assert sync.judge("x", 1) is Verdict.SEND
+        assert not sync.has("x", 1)
 
     def test_a_rank_knows_its_rank_better_than_the_notebook(self):
-        assert NamespaceSync().judge("rank", 3) is Verdict.OWN
+        assert NamespaceSync().owns("rank")
 
     def test_the_user_is_told_once_for_each_value(self):
         sync = NamespaceSync()
@@ -227,7 +196,7 @@ class TestNamespaceSync:
         del thing
         gc.collect()
         assert ends() is None
-        assert sync.judge("x", Thing()) is Verdict.SEND
+        assert not sync.has("x", Thing())
 
 
 class TestCellPlan:

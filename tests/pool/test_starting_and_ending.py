@@ -15,7 +15,7 @@ from nb_accelerate.errors import ConfigError, DeadlineError, PoolError, RankDied
 from nb_accelerate.notebook.launch import servers, setup
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.pool import CellHandle, CellOptions, Pool, PoolOptions, group as groups, read_cell
-from nb_accelerate.notebook.pool.lifecycle import PoolState
+from nb_accelerate.notebook.pool.pool import PoolState
 from nb_accelerate.notebook.ranks.loop import RankLoop
 
 LEAVES_SLOWLY = "import atexit, time\natexit.register(time.sleep, 600)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ from fixtures.actor_ranks import ActorRank, failure
 
 from nb_accelerate.errors import RankDiedError
 from nb_accelerate.notebook.pool.ending import wording
-from nb_accelerate.notebook.pool.rank import PoolRank
 from nb_accelerate.notebook.ranks.failing.errors import death
 from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, Wording, first_cause
-from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 
 
@@ -47,12 +44,11 @@ class TestFirstCause:
 class TestDeath:
     """A launch and a pool say it in the same words, and both know of the out-of-memory killer."""
 
-    @pytest.mark.parametrize("make", [RankProxy, PoolRank])
-    def test_of_a_rank_that_was_killed_for_its_memory_says_so(self, loop: RankLoop, make: Callable[..., Any]) -> None:
+    @pytest.mark.parametrize("words", [Wording(), wording("the cell")])
+    def test_of_a_rank_that_was_killed_for_its_memory_says_so(self, words: Wording) -> None:
         handle = ActorRank(1, None)
-        rank = make(handle)
+        rank = RankProxy(handle)
         handle.exitcode = -signal.SIGKILL
-        words = wording("the cell") if make is PoolRank else Wording()
         error = death(rank, words, "its last words\n", out_of_memory=True)
         assert isinstance(error, RankDiedError)
         assert str(error).startswith("rank 1 was ended by SIGKILL (killed)")

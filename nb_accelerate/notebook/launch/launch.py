@@ -339,6 +339,7 @@ class Launch(Steerable):
                 timeout=options.timeout,
                 spent=time.monotonic() - self._began,
                 say=loop.output.say,
+                hangs=timeouts,
                 attended=self._is_waited_for,
                 on_host=plan.kind.is_host,
                 exit_returns=self._exit_returns,
@@ -377,7 +378,7 @@ class Launch(Steerable):
 
         try:
             with interrupts_call(self._interrupt_requests):
-                loop.begin(calling, hangs=timeouts)
+                loop.begin(calling)
                 if was_stopped:
                     self._interrupt_requests(StepKind.TERMINATE, was_stopped)
                 with output.guard:  # after the request, so that the ranks start meanwhile

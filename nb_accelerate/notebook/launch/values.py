@@ -42,16 +42,21 @@ def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
     # processes have.
     script = sys.modules.get("__mp_main__")
     by_value = options.by_value if script is None else (*options.by_value, script)
-    whole = f"the call of {name}"
+    parts = {name: options.function, "args": options.args, "kwargs": options.kwargs}
     try:
-        return pack(call, name=whole, advice=_ADVICE, by_value=by_value, globals_there=Globals.BROUGHT)
+        return pack(
+            call,
+            name=f"the call of {name}",
+            parts=parts,
+            advice=_ADVICE,
+            by_value=by_value,
+            globals_there=Globals.BROUGHT,
+        )
     except ShippingError as error:
-        text, path = str(error), error.path
-        for index, part in enumerate((name, "args", "kwargs")):
-            text, path = (said.replace(f"{whole}[{index}]", part) for said in (text, path))
-        if can_fork and not error.is_final:
-            text += " Or write start_method='fork': ranks are then born with it in memory."
-        raise ShippingError(text, path=path) from error.__cause__
+        if not can_fork or error.is_final:
+            raise
+        text = f"{error} Or write start_method='fork': ranks are then born with it in memory."
+        raise ShippingError(text, path=error.path) from error.__cause__
 
 
 def unpack_values(request: Request) -> Values:

@@ -10,12 +10,15 @@ import functools
 import keyword
 import re
 import shlex
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class LineParser(argparse.ArgumentParser):
@@ -125,6 +128,16 @@ def names_of(group: argparse.ArgumentParser) -> dict[str, str]:
     return {action.dest: action.option_strings[-1] for action in group._actions}  # noqa: SLF001 - there is no public list
 
 
+def written(group: argparse.ArgumentParser, options: Mapping[str, Any]) -> list[str]:
+    """Return options of a group as they are written on a line."""
+    given = [action for action in group._actions if action.dest in options]  # noqa: SLF001 - there is no public list
+    return [
+        action.option_strings[-1] if action.nargs == 0 else f"{action.option_strings[-1]} {options[action.dest]}"
+        for action in given
+        if action.nargs != 0 or action.const == options[action.dest]
+    ]
+
+
 POOL = _group()
 POOL.add_argument(
     "-n",
@@ -173,9 +186,19 @@ CELL.add_argument("--inserted", action="store_true", help=argparse.SUPPRESS)
 
 SHOW = _group()
 SHOW.add_argument(
-    "--group-outputs", action="store_true", help="Wait for the end, and show what each rank printed in one place."
+    "--group-outputs",
+    dest="style",
+    action="store_const",
+    const="group",
+    help="Wait for the end, and show what each rank printed in one place.",
 )
-SHOW.add_argument("--no-capture", action="store_true", help="Show every line as it comes, with its rank; fold nothing.")
+SHOW.add_argument(
+    "--no-capture",
+    dest="style",
+    action="store_const",
+    const="raw",
+    help="Show every line as it comes, with its rank; fold nothing.",
+)
 SHOW.add_argument("--quiet", action="store_true", help="Show no output.")
 SHOW.add_argument("--progress", metavar="WHERE", help="Where the panel is drawn: auto, widget, text or off.")
 

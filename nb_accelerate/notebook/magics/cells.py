@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.magics.auto import AutoMode
     from nb_accelerate.notebook.magics.seeding import Seeding
     from nb_accelerate.notebook.pool.handle import CellHandle
-    from nb_accelerate.notebook.pool.options import CellOptions
     from nb_accelerate.notebook.pool.pool import Pool
-    from nb_accelerate.notebook.pool.source import CellSource
 
 _POOL = args.names_of(args.POOL)
 
@@ -64,10 +63,19 @@ class Cells:
 
     def _run(self, given: dict[str, Any], cell: str, head: str | None) -> CellHandle | None:
         from nb_accelerate.notebook import pool as pools
+        from nb_accelerate.notebook.pool.options import CellOptions
+        from nb_accelerate.notebook.pool.source import read_cell
 
-        source = self._read(cell, head)
+        # Read here, once, before any rank sees it.
+        filename = self._shell.compile.cache(f"{head}\n{cell}" if head else cell, _number(self._shell))
+        with self._auto.paused():
+            source = read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)
+        of_cell = {field.name for field in dataclasses.fields(CellOptions)}
+        options = CellOptions(
+            wants_values="out" in given or "background" in given,
+            **{name: value for name, value in {**self._defaults, **given}.items() if name in of_cell},
+        )
         pool = pools.current()
-        options = self._cell_options(given)
         self._have_ranks(pool, given)
         if options.converts and pool.options.mixed_precision != "no":
             raise ConfigError(
@@ -79,11 +87,11 @@ class Cells:
             _show(replaced)
         self._bring_up_to_date(pool)
         variables = self._shell.user_ns
-        if given.get("background"):
-            return pools.CellHandle(pool, pool.begin(source, options, variables=variables, tell=True))
+        if "background" in given:
+            return pools.CellHandle(pool, pool.begin(source, options, variables=variables))
         values = pool.run(source, options, variables=variables)
         if "out" in given:
-            self._shell.user_ns[given["out"]] = values
+            variables[given["out"]] = values
         return None
 
     def _bring_up_to_date(self, pool: Pool) -> None:
@@ -101,32 +109,6 @@ class Cells:
             pool.call(use_autoreload, autoreload)
             self._autoreloads = autoreload != Autoreload()
         self._seeding.send(pool)
-
-    def _read(self, cell: str, head: str | None) -> CellSource:
-        """Check the cell here, once, before any rank sees it."""
-        from nb_accelerate.notebook.pool.source import read_cell
-
-        text = cell if head is None else f"{head}\n{cell}"
-        compiler = self._shell.compile
-        filename = compiler.cache(text, _number(self._shell), raw_code=text)
-        with self._auto.paused():
-            return read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)
-
-    def _cell_options(self, given: dict[str, Any]) -> CellOptions:
-        from nb_accelerate.notebook.pool.options import CellOptions
-
-        values = {**self._defaults, **given}
-        style = "raw" if values.get("no_capture") else "group" if values.get("group_outputs") else "fold"
-        return CellOptions(
-            ranks=values.get("ranks"),
-            send=values.get("send", ()),
-            timeout=values.get("timeout"),
-            style=style,
-            quiet=bool(values.get("quiet")),
-            progress=values.get("progress", "auto"),
-            wants_values="out" in values or bool(values.get("background")),
-            converts=bool(values.get("converts")),
-        )
 
     def _have_ranks(self, pool: Pool, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook.display.frontend import choose_front_end

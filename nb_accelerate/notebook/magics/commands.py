@@ -185,9 +185,9 @@ class Commands:
 
     def _config(self, given: dict[str, Any]) -> None:
         self._defaults.update(given)
-        for name, flag in (args.names_of(POOL) | args.names_of(SHOW)).items():
-            if name in self._defaults:
-                _say(f"{flag} {self._defaults[name]}")
+        for group in (POOL, SHOW):
+            for option in args.written(group, self._defaults):
+                _say(option)
         if not self._defaults:
             _say("nothing is set: cells and ranks start with what --help says")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import PoolError
-from nb_accelerate.notebook.pool.rank import PoolRank
-from nb_accelerate.notebook.protocol.messages import CutOff
 from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.steps import (
     Step,
@@ -21,7 +19,7 @@ from nb_accelerate.notebook.ranks.steps import (
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
@@ -33,36 +31,25 @@ _BUSY = (
 
 
 def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
-    """Return the steps that end a cell early.
+    """Return the steps that end a cell early, or the set-up or a rendezvous of ranks.
 
-    A rank that has variables is killed only if the user interrupts again.
+    A rank that has variables is killed only if the user interrupts again, or ``timeouts.wait`` is over.
+
+    Args:
+        cut: takes a rank out of a collective.
     """
     notice = _BUSY if timeouts.wait == NEVER else ""
-    return _early_end(timeouts, cut, interrupt, wait=timeouts.wait, save=timeouts.save, notice=notice)
-
-
-def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
-    """Return the steps that end the set-up or a rendezvous of ranks early.
-
-    No code of users runs then, and new ranks, which have no variables yet, are killed at once.
-    """
-    return _early_end(timeouts, cut, _interrupt_or_kill, wait=timeouts.rendezvous)
-
-
-def _early_end(
-    timeouts: Timeouts,
-    cut: Callable[[RankProxy], None],
-    act: Callable[[RankProxy], object],
-    *,
-    wait: float,
-    save: float = 0.0,
-    notice: str = "",
-) -> tuple[Step, ...]:
     return (
         Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
-        Step(kind=StepKind.INTERRUPT, act=act, seconds=timeouts.unwind, for_user=timeouts.interrupt, save=save),
+        Step(
+            kind=StepKind.INTERRUPT,
+            act=_interrupt,
+            seconds=timeouts.unwind,
+            for_user=timeouts.interrupt,
+            save=timeouts.save,
+        ),
         Step(kind=StepKind.CUT, act=cut, seconds=timeouts.cut),
-        Step(kind=StepKind.WAIT, act=leave_alone, seconds=wait, on_interrupt=StepKind.KILL, notice=notice),
+        Step(kind=StepKind.WAIT, act=leave_alone, seconds=timeouts.wait, on_interrupt=StepKind.KILL, notice=notice),
         Step(kind=StepKind.KILL, act=kill, seconds=timeouts.kill),
         Step(kind=StepKind.GIVE_UP, act=give_up),
     )
@@ -91,32 +78,14 @@ def stop_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
     return by_itself, *by_signal
 
 
-def cut_from(ranks: Sequence[RankProxy], rendezvous: int) -> Callable[[RankProxy], None]:
-    """Return a function that takes a rank out of a collective, by breaking its connections to other ranks.
-
-    Args:
-        rendezvous: number of the rendezvous in which they made the connections, or are making them.
-    """
-    pids = [rank.handle.pid for rank in ranks if rank.handle.pid and not rank.is_gone]
-
-    def cut(rank: RankProxy) -> None:
-        assert isinstance(rank, PoolRank)
-        others = tuple(pid for pid in pids if pid != rank.handle.pid)
-        rank.cut_off(CutOff(rendezvous=rendezvous, peers=others))
-
-    return cut
-
-
-def _interrupt_or_kill(rank: RankProxy) -> None:
-    assert isinstance(rank, PoolRank)
+def _interrupt(rank: RankProxy) -> None:
     if rank.has_joined:
         interrupt(rank)
-    else:
+    else:  # it has no variables yet
         kill(rank)
 
 
 def _after_end(rank: RankProxy) -> str:
-    assert isinstance(rank, PoolRank)
     if not rank.has_joined:
         return " while it was being started"
     if rank.handle.exitcode is None and rank.handle.is_lost_with_others and not rank.why_lost:
@@ -132,9 +101,4 @@ def wording(what: str) -> Wording:
     Args:
         what: what was asked, as the subject of a sentence: ``the cell``.
     """
-    return Wording(
-        what=what,
-        after_end=_after_end,
-        unusable=PoolError,
-        unseen=PoolError,
-    )
+    return Wording(what=what, after_end=_after_end, unusable=PoolError, unseen=PoolError)

@@ -13,22 +13,24 @@ rendezvous, and killed only if that does not work: every wait of a rendezvous ha
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.devices import backend_named
 from nb_accelerate.errors import ConfigError, PoolError, StartError
+from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
-from nb_accelerate.notebook.launch.setup import pack_notebook
+from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
 from nb_accelerate.notebook.launch.starters import open_server
-from nb_accelerate.notebook.pool.ending import cell_steps, cut_from, rendezvous_steps, stop_steps, wording
-from nb_accelerate.notebook.pool.rank import PoolRank
-from nb_accelerate.notebook.pool.starting import send_join, send_setup, start_rank
-from nb_accelerate.notebook.protocol.messages import Result
+from nb_accelerate.notebook.pool.ending import cell_steps, stop_steps, wording
+from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.messages import CutOff, Join, Result
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.ranks.failing.errors import death, error_of, how_it_ended
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
+from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.waiting import wait
@@ -39,8 +41,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.launch.plan import LaunchPlan
-    from nb_accelerate.notebook.ranks.handle import RankHandle
-    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.launch.rendezvous import Rendezvous
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
     from nb_accelerate.notebook.ranks.waiting import Interrupts
 
@@ -90,14 +91,14 @@ class RankGroup:
         return self.plan.num_processes
 
     @property
-    def ranks(self) -> Mapping[int, PoolRank]:
+    def ranks(self) -> dict[int, RankProxy]:
         """The ranks that were started and not removed, by rank."""
-        return {number: rank for number, rank in self.loop.ranks.items() if isinstance(rank, PoolRank)}
+        return dict(self.loop.ranks)
 
     @property
     def missing(self) -> list[int]:
         """Ranks that have ended, or were not started."""
-        ranks = self.loop.ranks
+        ranks = self.ranks
         return [number for number in range(self.size) if number not in ranks or ranks[number].is_gone]
 
     @property
@@ -105,7 +106,7 @@ class RankGroup:
         """The error of its thread, if that has failed and ended all ranks; else None."""
         return self.loop.why_it_ended if self.loop.failure is not None else None
 
-    def chosen(self, numbers: Sequence[int] | None) -> list[PoolRank]:
+    def chosen(self, numbers: Sequence[int] | None) -> list[RankProxy]:
         """Return these ranks, or all for None."""
         self.check(numbers or ())
         wanted = range(self.size) if numbers is None else sorted(set(numbers))
@@ -118,7 +119,7 @@ class RankGroup:
 
     def how_it_ended(self, number: int) -> str:
         """Return how a rank has ended, in a few words."""
-        rank = self.loop.ranks.get(number)
+        rank = self.ranks.get(number)
         return f"rank {number} has ended" if rank is None or not rank.is_gone else how_it_ended(rank, _CELL)
 
     def check(self, ranks: Sequence[int]) -> None:
@@ -129,59 +130,50 @@ class RankGroup:
                 f"there is no rank {wrong[0]}: the ranks that run are {', '.join(map(str, range(self.size)))}"
             )
 
-    def request(
-        self,
-        ranks: Sequence[PoolRank],
-        send: Callable[[PoolRank], None],
-        *,
-        timeout: float | None = None,
-        say: Callable[[str], object] = lambda _: None,
-    ) -> Request:
-        """Make a request that runs code of users; see `Request`."""
-        steps = cell_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._rendezvous_count))
-        request = self._request(ranks, send, steps=steps, wording=_CELL, timeout=timeout, say=say)
-        request.on_host = self.plan.kind.is_host
+    def request(self, ranks: Sequence[RankProxy], send: Callable[[RankProxy], object], **options: Any) -> Request:
+        """Make a request that runs code of users; the arguments are those of `Request`."""
+        request = Request(
+            ranks=ranks,
+            send=send,
+            steps=cell_steps(self._timeouts(), self._cut),
+            wording=_CELL,
+            world_size=self.size,
+            on_host=self.plan.kind.is_host,
+            **options,
+        )
         request.idle = lambda: self._idle_beside(request)
         return request
 
-    def _idle_beside(self, request: Request) -> list[PoolRank]:
+    def _idle_beside(self, request: Request) -> list[RankProxy]:
         asked = {rank.rank for other in (request, *self.loop.requests) for rank in other.ranks}
         return [rank for number, rank in self.ranks.items() if number not in asked]
 
-    def _request(self, ranks: Sequence[PoolRank], send: Callable[[PoolRank], None], **options: Any) -> Request:
-        def send_to(rank: RankProxy) -> None:
-            assert isinstance(rank, PoolRank)
-            send(rank)
-
-        return Request(ranks=ranks, send=send_to, world_size=self.size, **options)
-
-    def ask(self, request: Request, interrupts: Interrupts) -> list[Any]:
-        """Begin a request, wait for the answers, and return them in the order of the ranks."""
-        with interrupts.go_to(lambda: self.loop.interrupt(request)):
-            self.loop.begin(request)
-            self.loop.wait_for(request)
-        return result_of(request)
+    def _cut(self, rank: RankProxy) -> None:
+        """Take a rank out of a collective, by breaking its connections to other ranks."""
+        others = tuple(other.handle.pid for other in self.ranks.values() if other.handle.pid and other is not rank)
+        if rank.alarm is not None:  # else it has not been asked to join yet
+            with contextlib.suppress(OSError):  # it has just ended
+                rank.alarm.send(CutOff(rendezvous=self._rendezvous_count, peers=others))
 
     @enough_room()
     def bring_up(self, numbers: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and connect all ranks by a process group. If that fails, the new ones are ended."""
         self.is_disconnected = True
-        new: list[PoolRank] = []
+        new: list[RankProxy] = []
         try:
             with open_rendezvous(self._options, self.plan) as rendezvous, pack_notebook() as notebook:
-                new.extend(self._add(self._start(number)) for number in numbers)
+                new.extend(self._start(number) for number in numbers)
 
-                def set_up(rank: PoolRank) -> None:
-                    send_setup(rank, self._options, self.plan, rendezvous, notebook)
+                def set_up(rank: RankProxy) -> None:
+                    setup = make_setup(rank.handle, self._options, self.plan, rendezvous, notebook.parcel)
+                    rank.handle.channel.send(setup, notebook.fds)
 
-                self._ask_all("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
+                self._ask("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
                 everybody = sorted(self.ranks.values(), key=lambda rank: rank.rank)
                 self._rendezvous_count += 1
-
-                def join(rank: PoolRank) -> None:
-                    send_join(rank, rendezvous, self._rendezvous_count)
-
-                devices = self._ask_all("the rendezvous of the ranks", everybody, join, interrupts)
+                number = self._rendezvous_count
+                what = "the rendezvous of the ranks"
+                devices = self._ask(what, everybody, lambda rank: send_join(rank, rendezvous, number), interrupts)
         except BaseException:
             self._end(new, seconds=0.0, interrupts=interrupts)
             raise
@@ -191,40 +183,54 @@ class RankGroup:
             rank.has_joined = True
         self.is_disconnected = False
 
-    def _add(self, handle: RankHandle) -> PoolRank:
-        """Have the loop own a rank, also if this fails."""
+    def _start(self, number: int) -> RankProxy:
+        """Have a rank forked, by a new server if the one before is gone; its ranks are then gone too."""
         try:
-            rank = PoolRank(handle)
-        except BaseException:
-            handle.close()
-            raise
+            handle = self._forked(number)
+        except StartError:
+            if any(not rank.is_gone for rank in self.ranks.values()):
+                raise
+            self._resources.close()
+            self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
+            handle = self._forked(number)
+        rank = RankProxy(handle)
         self.loop.add(rank)
         return rank
 
-    def _start(self, number: int) -> RankHandle:
-        """Have a rank forked, by a new server if the one before is gone; its ranks are then gone too."""
+    def _forked(self, number: int) -> LocalRank:
+        handle = LocalRank(number, local_rank=number)
         try:
-            return start_rank(self._server, number)
-        except StartError:
-            if any(not rank.is_gone for rank in self.loop.ranks.values()):
-                raise
-        self._resources.close()
-        self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
-        return start_rank(self._server, number)
+            self._server.start([handle])
+        except BaseException:
+            handle.close()
+            raise
+        return handle
 
-    def _ask_all(
+    def _ask(
         self,
         what: str,
-        ranks: Sequence[PoolRank],
-        send: Callable[[PoolRank], None],
+        ranks: Sequence[RankProxy],
+        send: Callable[[RankProxy], None],
         interrupts: Interrupts,
         *,
         awaits: Awaits = Awaits.ANSWER,
     ) -> list[Any]:
-        steps = rendezvous_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._rendezvous_count))
-        timeout = self._timeouts().start
-        request = self._request(ranks, send, steps=steps, wording=wording(what), timeout=timeout, awaits=awaits)
-        return self.ask(request, interrupts)
+        """Ask ranks what they do while they are started and connected, and return the answers, in their order."""
+        timeouts = self._timeouts()
+        request = Request(
+            ranks=ranks,
+            send=send,
+            # No code of users runs, so nothing is waited for.
+            steps=cell_steps(replace(timeouts, wait=timeouts.rendezvous, save=0.0), self._cut),
+            wording=wording(what),
+            world_size=self.size,
+            timeout=timeouts.start,
+            awaits=awaits,
+        )
+        with interrupts.go_to(lambda: self.loop.interrupt(request)):
+            self.loop.begin(request)
+            self.loop.wait_for(request)
+        return result_of(request)
 
     def remove(self, number: int, interrupts: Interrupts) -> None:
         """Kill a rank, if it lives, and close it."""
@@ -247,19 +253,19 @@ class RankGroup:
             self.loop.output.close()
         self._resources.close()
 
-    def _end(self, ranks: Sequence[PoolRank], *, seconds: float, interrupts: Interrupts) -> None:
+    def _end(self, ranks: Sequence[RankProxy], *, seconds: float, interrupts: Interrupts) -> None:
         alive = [rank for rank in ranks if not rank.handle.ended]
         for rank in alive:
             rank.why_lost = ""  # its process may live, and is waited for
 
-        def send(rank: PoolRank) -> None:
+        def send(rank: RankProxy) -> None:
             if seconds:
                 rank.quit()
             rank.is_leaving = True
 
         timeouts = replace(self._timeouts(), save=0.0) if self.missing else self._timeouts()  # a save needs all ranks
         steps = stop_steps(timeouts, seconds=seconds)
-        request = self._request(alive, send, steps=steps, wording=_CELL, awaits=Awaits.END)
+        request = Request(ranks=alive, send=send, steps=steps, wording=_CELL, awaits=Awaits.END, world_size=self.size)
         with interrupts.go_to(lambda: self.loop.interrupt(request)):
             self.loop.begin(request)
             wait(request.done)
@@ -267,6 +273,26 @@ class RankGroup:
     def _on_rank_end(self, rank: RankProxy) -> None:
         if not rank.is_leaving:
             self._tell(death(rank, _CELL))
+
+
+def send_join(rank: RankProxy, rendezvous: Rendezvous, number: int) -> None:
+    """Send a rank the `Join` that has it enter a new process group; with the first one, its end of an alarm channel."""
+    fds = []
+    with contextlib.ExitStack() as sent:
+        if rank.alarm is None:
+            rank.alarm, there = Channel.pair()
+            fds.append(sent.enter_context(there).fileno())
+        has_alarm = bool(fds)
+        store, store_fd = rendezvous.store_for(rank.rank)
+        if store_fd >= 0:
+            sent.callback(os.close, store_fd)
+            fds.append(store_fd)
+        environ = {
+            "MASTER_ADDR": rendezvous.address,
+            "MASTER_PORT": str(rendezvous.port),
+            "TORCHELASTIC_RUN_ID": rendezvous.run_id,
+        }
+        rank.handle.ask(Join(rendezvous=number, environ=environ, has_alarm=has_alarm, store=store), fds)
 
 
 def result_of(request: Request) -> list[Any]:
@@ -284,7 +310,7 @@ def result_of(request: Request) -> list[Any]:
         request.close()
 
 
-def breaks_group(request: Request, ranks: Mapping[int, PoolRank], backend: str) -> bool:
+def breaks_group(request: Request, ranks: Mapping[int, RankProxy], backend: str) -> bool:
     """Return whether the process group is of no use after a cell."""
     if len(ranks) == 1:
         return False
@@ -294,7 +320,7 @@ def breaks_group(request: Request, ranks: Mapping[int, PoolRank], backend: str) 
     return backend_named(backend).returns_early and len(request.ranks) == len(ranks) and out_of_step(ranks.values())
 
 
-def out_of_step(ranks: Iterable[PoolRank]) -> bool:
+def out_of_step(ranks: Iterable[RankProxy]) -> bool:
     """Return whether a rank has been in more collectives of a process group than another."""
     seen: dict[str, int] = {}
     for rank in ranks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.config.checks import check_choice
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 STYLES = ("fold", "group", "raw")
-
-
-def _nothing() -> Mapping[str, str]:
-    return MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +35,7 @@ class PoolOptions:
     mixed_precision: str = "no"
     devices: str | Sequence[int] | None = None
     start_method: str = "auto"
-    env: Mapping[str, str] = field(default_factory=_nothing)
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stays = [method.name for method in START_METHODS.values() if method.serves_cells]
@@ -50,13 +45,13 @@ class PoolOptions:
                 f"cell needs. Write start_method='auto', 'forkserver' or 'spawn'"
             )
         check_start_method(self.start_method, stays)
-        self.as_launch(self.num_processes)  # checks the rest
+        self.as_launch()  # checks the rest
 
-    def as_launch(self, num_processes: int | None) -> LaunchOptions:
-        """Return the same as options of a launch, with another number of ranks."""
+    def as_launch(self) -> LaunchOptions:
+        """Return the same as options of a launch, without a function: ranks that stay are given none."""
         return LaunchOptions(
             function=_no_function,
-            num_processes=num_processes,
+            num_processes=self.num_processes,
             mixed_precision=self.mixed_precision,
             devices=self.devices,
             start_method=self.start_method,
@@ -105,4 +100,4 @@ class CellOptions:
 
 
 def _no_function() -> None:
-    """Stand for the function of a launch: ranks that stay are given none."""
+    """Stand for the function of a launch."""

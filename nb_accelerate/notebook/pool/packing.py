@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.notebook.pool.names import names_in
+from nb_accelerate.notebook.pool.variables import Sent
 from nb_accelerate.notebook.protocol.content import Snapshot
 from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.renewal import state_of
@@ -34,14 +35,14 @@ class Shipment:
 
     Attributes:
         packed: a `Names`, pickled; to be closed.
-        values: the values, by name.
+        sent: what is known of the values from then on, by name.
         uses: global names that functions among the values read, and those of containers that are referred to.
         contents: what objects hold on the ranks then.
     """
 
     ranks: list[int]
     packed: Packed
-    values: dict[str, Any]
+    sent: dict[str, Sent]
     uses: frozenset[str]
     contents: dict[Key, list[Any]]
 
@@ -99,37 +100,28 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None) -> Shipment:
         packed = pack(
             Names(dict(sorted(values.items())), states),
             name="what the cell uses",
+            parts={name: plan.variables[name] for name in (*values, *snapshots)},
             advice=_ADVICE,
             globals_there=Globals.FOUND,
             limit=limit,
             references=references,
         )
     except TooLargeError as error:
-        sent = sorted(values or snapshots)
+        too_large = sorted(values or snapshots)
         raise TooLargeError(
-            f"{', '.join(sent)} of the notebook: {error.size / 2**30:.1f} GiB would be copied to the ranks. "
-            f"To copy them: %distributed push {' '.join(sent)} --large. Or load the data on the ranks "
+            f"{', '.join(too_large)} of the notebook: {error.size / 2**30:.1f} GiB would be copied to the ranks. "
+            f"To copy them: %distributed push {' '.join(too_large)} --large. Or load the data on the ranks "
             f"themselves, in a %%distributed cell",
             size=error.size,
         ) from None
-    except ShippingError as error:
-        raise _of_a_variable(error, snapshots) from error.__cause__
     uses = packed.names.union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
     uses |= {key for key in references.used if isinstance(key, str)}
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
     for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
         contents[number] = parts.get(number) or Snapshot(value, plan.numbers, deep=False).tokens
-    return Shipment(delivery.ranks, packed, values, uses, contents)
-
-
-def _of_a_variable(error: ShippingError, snapshots: Mapping[str, Snapshot]) -> ShippingError:
-    """Return an error about a part of a `Names`, told as a part of a variable."""
-    found = re.match(r"what the cell uses\[\d\]\[(?:'(\w+)'|(\d+))\]", error.path)
-    if found is None:
-        return error
-    name, number = found.groups()
-    holder = name or next(name for name, snapshot in snapshots.items() if int(number) in snapshot.objects)
-    return _renamed(error, holder, found.end())
+    # The values themselves are not kept: the notebook may delete them while the cell runs.
+    sent = {name: Sent.of(name, value, snapshots.get(name), uses) for name, value in values.items()}
+    return Shipment(delivery.ranks, packed, sent, uses, contents)
 
 
 def of_pulled(error: ShippingError, names: Sequence[str]) -> ShippingError:
@@ -139,10 +131,7 @@ def of_pulled(error: ShippingError, names: Sequence[str]) -> ShippingError:
         error: about a part of the list that the rank was to return.
     """
     found = re.search(r"\[(\d+)\]", error.path)
-    return error if found is None else _renamed(error, names[int(found[1])], found.end())
-
-
-def _renamed(error: ShippingError, name: str, end: int) -> ShippingError:
-    """Return an error that names a variable, in place of the first `end` letters of the path to the part."""
-    path = f"{name}{error.path[end:]}"
+    if found is None:
+        return error
+    path = f"{names[int(found[1])]}{error.path[found.end() :]}"
     return ShippingError(str(error).replace(error.path, path, 1), path=path, is_final=error.is_final)

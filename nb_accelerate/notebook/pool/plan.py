@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.pool.names import names_in
-from nb_accelerate.notebook.pool.namespace_sync import RANK_NAMES, Verdict, is_users
+from nb_accelerate.notebook.pool.variables import RANK_NAMES, is_users
 from nb_accelerate.notebook.protocol.content import ATOMS, Snapshot, is_constant
 from nb_accelerate.notebook.protocol.renewal import state_of
 from nb_accelerate.notebook.worker.received import Key
@@ -23,7 +23,7 @@ from nb_accelerate.notebook.worker.received import Key
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 
-    from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync
+    from nb_accelerate.notebook.pool.variables import NamespaceSync
     from nb_accelerate.notebook.protocol.content import Numbers
 
 
@@ -100,14 +100,13 @@ class CellPlan:
     def _judge(self, name: str, rank: int, *, are_read: bool) -> Iterable[str]:
         """Decide about a name on a rank. Returns the names that functions in its value read."""
         value, sync, is_forced = self.variables[name], self.syncs[rank], name in self.forced
-        verdict = Verdict.SEND if is_forced else sync.judge(name, value)
-        if verdict is Verdict.OWN:
+        if sync.owns(name) and not is_forced:
             if are_read:
                 self.own[name] = value
                 if self.numbers.get(value) in sync.known or sync.watches(name):
                     self._snapshot(name)
             return ()
-        is_new = verdict is Verdict.SEND
+        is_new = is_forced or not sync.has(name, value)
         if is_new:
             self.send[rank].add(name)
         if is_constant(value):
@@ -115,7 +114,7 @@ class CellPlan:
         snapshot = self._snapshot(name)
         if is_forced:
             # In place if the rank has it: then whatever refers to it there has the new content too.
-            if name in sync.known and state_of(value) is not None and sync.judge(name, value) is Verdict.HAS_IT:
+            if name in sync.known and state_of(value) is not None and sync.has(name, value):
                 self.send[rank].discard(name)
                 self.changed[rank][name] = snapshot.parts(name).keys() & sync.known.keys()
             else:

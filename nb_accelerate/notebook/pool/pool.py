@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
+import enum
 import logging
 import os
 import sys
 import time
+import weakref
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nb_accelerate.errors import ShippingError
+from nb_accelerate.base.topology.rank_lists import named
+from nb_accelerate.errors import PoolError, ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
-from nb_accelerate.notebook.pool.cell import Cell
+from nb_accelerate.notebook.launch.machine import facts_here
+from nb_accelerate.notebook.launch.plan import make_plan
+from nb_accelerate.notebook.pool.cell import cell_request
 from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
-from nb_accelerate.notebook.pool.lifecycle import PoolState, check_idle, check_stopped, state_of
-from nb_accelerate.notebook.pool.namespace_sync import RANK_NAMES, SHELL_NAMES
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
 from nb_accelerate.notebook.pool.packing import SIZE_LIMIT, of_pulled, pack_plan
 from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.source import read_cell
-from nb_accelerate.notebook.pool.starting import plan_pool
-from nb_accelerate.notebook.pool.variables import RankVariables, missing_name
+from nb_accelerate.notebook.pool.variables import RANK_NAMES, SHELL_NAMES, RankVariables
 from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.messages import Call
 from nb_accelerate.notebook.protocol.random_states import RandomStates
@@ -43,15 +45,49 @@ from nb_accelerate.notebook.worker.received import Key, changed_there
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from nb_accelerate.notebook.pool.rank import PoolRank
+    from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.pool.packing import Shipment
     from nb_accelerate.notebook.pool.source import CellSource
     from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
+
+RANKS_WITHOUT_GPUS = 2
+"""Ranks on a machine without GPUs: enough to see that a program is distributed."""
 
 _NOTHING = read_cell("")
 """A cell that is run for the sake of the names that are sent with it."""
 
 logger = logging.getLogger("nb_accelerate")
+
+
+class PoolState(enum.Enum):
+    """What a pool is doing. A stop is possible at any time.
+
+    ::
+
+        stopped --start--> starting --> idle <--run--> running
+                              ^           |
+                              |           +--> disconnected
+                              +--restart--+--> broken
+    """
+
+    STOPPED = "stopped"
+    STARTING = "starting"
+    IDLE = "idle"
+    RUNNING = "running"
+    DISCONNECTED = "disconnected"
+    """The ranks live, but their process group is of no use. It is made anew before the next cell."""
+    BROKEN = "broken"
+    """A rank has ended. The others keep their variables."""
+
+
+_WHY_NOT = {
+    PoolState.STOPPED: "no ranks are running. Start some: %distributed start",
+    PoolState.STARTING: "the ranks are being started",
+    PoolState.RUNNING: "the ranks are running a cell. Wait for it, or interrupt it: %distributed interrupt",
+}
+"""Why ranks take no cell now."""
 
 
 class Pool:
@@ -84,13 +120,15 @@ class Pool:
     def state(self) -> PoolState:
         """What it is doing now."""
         group = self._group
-        return state_of(
-            exists=group is not None,
-            starts=self._is_starting,
-            runs=self._is_busy,
-            lacks_ranks=group is not None and bool(group.missing),
-            is_disconnected=group is not None and group.is_disconnected,
-        )
+        if group is None:
+            return PoolState.STOPPED
+        if self._is_starting:
+            return PoolState.STARTING
+        if self._is_busy:
+            return PoolState.RUNNING
+        if group.missing:
+            return PoolState.BROKEN
+        return PoolState.DISCONNECTED if group.is_disconnected else PoolState.IDLE
 
     @property
     def group(self) -> RankGroup | None:
@@ -105,7 +143,7 @@ class Pool:
     @property
     def is_idle(self) -> bool:
         """Whether no cell runs, so that ranks would answer at once."""
-        return self.state in (PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN)
+        return self.state not in _WHY_NOT
 
     @property
     def world_size(self) -> int:
@@ -141,11 +179,12 @@ class Pool:
             StartError: a rank could not be started.
         """
         options = options or PoolOptions()
-        launch, plan = plan_pool(options)
+        launch, plan = _plan_ranks(options)
         for warning in plan.warnings:
             logger.warning("%s", warning)
         self._clear_away_what_failed()
-        check_stopped(self.state)
+        if self.is_running:
+            raise PoolError("ranks run already. To start others, and lose what these have: %distributed stop")
         with Interrupts() as interrupts:
             try:
                 self.options = options
@@ -187,19 +226,16 @@ class Pool:
             PoolError: there are no ranks.
             ConfigError: there is no such rank.
         """
-        error = self._clear_away_what_failed()
-        if error is not None and rank is not None:
-            raise error
-        if not self.is_running and error is None:
-            check_idle(self.state)
         if rank is None:
+            if self._clear_away_what_failed() is None and not self.is_running:
+                raise PoolError(_WHY_NOT[PoolState.STOPPED])
             options = self.options
             self.stop()
             self.start(options)
             return [*range(self.world_size)]
         group = self._the_group()
         group.check((rank,))
-        check_idle(self.state)
+        self._check_idle()
         new = sorted({rank, *group.missing})
         with Interrupts() as interrupts:
             for ended in new:
@@ -238,11 +274,13 @@ class Pool:
             DeadlineError: it took longer than its timeout.
             BaseException: what the cell raised on a rank. The first cause, if several ranks fail.
         """
-        cell = self._prepare(source, options, variables, sink)
-        with interrupts_call(cell.interrupt):
-            self._begin(cell)
-            cell.wait()
-        return self._result_of(cell.request)
+        request = self._request(source, options, variables, sink)
+        loop = self._the_group().loop
+        with interrupts_call(lambda: loop.interrupt(request)):
+            self._running = request
+            loop.begin(request)
+            loop.wait_for(request)
+        return self._result_of(request)
 
     def begin(
         self,
@@ -251,25 +289,22 @@ class Pool:
         *,
         variables: Mapping[str, Any] | None = None,
         sink: Sink | None = None,
-        tell: bool = False,
     ) -> Request:
         """Start a cell when the one before has ended, and return without waiting for its end; `finish` does that.
 
-        Args:
-            source: the cell.
-            options: how to run it.
-            variables: variables of the notebook.
-            sink: shows the output.
-            tell: show in the cell's output why it has failed, because nobody may call `finish`.
+        Its output says why it has failed, because nobody may call `finish`. The arguments are those of `run`.
 
         Returns:
             The request of the cell.
         """
-        cell = self._prepare(source, options, variables, sink, in_background=tell)
-        self._begin(cell)
-        return cell.request
+        request = self._request(source, options, variables, sink, in_background=True)
+        loop = self._the_group().loop
+        with interrupts_call(lambda: loop.interrupt(request)):
+            self._running = request
+            loop.begin(request)
+        return request
 
-    def _prepare(
+    def _request(
         self,
         source: CellSource,
         options: CellOptions | None,
@@ -277,8 +312,8 @@ class Pool:
         sink: Sink | None,
         *,
         in_background: bool = False,
-    ) -> Cell:
-        """Wait for the cell before, decide what the ranks are sent for this one, and pack it."""
+    ) -> Request:
+        """Wait for the cell before, plan what the ranks are sent for this one, pack it, and make the request."""
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
         self.wait()
@@ -295,18 +330,17 @@ class Pool:
         shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT)
         for remark in plan.remarks(group.plan.kind.name):
             output.say(remark)
-        cell = Cell(source, options, group, ranks, plan, shipments, output, sink, in_background=in_background)
-        cell.request.take_note = functools.partial(self._take_note, group, cell)
-        return cell
-
-    def _begin(self, cell: Cell) -> None:
         try:
-            check_idle(self.state)
+            request = cell_request(
+                source, options, group, ranks, shipments, output, sink, hangs=self.timeouts, in_background=in_background
+            )
+            request.take_note = lambda: self._take_note(group, request, shipments, variables)
+            self._check_idle()
         except BaseException:
-            cell.close()
+            for shipment in shipments:
+                shipment.packed.close()
             raise
-        self._running = cell.request
-        cell.begin(self.timeouts)
+        return request
 
     def finish(self, request: Request) -> list[Any]:
         """Wait for the end of a cell that was begun, and return what `run` returns."""
@@ -365,7 +399,7 @@ class Pool:
             NameError: a rank has no such name.
             ShippingError: a value cannot be pickled.
         """
-        chosen = [rank.rank for rank in self._ready(ranks)]
+        chosen = [rank.rank for rank in self._the_group().chosen(ranks)]
         try:
             values = self.call(remote.pull, tuple(names), ranks=chosen)
         except ShippingError as error:
@@ -373,8 +407,17 @@ class Pool:
         found = zip(chosen, values, strict=True)
         missing = {rank: value for rank, value in found if isinstance(value, remote.MissingName)}
         if missing:
-            raise missing_name(missing, self.world_size)
+            raise self._missing_name(missing)
         return values
+
+    def _missing_name(self, missing: Mapping[int, remote.MissingName]) -> NameError:
+        """Return the error for names that ranks do not have: it names the first, and all ranks that lack it."""
+        name, near = next(iter(missing.values()))
+        ranks = [rank for rank, absent in missing.items() if absent.name == name]
+        hint = f". Did you mean: '{near}'?" if near else ""
+        if len(ranks) == self.world_size > 1:
+            return NameError(f"no rank has a variable {name!r}{hint}")
+        return NameError(f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} no variable {name!r}{hint}")
 
     def different(self, names: Sequence[str]) -> list[str]:
         """Return which of these variables have another value on some rank, or are not there."""
@@ -408,18 +451,18 @@ class Pool:
             PoolError: there are no ranks.
             BaseException: what the function raised on a rank.
         """
-        chosen, group = self._ready(ranks), self._the_group()
+        group = self._the_group()
+        self.wait()
+        chosen = group.chosen(ranks)
         name = getattr(function, "__name__", "function")
         with pack((function, args, {}), name=name, globals_there=Globals.FOUND) as packed:
-
-            def send(rank: PoolRank) -> None:
-                with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
-                    rank.handle.ask(Call(parcel=packed.parcel), packed.fds)
-
-            request = group.request(chosen, send, timeout=timeout)
+            call = Call(parcel=packed.parcel)
+            request = group.request(chosen, lambda rank: rank.handle.ask(call, packed.fds), timeout=timeout)
             try:
-                with Interrupts() as interrupts:
-                    return group.ask(request, interrupts)
+                with interrupts_call(lambda: group.loop.interrupt(request)):
+                    group.loop.begin(request)
+                    group.loop.wait_for(request)
+                return result_of(request)
             finally:
                 if StepKind.CUT in request.taken and self.world_size > 1:
                     group.is_disconnected = True
@@ -461,13 +504,17 @@ class Pool:
         running = self._running
         return running is not None and not running.done.is_set()
 
+    def _check_idle(self) -> None:
+        """Refuse what needs ranks that wait for a cell."""
+        if self.state in _WHY_NOT:
+            raise PoolError(_WHY_NOT[self.state])
+
     def _the_group(self) -> RankGroup:
         error = self._clear_away_what_failed()
         if error is not None:
             raise error
         if self._group is None:
-            check_idle(PoolState.STOPPED)
-            raise AssertionError
+            raise PoolError(_WHY_NOT[PoolState.STOPPED])
         return self._group
 
     def _clear_away_what_failed(self) -> BaseException | None:
@@ -476,11 +523,6 @@ class Pool:
         if error is not None:
             self.stop()
         return error
-
-    def _ready(self, ranks: Sequence[int] | None) -> list[PoolRank]:
-        group = self._the_group()
-        self.wait()
-        return group.chosen(ranks)
 
     def _bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and make a process group of all ranks."""
@@ -501,11 +543,22 @@ class Pool:
         anew = f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept"
         output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
 
-    def _take_note(self, group: RankGroup, cell: Cell) -> None:
+    def _take_note(
+        self, group: RankGroup, request: Request, shipments: Sequence[Shipment], variables: Mapping[str, Any]
+    ) -> None:
         """Note what a cell that has ended did to the ranks. Called in the loop's thread."""
-        cell.take_note()
-        self.variables.trained.update(cell.trained)
-        request = cell.request
+        for number, end in request.cell_ends.items():
+            sync = self.variables.syncs[number]
+            for shipment in shipments:
+                if end.has_names and number in shipment.ranks:
+                    sync.sent(shipment.sent, shipment.contents, shipment.uses)
+            sync.gone(end.gone)
+            sync.bound(end.bound)
+            sync.unbound(end.unbound)
+            group.ranks[number].steps = end.steps
+            for name in end.trained:
+                if hasattr(type(variables.get(name)), "parameters"):
+                    self.variables.trained[name] = weakref.ref(variables[name])
         self.failed_rank = request.failed_rank if request.failed_rank is not None else self.failed_rank
         if breaks_group(request, group.ranks, group.plan.backend):
             group.is_disconnected = True
@@ -516,3 +569,16 @@ class Pool:
         """Say that a rank has ended, unless the error of a cell will. Called in the loop's thread."""
         if self._group is not None and not self._is_busy and not self._is_starting:
             self._group.loop.say(str(error))
+
+
+def _plan_ranks(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
+    """Decide how many ranks are started on which devices: return a launch with these ranks."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and getattr(ipython.get_ipython(), "is_rank", False):
+        raise PoolError("this runs on a rank already: ranks that stay are started in the notebook")
+    facts, launch = facts_here(options.env), options.as_launch()
+    plan = make_plan(launch, facts, may_copy=False)
+    if options.num_processes is None and plan.kind.is_host:
+        launch = replace(launch, num_processes=RANKS_WITHOUT_GPUS)
+        plan = make_plan(launch, facts, may_copy=False)
+    return launch, plan

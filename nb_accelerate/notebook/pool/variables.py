@@ -1,22 +1,172 @@
-"""What the notebook knows of the variables of its ranks, and errors about those that are brought from there."""
+"""Keep track of which variables of the notebook each rank was sent, and which its cells have bound. Pure.
+
+A name is *sent* if the rank has the notebook's value of it, and *own* if a cell on the rank has bound it. An own name
+is replaced only if the user asks for it. Of the objects in what was sent, by their numbers, it is known what they held.
+"""
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.topology.rank_lists import named
-from nb_accelerate.notebook.pool.namespace_sync import NamespaceSync
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.worker.namespace import is_hidden
 
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from nb_accelerate.notebook.worker.namespace import MissingName
+    from nb_accelerate.notebook.worker.received import Key
+
+RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
+"""Names that every rank has from the start; they count as own."""
+
+SHELL_NAMES = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
+"""Names that IPython defines in the notebook and on a rank alike."""
+
+
+def is_users(name: str) -> bool:
+    """Return whether a name of the notebook can be a variable of the user's."""
+    return name not in SHELL_NAMES and not is_hidden(name)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A value that was sent, which this does not keep alive.
+
+    Attributes:
+        value: returns the value, or None if that is gone.
+        tokens: all that the value held; None for a number or text.
+        keys: of the objects in it.
+        uses: global names that functions read which were sent with it.
+    """
+
+    value: Callable[[], Any]
+    tokens: list[Any] | None
+    keys: frozenset[Key]
+    uses: frozenset[str]
+
+    @classmethod
+    def of(cls, name: str, value: object, snapshot: Snapshot | None, uses: frozenset[str]) -> Sent:
+        """Describe a value that is about to be sent."""
+        if snapshot is None:
+            return cls(_reference(value), None, frozenset(), uses)
+        return cls(_reference(value), snapshot.tokens, frozenset(snapshot.parts(name)), uses)
+
+
+_NOTHING = Sent(lambda: None, None, frozenset(), frozenset())
+
+
+class NamespaceSync:
+    """Knows which names one rank was sent, and which its cells have bound.
+
+    Attributes:
+        own: names that its cells have bound.
+        known: what the objects held that the rank has, when they were sent.
+    """
+
+    def __init__(self) -> None:
+        self.own: set[str] = set()
+        self.known: dict[Key, list[Any]] = {}
+        self._sent: dict[str, Sent] = {}
+        self._uses: dict[Key, frozenset[str]] = {}
+        self._told: dict[str, tuple[Callable[[], Any], list[Any] | None]] = {}
+
+    def owns(self, name: str) -> bool:
+        """Return whether the rank has its own value of a name."""
+        return name in self.own or name in RANK_NAMES
+
+    def has(self, name: str, value: object) -> bool:
+        """Return whether the rank has this value under a name, perhaps with an older content."""
+        return name in self._sent and self._sent[name].value() is value
+
+    def changed(self, name: str, snapshot: Snapshot, *, is_new: bool) -> set[Key]:
+        """Return which of the objects in a value hold something else than when they were sent."""
+        sent = self._sent.get(name)
+        if sent is not None and snapshot.is_as(sent.tokens):
+            return set()
+        found = {
+            key
+            for key, tokens in snapshot.parts(name).items()
+            if key in self.known and self.known[key] != tokens and not (is_new and key == name)
+        }
+        if sent is not None and not found and not is_new:  # they were sent with another name
+            self._sent[name] = replace(sent, tokens=snapshot.tokens)
+        return found
+
+    def replaced(self, name: str) -> frozenset[Key]:
+        """Return the objects in the value that a name had when it was sent."""
+        return self._sent.get(name, _NOTHING).keys
+
+    def uses(self, name: str) -> frozenset[str]:
+        """Return the global names that functions read which were sent together with `name`."""
+        return self._sent.get(name, _NOTHING).uses
+
+    def uses_of(self, keys: Iterable[Key]) -> frozenset[str]:
+        """Return the global names that functions read which were sent with some objects."""
+        return frozenset[str]().union(*(self._uses.get(key, ()) for key in keys))
+
+    def containers(self, namespace: Mapping[str, object]) -> dict[int, str]:
+        """Return the names of lists and dictionaries that were sent, and that the notebook still has, by address."""
+        values = {name: sent.value() for name, sent in self._sent.items() if name in self.known}
+        return {id(value): name for name, value in values.items() if value is namespace.get(name) and value is not None}
+
+    def watches(self, name: str) -> bool:
+        """Return whether changes in place of a value that is not sent are to be told."""
+        return name in self._told and self._told[name][1] is not None
+
+    def was_told(self, name: str, value: object, snapshot: Snapshot | None) -> bool:
+        """Return whether the user was told that a value, with what it holds now, does not replace the rank's own."""
+        reference, tokens = self._told.get(name, (lambda: None, None))
+        return reference() is value and (snapshot is None or tokens is None or snapshot.tokens == tokens)
+
+    def tell(self, name: str, value: object, snapshot: Snapshot | None = None) -> bool:
+        """Note that the user is told so now. Returns whether that is news."""
+        is_news = name not in self._told or not self.was_told(name, value, snapshot)
+        self._told[name] = _reference(value), None if snapshot is None else snapshot.tokens
+        return is_news
+
+    def sent(self, values: Mapping[str, Sent], contents: Mapping[Key, list[Any]], uses: frozenset[str]) -> None:
+        """Note what the rank was sent, and has received. Its own values of these names are replaced.
+
+        Args:
+            contents: tokens of what objects hold on the rank now, by key.
+            uses: global names that functions among the objects read.
+        """
+        for name in values:
+            self.own.discard(name)
+            self._told.pop(name, None)
+        self._sent.update(values)
+        for key, tokens in contents.items():
+            same = {key}
+            if isinstance(key, str):  # a list may have been sent under several names
+                value = self._sent[key].value()
+                same |= {name for name, sent in self._sent.items() if name in self.known and sent.value() is value}
+            self.known.update(dict.fromkeys(same, tokens))
+            self._uses[key] = self._uses.get(key, frozenset()) | uses
+
+    def gone(self, numbers: Iterable[Key]) -> None:
+        """Note objects that the rank has no more."""
+        for number in numbers:
+            self.known.pop(number, None)
+            self._uses.pop(number, None)
+
+    def bound(self, names: Iterable[str]) -> None:
+        """Note names that a cell on the rank has bound."""
+        names = set(names)
+        self.unbound(names)
+        self.own |= names
+
+    def unbound(self, names: Iterable[str]) -> None:
+        """Note names that a cell on the rank has deleted."""
+        for name in names:
+            self.own.discard(name)
+            self._sent.pop(name, None)
+            self.known.pop(name, None)
 
 
 class RankVariables:
-    """Knows which variables each rank has: what it was sent from the notebook, and what its cells have bound.
+    """Knows which variables each rank has.
 
     Attributes:
         syncs: what each rank has, by rank.
@@ -35,10 +185,6 @@ class RankVariables:
         """Names that cells have bound on the ranks. Those of the cell that runs are added when it has ended."""
         return {name for sync in self.syncs.values() for name in sync.own}
 
-    def lacking(self, ranks: Iterable[int]) -> list[str]:
-        """Return the names that cells have bound on other ranks and that one of these ranks lacks."""
-        return sorted({name for rank in ranks for name in self.own_names - self.syncs[rank].own})
-
     def begin(self, ranks: Iterable[int]) -> None:
         """Note that these ranks are new, and have no variables yet."""
         self.syncs.update({rank: NamespaceSync() for rank in ranks})
@@ -56,11 +202,9 @@ class RankVariables:
                 sync.tell(name, value, Snapshot(value, self.numbers))
 
 
-def missing_name(missing: Mapping[int, MissingName], world_size: int) -> NameError:
-    """Return the error for names that ranks do not have: it names the first, and all ranks that lack it."""
-    name, near = next(iter(missing.values()))
-    ranks = [rank for rank, absent in missing.items() if absent.name == name]
-    hint = f". Did you mean: '{near}'?" if near else ""
-    if len(ranks) == world_size > 1:
-        return NameError(f"no rank has a variable {name!r}{hint}")
-    return NameError(f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} no variable {name!r}{hint}")
+def _reference(value: object) -> Callable[[], Any]:
+    """Return a function that returns the value, and does not keep it alive if it can have weak references."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value

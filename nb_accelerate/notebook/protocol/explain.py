@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.errors import ShippingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 _MAX_DEPTH = 20
 """Levels to descend, at most."""
@@ -25,13 +25,21 @@ _TAKES_ATTRIBUTES: tuple[Any, ...] = (object.__reduce__, BaseException.__reduce_
 
 
 def find_unpicklable(
-    value: object, name: str, error: BaseException, dumps: Callable[[Any], bytes]
+    value: object, name: str, parts: Mapping[str, object], error: BaseException, dumps: Callable[[Any], bytes]
 ) -> tuple[str, str, str, ShippingError | None]:
     """Find the smallest part of a value that cannot be pickled.
+
+    Args:
+        parts: what the value is made of that has names of its own.
 
     Returns:
         Its path (``args[0].lock``), a short description, the reason, and that error if it is of this package.
     """
+    for part_name, part in parts.items():
+        failure = _failure(part, dumps)
+        if failure is not None:
+            name, value, error = part_name, part, failure
+            break
     path = name
     seen = {id(value)}
     try:

@@ -117,6 +117,7 @@ def pack(
     value: object,
     *,
     name: str = "value",
+    parts: Mapping[str, object] | None = None,
     advice: str = "",
     by_value: Sequence[ModuleType] = (),
     globals_there: Globals = Globals.OWN,
@@ -128,6 +129,7 @@ def pack(
     Args:
         value: anything. Functions and classes of ``__main__`` are pickled by value.
         name: what to call it in an error.
+        parts: what it is made of that has names of its own, by what to call these in an error.
         advice: a sentence for the error: what to write instead of a part that cannot be pickled.
         by_value: modules whose functions and classes are pickled by value too, as they are in memory here. Those of all
             other modules are imported where they are unpickled.
@@ -156,7 +158,7 @@ def pack(
             if references is not None:
                 _number_parts(pickler, references, file)
         except (Exception, SystemExit) as error:  # __reduce__ and __getstate__ are users' code
-            raise _why_not(value, name, advice, error) from error
+            raise _why_not(value, name, parts or {}, advice, error) from error
     size = file.tell() + sum(buffer.raw().nbytes for buffer in buffers)
     if limit is not None and size > limit:
         raise TooLargeError(f"{name} has {size / 2**30:.1f} GiB", size=size)
@@ -184,9 +186,9 @@ def _number_parts(pickler: _Pickler, references: References, file: IO[bytes]) ->
     pickle.dump(numbers, file)
 
 
-def _why_not(value: object, name: str, advice: str, error: BaseException) -> ShippingError:
+def _why_not(value: object, name: str, parts: Mapping[str, object], advice: str, error: BaseException) -> ShippingError:
     """Return the error that names the part of a value that cannot be pickled."""
-    path, culprit, reason, own = find_unpicklable(value, name, error, _dumps)
+    path, culprit, reason, own = find_unpicklable(value, name, parts, error, _dumps)
     if own is not None:
         return ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=True)
     text = f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). {advice}"

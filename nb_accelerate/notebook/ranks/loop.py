@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.request import Request
-    from nb_accelerate.notebook.ranks.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -152,20 +151,15 @@ class RankLoop(RankEvents):
         """Close a rank that has ended, and forget it."""
         self._do(lambda: self._remove(rank))
 
-    def begin(self, request: Request, output: RequestOutput | None = None, *, hangs: Timeouts | None = None) -> None:
+    def begin(self, request: Request) -> None:
         """Begin a request: in the thread, or at once if there is none and the caller will `run` it.
 
         If the thread has ended, the request is done at once, with a failure.
-
-        Args:
-            output: shows what all ranks print from now on, also after the request; None leaves it as it is.
-            hangs: of waits of ranks for one another: after ``told`` seconds one is told, after ``deadlock`` seconds in
-                which nobody is left to come the request fails with a `DeadlockError`. None turns both off.
         """
         if self._thread is None:
-            self._begin(request, output, hangs)
+            self._begin(request)
         else:
-            self.post(lambda: self._begin(request, output, hangs), lambda: request.fail(self.why_it_ended))
+            self.post(lambda: self._begin(request), lambda: request.fail(self.why_it_ended))
 
     def interrupt(self, *requests: Request, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
         """End the first of these requests that is not done. For any thread, also in a signal handler.
@@ -271,11 +265,11 @@ class RankLoop(RankEvents):
 
     # Requests.
 
-    def _begin(self, request: Request, output: RequestOutput | None, hangs: Timeouts | None) -> None:
-        if output is not None and output is not self.output:
+    def _begin(self, request: Request) -> None:
+        if request.output is not None and request.output is not self.output:
             if self.output is not None:
                 self.output.close()
-            self.output = output
+            self.output = request.output
             for rank in request.ranks:
                 rank.output.forget()
         for rank in request.ranks:
@@ -283,8 +277,8 @@ class RankLoop(RankEvents):
         self.requests.append(request)
         request.oom_kills_before = self._recent_oom_kills()
         request.begin()
-        if hangs is not None:
-            self._hangs[request] = HangWatch(request, hangs)
+        if request.hangs is not None:
+            self._hangs[request] = HangWatch(request, request.hangs)
 
     def _recent_oom_kills(self) -> int:
         now = time.monotonic()

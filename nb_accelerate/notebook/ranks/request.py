@@ -41,8 +41,10 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.display.panel import Panel
     from nb_accelerate.notebook.ranks.failing.incidents import Answer, Wording
+    from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.steps import Step
+    from nb_accelerate.notebook.ranks.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,9 @@ class Request:
         start: seconds in which all ranks must become ready, for a request that does not itself wait for `Awaits.READY`.
         timeout: seconds in which all ranks must answer; None for no limit.
         spent: seconds of these that were over before it began.
+        output: shows what all ranks print from its begin on, also after it; None leaves that as it is.
+        hangs: of waits of ranks for one another: after ``told`` seconds one is told, after ``deadlock`` seconds in
+            which nobody is left to come the request fails with a `DeadlockError`. None turns both off.
         keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
         on_host: whether its ranks compute on processors, and use no other devices.
         idle: returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
@@ -99,7 +104,9 @@ class Request:
     start: float = NEVER
     timeout: float | None = None
     spent: float = 0.0
+    output: RequestOutput | None = None
     say: Callable[[str], object] = lambda _: None
+    hangs: Timeouts | None = None
     panel: Panel | None = None
     keeps_panel: bool = False
     on_host: bool = False
@@ -179,7 +186,8 @@ class Request:
                 rank.stacks.clear()
                 rank.is_stopped = False
             try:
-                self.send(rank)
+                with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
+                    self.send(rank)
             except Exception as error:
                 self._unasked.add(rank.rank)
                 self._add(Incident(kind=IncidentKind.UNASKED, when=time.monotonic(), rank=rank, error=error))
