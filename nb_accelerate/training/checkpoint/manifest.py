@@ -104,8 +104,7 @@ class Manifest:
 def examine(folder: Path) -> tuple[Path, Manifest | None, list[str]]:
     """Examine a checkpoint without reading more than its manifest.
 
-    Returns:
-        Where its files are; what is known about it; and a sentence for each file that is obviously damaged.
+    Return where its files are, what is known about it, and a sentence for each file that is obviously damaged.
     """
     where = published(folder, "state")
     try:

@@ -64,11 +64,7 @@ class Registry:
     first_of_run: int = 0  # number of the first checkpoint of this run; earlier ones are kept whatever the limit is
 
     def add(self, *objects: Any) -> None:
-        """Add objects.
-
-        Raises:
-            ConfigError: one has no ``state_dict`` and ``load_state_dict``. None was added.
-        """
+        """Add objects, or none if one has no ``state_dict`` and ``load_state_dict``."""
         for thing in objects:
             if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
                 raise ConfigError(

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 class Converted(contextlib.AbstractContextManager["Converted"]):
     """Share the models' work of what runs inside the block.
 
-    Args:
-        names: the variables of the rank; models among them are moved to its device, and devices become its own.
+    Models among the variables of the rank are moved to its device, and devices become its own.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:

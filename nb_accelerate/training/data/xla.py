@@ -43,11 +43,7 @@ class StepEnd:
         self._has_warned = False
 
     def __call__(self, step: int, batch: Any) -> None:
-        """Submit a step.
-
-        Args:
-            step: its number in its epoch, from 1.
-        """
+        """Submit a step, with its number in its epoch, from 1."""
         sizes = tuple([tensor.size() for tensor in tensors_in(batch)])
         is_known = sizes in self._compiled_before
         if not is_known:

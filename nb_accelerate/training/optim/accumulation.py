@@ -32,17 +32,13 @@ class LoaderProgress(Protocol):
 
 
 class Window:
-    """State of the current batch that all `Accelerator` objects of a process share.
-
-    Attributes:
-        num_open: how many blocks of ``accumulate`` are open; they may be nested.
-    """
+    """State of the current batch that all `Accelerator` objects of a process share."""
 
     __slots__ = ("closes", "num_open")
 
     def __init__(self) -> None:
         self.closes = True
-        self.num_open = 0
+        self.num_open = 0  # blocks of `accumulate`, which may be nested
 
     def join(self) -> None:
         """Note that another `Accelerator` was made.
@@ -54,11 +50,7 @@ class Window:
 
 
 class AccumulationState:
-    """The position of a loop in its accumulation window.
-
-    Attributes:
-        step: batches since the loader began; 0 after its last one.
-    """
+    """The position of a loop in its accumulation window."""
 
     __slots__ = (
         "__weakref__",
@@ -80,7 +72,7 @@ class AccumulationState:
         self.sync_each_batch = options.sync_each_batch
         self.loaders = loaders
         self.window = window or Window()
-        self.step = 0
+        self.step = 0  # batches since the loader began; 0 after its last one
 
     @property
     def sync_gradients(self) -> bool:
@@ -113,11 +105,7 @@ asks_for_accelerator.subscribe(has_accelerator)
 
 
 def newest_accumulation(asked_by: str) -> AccumulationState:
-    """Return the state of the newest `Accelerator` of this process, for wrappers that users make by hand.
-
-    Raises:
-        NotPreparedError: there is none yet.
-    """
+    """Return the state of the newest `Accelerator` of this process, for wrappers that users make by hand."""
     known = context.current()
     if known is None or known.newest.value is None:
         raise NotPreparedError(

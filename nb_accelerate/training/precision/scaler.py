@@ -35,17 +35,13 @@ if TYPE_CHECKING:
 
 
 class ScaledStep(OptimizerStep):
-    """Take the steps of one optimizer on scaled gradients. Made by `LossScaler.bind`.
-
-    Attributes:
-        unscaled: gradients were divided by the scale, and wait for their step.
-    """
+    """Take the steps of one optimizer on scaled gradients. Made by `LossScaler.bind`."""
 
     unscales = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> None:
         super().__init__(optimizer)
-        self.unscaled = False
+        self.unscaled = False  # gradients were divided by the scale, and wait for their step
         self._scaler = scaler
         # How many losses had been scaled when the gradients that are there now were used or dropped.
         self._used_at = -1 if self.gradients() else scaler.num_scaled

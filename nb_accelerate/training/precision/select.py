@@ -26,11 +26,7 @@ def select_precision(
     fp8: AORecipeKwargs | None = None,
     scaler_before: LossScaler | None = None,
 ) -> Precision:
-    """Return the chosen precision, for a kind of device. One that it cannot compute in is refused.
-
-    Args:
-        scaler_before: the one of this process, if there is one already.
-    """
+    """Return the chosen precision, for a kind of device. One that it cannot compute in is refused."""
     if chosen is not PrecisionType.NO and chosen.value not in kind.mixed_precision:
         offered = " or ".join(map(repr, ("no", *kind.mixed_precision)))
         raise ConfigError(

@@ -159,11 +159,7 @@ def _rebuild(kind: type[DistributedDataParallel], module: nn.Module, state: dict
 
 
 class DDPStrategy(Strategy):
-    """Train with DistributedDataParallel.
-
-    Args:
-        pass_device_ids: whether to give it the index of the device; on a CPU it takes none.
-    """
+    """Train with DistributedDataParallel, which on a CPU takes no index of the device."""
 
     def __init__(
         self,

@@ -35,8 +35,7 @@ class TensorParallelizer:
     def parallelize(self, model: nn.Module, fill_layer: Callable[[nn.Module], object]) -> None:
         """Parallelize layers in place. A model whose layers the user has parallelized stays as it is.
 
-        Args:
-            fill_layer: gives a layer the weights of rank 0 before it is parallelized.
+        ``fill_layer`` gives a layer the weights of rank 0 before.
         """
         from torch.distributed.tensor.parallel import parallelize_module
 

@@ -118,8 +118,8 @@ class XLAStrategy(Strategy):
 class _SubmitsSteps:
     """Submits the program of a step where no loader has done so since the step before.
 
-    XLA counts for the process. Where threads are ranks, each submits all its steps here: programs have to be those of
-    the others, whatever these have submitted meanwhile.
+    XLA counts for the process. Where threads are ranks, each submits all its steps: programs have to be those of the
+    others.
     """
 
     def __init__(self) -> None:

@@ -147,17 +147,13 @@ def make_trackers(
 
 @dataclass(kw_only=True)
 class Recording:
-    """The trackers, folders and profile options of an `Accelerator`.
-
-    Attributes:
-        refused: names of trackers, and of values that they did not take, of which the user was told.
-    """
+    """The trackers, folders and profile options of an `Accelerator`."""
 
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
     log_with: list[str | LoggerType | GeneralTracker] = field(default_factory=list)
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
     trackers: list[GeneralTracker] = field(default_factory=list)
-    refused: set[tuple[str, str]] = field(default_factory=set)
+    refused: set[tuple[str, str]] = field(default_factory=set)  # names of trackers and values that the user was told of
 
 
 def resolve_recording(

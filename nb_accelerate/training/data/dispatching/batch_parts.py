@@ -62,11 +62,7 @@ def count_batch(batch: Any) -> CountedBatch:
 
 
 def pieces_of(batch: Any, ranks: int) -> list[CountedBatch]:
-    """Return a batch, or the pieces that `CountingCollate` made of it, as one piece for each rank, or fewer.
-
-    Raises:
-        CannotCutError: it is a batch that cannot be cut.
-    """
+    """Return a batch, or the pieces that `CountingCollate` made of it, as one for each rank, or fewer."""
     if type(batch) is list and batch and type(batch[0]) is CountedBatch:
         return batch
     whole = count_batch(batch)

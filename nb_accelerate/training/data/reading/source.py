@@ -65,8 +65,8 @@ class TorchSource:
     def without(self, batches: int, reread: int = 0) -> Self:
         """Return a source with a new loader, whose sampler leaves out the first batches of each epoch.
 
-        Both sources share the samplers inside. If the dataset is read in order, the new loader leaves out nothing.
-        The first ``reread`` are yielded all the same.
+        Both sources share the samplers inside. Where rows are read in order, nothing is left out. The first ``reread``
+        are yielded all the same.
         """
         loader = self.loader
         changed: dict[str, Any] = {"batch_size": loader.batch_size}
@@ -124,11 +124,7 @@ class TorchSource:
         return found | ({"order": position.order} if position.order else {})
 
     def decode(self, state: Any, per_batch: int) -> SavedPosition:
-        """Return the position in what `encode` returned.
-
-        Raises:
-            CheckpointError: ``state`` is not a position of such a loader.
-        """
+        """Return the position in what `encode` returned."""
         del per_batch
         try:
             order = state.get("order", {})

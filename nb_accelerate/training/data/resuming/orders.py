@@ -94,8 +94,7 @@ def numbers_of(loader: DataLoader[Any]) -> dict[str, Any]:
 def order_of(loader: DataLoader[Any], began: Mapping[str, Any] | None) -> Order | None:
     """Return what the order is drawn from, for a position that is saved now; None if it is not drawn.
 
-    Args:
-        began: what `numbers_of` returned when the epoch began; None between epochs.
+    ``began`` is what `numbers_of` returned when the epoch began; None between epochs.
     """
     order = Order(began, {name: _get(generator) for name, generator in _held_by(loader).items()})
     return order if order.began or order.now else None

@@ -31,11 +31,7 @@ def is_stateful(loader: object) -> bool:
 
 
 def loader_class(*, stateful: bool) -> type[DataLoader[Any]]:
-    """Return the class of torch's loader, or of torchdata's.
-
-    Raises:
-        MissingDependencyError: torchdata is asked for and not installed.
-    """
+    """Return the class of torch's loader, or of torchdata's."""
     if not stateful:
         return DataLoader
     try:
