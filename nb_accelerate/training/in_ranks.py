@@ -29,27 +29,7 @@ class InRanks(TrainingHalf):
     def reach_store(
         self, store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lambda: False
     ) -> RendezvousHandler:
-        handler = RendezvousHandler(
-            store.address,
-            store.port,
-            store_port=store.store_port,
-            file=fd if store.kind == "file" else None,
-            polls=store.polls,
-            part=store.part,
-            is_given_up=is_given_up,
-        )
-        if store.kind == "server":
-            from torch._C._distributed_c10d import TCPStore
-
-            # On a socket that the kernel has bound: no port to guess, and none open to more than it has to be.
-            handler.served = TCPStore(
-                store.address,
-                store.store_port,
-                store.world_size,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=fd,
-            )
+        handler = RendezvousHandler(store, fd, is_given_up)
         handler.install()
         return handler
 

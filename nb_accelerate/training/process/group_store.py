@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ from nb_accelerate.training.process import loopback
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from nb_accelerate.base.seam import StoreSpec
+
 logger = logging.getLogger(__name__)
 
 _torch: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -51,50 +54,37 @@ _GIVE_UP_TIMEOUT = timedelta(milliseconds=1)
 """Timeout of the store that makes waits in torch's code fail at once."""
 
 
-def _never() -> bool:
-    return False
-
-
 class RendezvousHandler:
     """Gives stores to whoever makes a process group of all ranks. One per rank, in use from `install` on.
 
-    Args:
-        address: of the store, as ``MASTER_ADDR`` has it. Requests for another address are left to torch.
-        port: of the store, as ``MASTER_PORT`` has it.
-        store_port: where the store listens, if it is no file.
-        file: descriptor of the file that is the store, which has to stay open as long as this process lives; None on
-            several machines.
-        polls: wait for keys in Python, which can be interrupted. Of a file that takes a fraction of a millisecond, and
-            torch looks every 10 ms. Not for nccl, whose own threads use the store: they would have to wait for Python.
-        part: of the store, for the ranks of one start, if several use it.
-        is_given_up: called while this rank waits; True ends the wait.
+    Requests for another address than that of the store are left to torch. Waits for keys of a file poll in Python if
+    the specification says so: that takes a fraction of a millisecond, and can be interrupted, where torch looks every
+    10 ms. Not for nccl, whose own threads use the store: they would have to wait for Python.
 
-    Attributes:
-        served: the server of the store, if this rank is the one that serves it: it lives as long as this object.
+    Args:
+        fd: the descriptor that comes with the store; that of a file has to stay open as long as this process lives.
+        is_given_up: called while this rank waits; True ends the wait.
     """
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        *,
-        store_port: int = 0,
-        file: int | None = None,
-        polls: bool = False,
-        part: str = "",
-        is_given_up: Callable[[], bool] = _never,
-    ) -> None:
-        self._part = part
-        self._address = (address, port)
-        self._store_address = (address, store_port)
-        self._polls = polls
+    def __init__(self, spec: StoreSpec, fd: int, is_given_up: Callable[[], bool]) -> None:
+        self._spec = spec
         self._is_given_up = is_given_up
         # Without a number of workers: with one, the last of them would remove the file.
-        self._file = None if file is None else FileStore(f"/proc/self/fd/{file}", -1)
+        self._file = FileStore(f"/proc/self/fd/{fd}", -1) if spec.kind == "file" else None
         self._groups: Counter[int] = Counter()
-        self.served: object = None
         # Torch holds on to the part of a store that is written in C++, and not to the rest.
-        self._parts: list[Store] = []
+        self._kept: list[Store] = []
+        if spec.kind == "server":
+            # On a socket that the kernel has bound: no port to guess, and none open to more than it has to be.
+            server = TCPStore(
+                spec.address,
+                spec.store_port,
+                spec.world_size,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=fd,
+            )
+            self._kept.append(server)
 
     def install(self) -> None:
         """Answer ``env://`` and ``tcp://`` from now on. Replaces one that was installed before."""
@@ -122,12 +112,15 @@ class RendezvousHandler:
     ) -> Iterator[tuple[Store, int, int]]:
         """Yield the store, the rank and the number of ranks, as torch's rendezvous handlers do."""
         asked = _parse(url)
-        if asked is None or asked[0] != self._address:
+        if asked is None or asked[0] != (self._spec.address, self._spec.port):
             here().note_other_group()
             yield from original(url, timeout=timeout, **options)
             return
         _, rank, world_size = asked
-        store = self._file or TCPStore(*self._store_address, is_master=False, wait_for_workers=False, timeout=timeout)
+        spec = self._spec
+        store = self._file or TCPStore(
+            spec.address, spec.store_port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
         yield self._meet(store, rank, world_size, timeout), rank, world_size
         raise RuntimeError("the ranks of this group are connected already. To connect them anew, make another group")
 
@@ -135,20 +128,19 @@ class RendezvousHandler:
         """Announce this rank, wait for the others, and return the part of the store for this process group."""
         number = self._groups[world_size]
         self._groups[world_size] += 1
-        part = PrefixStore(f"{self._part} {world_size} ranks, group {number}", store)
+        part = PrefixStore(f"{self._spec.part} {world_size} ranks, group {number}", store)
         part.set_timeout(timeout)
         if part.add(_key(rank), 1) > 1:
             raise dist.DistStoreError(
                 f"two processes take themselves for rank {rank} of {world_size}, and make a process group as such. "
                 "Does code in a rank start processes that make one too? Remove RANK from their environment"
             )
-        waiting = _Waiting(part, rank, world_size, self._is_given_up)
-        if not self._polls:
-            waiting.wait([_key(other) for other in range(world_size)], timeout)
-            return part
-        polling = _PollingStore(part, waiting)
+        polling = _PollingStore(part, rank, world_size, self._is_given_up)
         polling.set_timeout(timeout)
-        self._parts.append(polling)
+        if not self._spec.polls:
+            polling.wait([_key(other) for other in range(world_size)])
+            return part
+        self._kept.append(polling)
         return polling
 
 
@@ -157,62 +149,20 @@ def _key(rank: int) -> str:
     return f"rank {rank} is here"
 
 
-class _Waiting:
-    """Waits for keys of a store, and names the ranks that have not come."""
+class _PollingStore(Store):
+    """A store whose waits poll in Python: they end soon after a key was set, and can be interrupted and given up.
+
+    Args:
+        store: where the keys are.
+        rank: of this process, of `world_size`.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int, is_given_up: Callable[[], bool]) -> None:
+        super().__init__()
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._is_given_up = is_given_up
-
-    def of(self, store: Store) -> _Waiting:
-        """Return one that waits for keys of another store."""
-        return _Waiting(store, self._rank, self._world_size, self._is_given_up)
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Poll until all keys are there."""
-        limit = timeout.total_seconds()
-        began = time.monotonic()
-        pause = _FIRST_POLL
-        was_said = False
-        while not self._store.check(keys):
-            if self._is_given_up():
-                raise dist.DistStoreError("the ranks do not wait for one another any more: remote process exited")
-            waited = time.monotonic() - began
-            if waited >= limit:
-                raise dist.DistStoreError(self._explain(keys, limit))
-            if waited >= _WARN_AFTER and not was_said:
-                was_said = True
-                if missing := self._missing():
-                    logger.warning("rank %d has waited %.0f s for %s to come", self._rank, waited, missing)
-            time.sleep(pause)
-            pause = min(pause * _POLL_GROWTH, _LONGEST_POLL)
-
-    def _explain(self, keys: list[str], limit: float) -> str:
-        missing = self._missing()
-        if not missing:
-            keys = [key for key in keys if not self._store.check([key])]
-            return f"rank {self._rank} has waited {limit:.0f} s for what other ranks did not say: {', '.join(keys)}"
-        return (
-            f"{missing} of {self._world_size} did not come within {limit:.0f} s to the process group that rank "
-            f"{self._rank} makes. Every rank has to make it, with Accelerator() or init_process_group(), and as often "
-            f"as the others"
-        )
-
-    def _missing(self) -> str:
-        """Return ``rank 1`` or ``ranks 1 and 2``, or "" if all are there."""
-        ranks = [rank for rank in range(self._world_size) if not self._store.check([_key(rank)])]
-        return named(ranks) if ranks else ""
-
-
-class _PollingStore(Store):
-    """A store whose waits poll in Python: they end soon after a key was set, and can be interrupted and given up."""
-
-    def __init__(self, store: Store, waiting: _Waiting) -> None:
-        super().__init__()
-        self._store = store
-        self._waiting = waiting
         self._clones: list[Store] = []  # see `RendezvousHandler`
 
     @property
@@ -222,7 +172,7 @@ class _PollingStore(Store):
 
     def clone(self) -> Store:
         store: Store = self._store.clone()  # type: ignore[attr-defined] # no stub
-        clone = _PollingStore(store, self._waiting.of(store))
+        clone = _PollingStore(store, self._rank, self._world_size, self._is_given_up)
         clone.set_timeout(self.timeout)  # type: ignore[attr-defined] # no stub
         self._clones.append(clone)
         return clone
@@ -260,7 +210,38 @@ class _PollingStore(Store):
 
     @override
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._waiting.wait(keys, self.timeout if timeout is None else timeout)  # type: ignore[attr-defined] # no stub
+        limit = (self.timeout if timeout is None else timeout).total_seconds()  # type: ignore[attr-defined] # no stub
+        began = time.monotonic()
+        pause = _FIRST_POLL
+        warn_after = _WARN_AFTER
+        while not self.check(keys):
+            if self._is_given_up():
+                raise dist.DistStoreError("the ranks do not wait for one another any more: remote process exited")
+            waited = time.monotonic() - began
+            if waited >= limit:
+                raise dist.DistStoreError(self._explain(keys, limit))
+            if waited >= warn_after:
+                warn_after = math.inf
+                if missing := self._missing():
+                    logger.warning("rank %d has waited %.0f s for %s to come", self._rank, waited, missing)
+            time.sleep(pause)
+            pause = min(pause * _POLL_GROWTH, _LONGEST_POLL)
+
+    def _explain(self, keys: list[str], limit: float) -> str:
+        missing = self._missing()
+        if not missing:
+            keys = [key for key in keys if not self.check([key])]
+            return f"rank {self._rank} has waited {limit:.0f} s for what other ranks did not say: {', '.join(keys)}"
+        return (
+            f"{missing} of {self._world_size} did not come within {limit:.0f} s to the process group that rank "
+            f"{self._rank} makes. Every rank has to make it, with Accelerator() or init_process_group(), and as often "
+            f"as the others"
+        )
+
+    def _missing(self) -> str:
+        """Return ``rank 1`` or ``ranks 1 and 2``, or "" if all are there."""
+        ranks = [rank for rank in range(self._world_size) if not self.check([_key(rank)])]
+        return named(ranks) if ranks else ""
 
 
 def _parse(url: str) -> tuple[tuple[str | None, int | None], int, int] | None:
