@@ -16,7 +16,7 @@ from nb_accelerate.base.topology import rank_lists
 from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.bars import bar_rows
 from nb_accelerate.notebook.display.drawing import html, text
-from nb_accelerate.notebook.display.thinned_curve import ThinnedCurve
+from nb_accelerate.notebook.display.logged_values import ThinnedCurve
 from nb_accelerate.notebook.display.view import FailureSummary, View
 from nb_accelerate.notebook.display.widgets import asides
 

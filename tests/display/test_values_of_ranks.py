@@ -201,7 +201,7 @@ def test_a_loss_that_was_nan_several_times_is_told_in_one_sentence():
         run.train(0.125)
         if run.ranks[1].sample.step == 3:
             assert run.view.warnings == ("The loss was nan at about step 2 on rank 1.",)
-    assert run.view.warnings == ("The loss was nan several times on rank 1: first at about step 2, last at 4.",)
+    assert run.view.warnings == ("The loss was nan from about step 2 to 4 on rank 1.",)
 
 
 def test_a_loss_that_jumps_is_told_until_it_is_back():

@@ -276,9 +276,8 @@ def test_the_first_cause_wins_over_its_consequences(run_ranks: RunRanks) -> None
         dist.all_reduce(torch.ones(1))  # gloo: connection closed by peer, a moment later
 
     for _ in range(5):
-        with pytest.raises(RankDiedError, match="rank 1 ended with exit code 5") as caught:
+        with pytest.raises(RankDiedError, match="rank 1 ended with exit code 5"):
             run_ranks(one_dies_and_the_other_notices)
-        assert re.search(r"^Meanwhile rank 0 was in .*one_dies_and_the_other_notices", caught.value.__notes__[-1])
 
 
 def test_an_error_is_not_held_back_once_every_rank_has_answered(
@@ -330,12 +329,12 @@ def test_where_a_rank_waits_is_told_and_not_where_it_was_on_the_way_there(
     def one_fails(folder: str) -> None:
         if my_rank() == 1:
             Path(folder, "fails").touch()
-            raise Odd(1, 2)
+            os._exit(5)
         on_the_way(folder)
         stays()
 
     monkeypatch.setattr(Launch, "timeouts", Timeouts(ask=6.0))
-    with pytest.raises(Odd) as caught:
+    with pytest.raises(RankDiedError) as caught:
         run_ranks(one_fails, str(tmp_path))
     assert "Meanwhile rank 0 was in stays" in caught.value.__notes__[-1]
 

@@ -97,8 +97,7 @@ class TestExceptions:
         assert (cell.error, cell.message) == ("KeyError", "'mine'")
         assert f"rank {last(ranks)} of {ranks}" in plain(cell.traceback)
         assert re.search(r"Cell In\[\d+\], line 4", plain(cell.traceback))
-        if ranks > 1:
-            assert re.search(r"Meanwhile ranks? 0[-\d, and]* (was|were) in barrier, called from", plain(cell.traceback))
+        assert "Meanwhile" not in plain(cell.traceback), "it says nothing of the cause"
 
     def test_that_the_group_was_made_anew_is_said_in_the_next_cell(self, notebook: Kernel, ranks: int, tmp_path: Path):
         if ranks == 1:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.bars import bar_rows
 from nb_accelerate.notebook.display.findings.advice import Advice
+from nb_accelerate.notebook.display.findings.finding import RankWarnings
 from nb_accelerate.notebook.display.findings.loss_jump import LossJump
 from nb_accelerate.notebook.display.findings.not_finite import NotFinite
-from nb_accelerate.notebook.display.findings.rank_warnings import RankWarnings
 from nb_accelerate.notebook.display.findings.slow import Slow
 from nb_accelerate.notebook.display.findings.stuck import Stuck, stalled_ranks
-from nb_accelerate.notebook.display.logged_values import LoggedValues
+from nb_accelerate.notebook.display.logged_values import LoggedValues, ThinnedCurve
 from nb_accelerate.notebook.display.memory import sharded_line
 from nb_accelerate.notebook.display.pace import Pace, outlook, summary
 from nb_accelerate.notebook.display.phase_times import in_words
 from nb_accelerate.notebook.display.rank_history import RankHistory, mean_loss
 from nb_accelerate.notebook.display.rows import MOST_ROWS, Rows
-from nb_accelerate.notebook.display.thinned_curve import ThinnedCurve
 from nb_accelerate.notebook.display.view import FIGURES, View
 
 if TYPE_CHECKING:

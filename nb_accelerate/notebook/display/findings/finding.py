@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -23,3 +25,11 @@ class Finding:
     def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
         """Return what to tell the user; nothing if all is well."""
         raise NotImplementedError
+
+
+class RankWarnings(Finding):
+    """The warnings on the progress pages, each once."""
+
+    @override
+    def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
+        return list(dict.fromkeys(rank.sample.warning for rank in ranks.values() if rank.sample.warning))

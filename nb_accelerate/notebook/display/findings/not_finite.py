@@ -26,43 +26,41 @@ class _Span(NamedTuple):
     last: int
     what: tuple[str, ...] = ()
 
-    def up_to(self, last: int, *what: str) -> _Span:
-        """Return it with later steps, and with what the loss was at them."""
-        return self._replace(last=last, what=tuple(dict.fromkeys((*self.what, *what))))
+    def up_to(self, last: int, what: str) -> _Span:
+        """Return it with a later step, and with what the loss was at it."""
+        return self._replace(last=last, what=tuple(dict.fromkeys((*self.what, what))))
 
 
 class NotFinite(Finding):
     """When the losses of ranks were nan or infinite, also when they are finite again."""
 
     def __init__(self) -> None:
-        self._now: dict[int, _Span] = {}
-        self._was: dict[int, _Span] = {}
-        self._is_again = False
+        self._spans: dict[int, _Span] = {}  # from the first such loss to the last
+        self._since: dict[int, int] = {}  # the step since which it goes on
 
     @override
     def observe(self, ranks: Ranks, now: float) -> None:
         for number, rank in ranks.items():
             loss, step = rank.loss, rank.sample.steps
             if loss is not None and not math.isfinite(loss):
-                self._now[number] = self._now.get(number, _Span(step, step)).up_to(step, words.measured(loss))
-            elif number in self._now:
-                span = self._now.pop(number)
-                self._is_again |= number in self._was
-                self._was[number] = self._was.get(number, span).up_to(span.last, *span.what)
+                self._since.setdefault(number, step)
+                self._spans[number] = self._spans.get(number, _Span(step, step)).up_to(step, words.measured(loss))
+            else:
+                self._since.pop(number, None)
 
     @override
     def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
-        spans = self._now or self._was  # of those that are over only if none goes on
+        # Of those that are over only if none goes on.
+        spans = {number: self._spans[number] for number in sorted(self._since or self._spans)}
         if not spans:
             return ()
         what = " or ".join(dict.fromkeys(what for span in sorted(spans.values()) for what in span.what))
-        whose = "" if len(spans) == len(ranks) else f" on {named(sorted(spans))}"
+        whose = "" if len(spans) == len(ranks) else f" on {named(list(spans))}"
+        if self._since:
+            # Where some ranks only have such a loss, their data may be why.
+            since = words.count(min(self._since.values()))
+            return (f"The loss is {what} since about step {since}{whose}.{'' if whose else _ADVICE}",)
         first = words.count(min(span.first for span in spans.values()))
         last = words.count(max(span.last for span in spans.values()))
-        if self._now:
-            # Where some ranks only have such a loss, their data may be why.
-            return (f"The loss is {what} since about step {first}{whose}.{'' if whose else _ADVICE}",)
-        if self._is_again:
-            return (f"The loss was {what} several times{whose}: first at about step {first}, last at {last}.",)
         when = f"from about step {first} to {last}" if last != first else f"at about step {first}"
         return (f"The loss was {what} {when}{whose}.",)

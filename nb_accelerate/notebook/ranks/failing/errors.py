@@ -84,20 +84,20 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
         return interrupted(f"{wording.what} was {cause.how}", "\n".join(filter(None, (places, *lost))))
     number = cause.rank.rank if cause.rank is not None else None
     stacks = {rank: dump for rank, dump in request.stacks.items() if rank != number}
-    footer = "\n".join(filter(None, (meanwhile(request.answers, stacks, cause=number), *lost)))
     if cause.failure is not None and cause.rank is not None:
         failure, fds = cause.failure
         request.take(cause.rank.rank)
         error = rebuild(cause.rank.rank, failure, fds, cause.tail)
         _add_stacks(error, stacks)
-        footer = "\n".join(filter(None, (cause.memory, *failed_otherwise(cause, request.incidents), footer)))
+        footer = "\n".join(filter(None, (cause.memory, *failed_otherwise(cause, request.incidents), *lost)))
         show_traceback_of_rank(error, failure.report, failed_alike(cause, request.incidents), world_size, footer)
         return error
     error = _error_without_report(cause, request, stacks)
     _add_stacks(error, stacks)
     add_note(error, cause.memory)
-    # A DeadlockError says where the ranks are.
-    add_note(error, "\n".join(lost) if isinstance(error, DeadlockError) else footer)
+    if not isinstance(error, DeadlockError):  # which says where the ranks are
+        add_note(error, meanwhile(stacks))
+    add_note(error, "\n".join(lost))
     return error
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.topology.rank_lists import label, named
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.diagnostics.render import place
-from nb_accelerate.notebook.diagnostics.stacks import where, where_in
+from nb_accelerate.notebook.diagnostics.stacks import where
 from nb_accelerate.notebook.protocol.messages import Failure
 
 if TYPE_CHECKING:
@@ -79,13 +79,9 @@ def one_line(report: ErrorReport) -> str:
     return f"{report.type_name}: {report.message}".rstrip(": ").split("\n")[0]
 
 
-def meanwhile(answers: Mapping[int, Answer], stacks: Mapping[int, str], *, cause: int | None) -> str:
-    """Return where the other ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``."""
-    places = {rank: where(dump) for rank, dump in stacks.items()}
-    for rank, (answer, _) in answers.items():
-        if isinstance(answer, Failure) and answer.peer_lost:
-            places[rank] = where_in(reversed(answer.report.frames))
-    return _lines({rank: place for rank, place in places.items() if place and rank != cause}, "Meanwhile ")
+def meanwhile(stacks: Mapping[int, str]) -> str:
+    """Return where ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``."""
+    return _lines({rank: where(dump) for rank, dump in stacks.items()}, "Meanwhile ")
 
 
 def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> str:

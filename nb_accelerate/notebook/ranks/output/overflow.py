@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import time
 import uuid
 from collections import deque
-from typing import IO, TYPE_CHECKING, Any
-
-from nb_accelerate.notebook.ranks.output.logs import new_log
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import IO, Any
 
 from nb_accelerate.notebook.ranks.output.rank_output import last_drawing
 
@@ -20,6 +18,11 @@ _TAIL_LINES = 20
 
 _TAIL_WIDTH = 1000
 """Characters of each that are shown, from its end."""
+
+_PREFIX = "nb_accelerate-"
+
+_MAX_AGE = 7 * 24 * 3600.0
+"""Seconds from the last write to a log until it is removed."""
 
 _REDRAW_INTERVAL = 0.5
 """Seconds between two drawings of the tail."""
@@ -95,3 +98,19 @@ class Overflow:
         self._problem = f"the log {self._path} ends where it could not be written any more ({error.strerror})"
         self.close()
         self._file = None
+
+
+def new_log() -> tuple[Path, IO[str]]:
+    """Open a new log file, remove old ones of this user, and return its path and the file. Raises OSError."""
+    descriptor, name = tempfile.mkstemp(prefix=time.strftime(f"{_PREFIX}%Y%m%d-%H%M%S-"), suffix=".log")
+    _remove_old()
+    return Path(name), os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace")
+
+
+def _remove_old() -> None:
+    oldest = time.time() - _MAX_AGE
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.log"):
+        with contextlib.suppress(OSError):  # somebody else has just removed it
+            found = path.lstat()
+            if found.st_uid == os.geteuid() and found.st_mtime < oldest:
+                path.unlink()
