@@ -9,9 +9,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SOURCES = Path(__file__).parent / "device" / "csrc"
 BUILDS = Path(__file__).parents[2] / "build" / "second_device"
@@ -36,54 +39,61 @@ def obstacle() -> str:
 
 def build() -> Path:
     """Return the folder of the library for this torch and these sources; builds it if it is not there yet."""
-    folder = BUILDS / f"{_torch_and_python()}-{_hash_of_sources()}"
-    if (folder / LIBRARY).exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:  # several workers of pytest-xdist come here at once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / LIBRARY).exists():
-            _compile(folder)
+    cache = BUILDS / f"torch-{_torch_version()}-cp{sys.version_info.major}{sys.version_info.minor}"
+    folder = cache / _hash_of(SOURCES.iterdir())
+    if not (folder / LIBRARY).exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / "lock").open("w") as lock:  # several workers of pytest-xdist come here at once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / LIBRARY).exists():
+                folder.mkdir(exist_ok=True)
+                _link(_compile(cache), folder)
     return folder
 
 
-def _torch_and_python() -> str:
+def _torch_version() -> str:
     import torch
 
-    return f"torch-{torch.__version__}-cp{sys.version_info.major}{sys.version_info.minor}"
+    return torch.__version__
 
 
-def _hash_of_sources() -> str:
+def _hash_of(files: Iterable[Path]) -> str:
     digest = hashlib.sha256(repr(_FLAGS).encode())
-    for file in sorted(SOURCES.iterdir()):
+    for file in sorted(files):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def _compile(folder: Path) -> None:
-    from torch.utils.cpp_extension import include_paths, library_paths
+def _compile(cache: Path) -> list[Path]:
+    """Return the compiled sources. Those that did not change are there from the build before."""
+    from torch.utils.cpp_extension import include_paths
 
     include = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda file: file.stat().st_size, reverse=True)
+    headers = list(SOURCES.glob("*.h"))
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)
 
-    def compile_one(source: Path) -> str:
-        target = folder / f"{source.stem}.o"
-        began = time.monotonic()
-        _run("g++", *_FLAGS, *include, "-c", str(source), "-o", str(target))
-        if os.environ.get("SIMGPU_BUILD_TIMES"):
-            print(f"{source.name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
-        return str(target)
+    def compile_one(source: Path) -> Path:
+        target = cache / f"{source.stem}-{_hash_of([*headers, source])}.o"
+        if not target.exists():
+            unfinished = target.with_suffix(".unfinished")
+            _run("g++", *_FLAGS, *include, "-c", str(source), "-o", str(unfinished))
+            unfinished.rename(target)
+        return target
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = list(threads.map(compile_one, sources))
+    for file in {*cache.glob("*.o")} - {*objects}:
+        file.unlink()
+    return objects
+
+
+def _link(objects: Iterable[Path], folder: Path) -> None:
+    from torch.utils.cpp_extension import library_paths
+
     torch_libraries = [option for path in library_paths() for option in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    libraries = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
     unfinished = folder / f"{LIBRARY}.unfinished"
-    _run(
-        *("g++", "-shared", *objects, *torch_libraries, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
-        *("-o", str(unfinished)),
-    )
-    for file in objects:
-        Path(file).unlink()
+    _run("g++", "-shared", *map(str, objects), *torch_libraries, *libraries, "-o", str(unfinished))
     unfinished.rename(folder / LIBRARY)
 
 
