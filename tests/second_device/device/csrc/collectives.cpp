@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <set>
+#include <thread>
 
 namespace simgpu {
 namespace {
@@ -94,19 +95,36 @@ struct Running {
   WorkPointer by_gloo;
   Tensors results;        // on the device
   Tensors host_results;
-  int64_t divide_by;      // for the mean, which gloo has not
+  int64_t divide_by = 1;  // for the mean, which gloo has not
   Aborted aborted;
+  std::atomic<bool> is_waited_for{false};
+  std::atomic<bool> has_come{false};
   std::atomic<bool> is_done{false};
   std::exception_ptr error;
+
+  // A message of gloo ends when somebody waits for it only. This must not be the host, which may have others to send.
+  static void wait_in_thread(const std::shared_ptr<Running>& state) {
+    state->is_waited_for = true;
+    std::thread([state, work = state->by_gloo] {
+      try {
+        work->wait();
+      } catch (...) {
+        state->error = std::current_exception();
+      }
+      state->has_come = true;
+    }).detach();
+  }
+
+  bool has_ended() const { return is_waited_for ? has_come.load() : by_gloo->isCompleted(); }
 
   // As far as it can end now. After an abort nothing is waited for, and the numbers stay what they were, as with NCCL.
   bool try_finish() {
     if (is_done) return true;
     if (!*aborted) {
-      if (!by_gloo->isCompleted()) return false;
+      if (!has_ended()) return false;
       try {
-        by_gloo->wait();
-        copy_back();
+        if (!is_waited_for) by_gloo->wait();
+        if (!error) copy_back();
       } catch (...) {
         error = std::current_exception();
       }
@@ -274,35 +292,29 @@ class Backend final : public c10d::Backend {
     return start(gloo->scatter(results, copies, options), outputs, results, c10d::OpType::SCATTER);
   }
 
+  // gloo's own reduce_scatter ends when somebody waits for it only: all is reduced in its place, and a part kept.
+
   WorkPointer reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) override {
-    check_reduction(options.reduceOp);
-    auto results = connect(outputs);
-    auto copies = host_copies(inputs);
-    auto summed = options;
-    auto divide_by = sum_for_mean(summed.reduceOp);
-    return start(gloo->reduce_scatter(results, copies, summed), outputs, results, c10d::OpType::REDUCE_SCATTER, divide_by);
+    Tensors parts, results;
+    for (const auto& list : inputs) {
+      for (const auto& copy : connect(list)) parts.push_back(copy);
+      results.push_back(parts.at(parts.size() - list.size() + getRank()));
+    }
+    return reduce_and_keep(outputs, parts, results, options, c10d::OpType::REDUCE_SCATTER);
   }
 
   WorkPointer _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    check_reduction(options.reduceOp);
-    auto copy = connect({input})[0];
-    auto result = host_like(output);
-    auto summed = options;
-    auto divide_by = sum_for_mean(summed.reduceOp);
-    auto work = gloo->_reduce_scatter_base(result, copy, summed);
-    return start(work, {output}, {result}, c10d::OpType::_REDUCE_SCATTER_BASE, divide_by);
+    auto whole = connect({input});
+    return reduce_and_keep({output}, whole, {own_part(whole[0], output)}, options, c10d::OpType::_REDUCE_SCATTER_BASE);
   }
 
   WorkPointer reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    check_reduction(options.reduceOp);
-    auto copies = connect(inputs);
-    auto results = host_likes(outputs);
-    auto summed = options;
-    auto divide_by = sum_for_mean(summed.reduceOp);
-    auto work = gloo->reduce_scatter_tensor_coalesced(results, copies, summed);
-    return start(work, outputs, results, c10d::OpType::COALESCED, divide_by);
+    auto wholes = connect(inputs);
+    Tensors results;
+    for (size_t i = 0; i < wholes.size(); i++) results.push_back(own_part(wholes[i], outputs.at(i)));
+    return reduce_and_keep(outputs, wholes, results, options, c10d::OpType::COALESCED);
   }
 
   WorkPointer alltoall_base(
@@ -317,7 +329,7 @@ class Backend final : public c10d::Backend {
   WorkPointer send(Tensors& tensors, int target, int tag) override {
     check_usable();
     auto copies = host_copies(tensors);
-    return start(gloo->send(copies, target, tag), tensors, {}, {}, c10d::OpType::SEND, 1, copies);
+    return start(gloo->send(copies, target, tag), tensors, {}, {}, c10d::OpType::SEND);
   }
 
   WorkPointer recv(Tensors& tensors, int source, int tag) override {
@@ -356,6 +368,24 @@ class Backend final : public c10d::Backend {
     return getSize();
   }
 
+  at::Tensor own_part(const at::Tensor& whole, const at::Tensor& output) const {
+    TORCH_CHECK_WITH(
+        ValueError, whole.numel() == output.numel() * getSize(), "input tensor must be the size of output tensor times world size");
+    return whole.flatten().narrow(0, getRank() * output.numel(), output.numel()).view(output.sizes());
+  }
+
+  WorkPointer reduce_and_keep(
+      const Tensors& outputs, Tensors& wholes, const Tensors& results, const c10d::ReduceScatterOptions& options,
+      c10d::OpType type) {
+    check_reduction(options.reduceOp);
+    for (const auto& output : outputs) check_tensor(output);
+    c10d::AllreduceCoalescedOptions of_gloo;
+    of_gloo.reduceOp = options.reduceOp;
+    of_gloo.timeout = options.timeout;
+    auto divide_by = sum_for_mean(of_gloo.reduceOp);
+    return start(gloo->allreduce_coalesced(wholes, of_gloo), outputs, results, type, divide_by);
+  }
+
   // Copies of the tensors of a collective, the first of which finds out that two ranks use one device.
   Tensors connect(const Tensors& tensors) {
     check_usable();
@@ -385,8 +415,7 @@ class Backend final : public c10d::Backend {
 
   // `tensors` are what the Work returns; `results` those of them that the collective writes.
   WorkPointer start(
-      WorkPointer work, Tensors tensors, Tensors results, Tensors host_results, c10d::OpType type, int64_t divide_by = 1,
-      Tensors = {}) {
+      WorkPointer work, Tensors tensors, Tensors results, Tensors host_results, c10d::OpType type, int64_t divide_by = 1) {
     auto running = std::make_shared<Running>();
     running->by_gloo = std::move(work);
     running->results = std::move(results);
@@ -399,6 +428,7 @@ class Backend final : public c10d::Backend {
   WorkPointer queue(std::shared_ptr<Running> running, Tensors tensors, c10::DeviceIndex device, c10d::OpType type) {
     number++;
     running->aborted = aborted;
+    if (type == c10d::OpType::SEND || type == c10d::OpType::RECV) Running::wait_in_thread(running);
     return c10::make_intrusive<DeviceWork>(
         std::move(running), std::move(tensors), device, type, type == c10d::OpType::BARRIER);
   }
