@@ -68,7 +68,7 @@ class LossReport:
     """Writes the loss of some steps, and the memory and utilisation of the device, to the progress page.
 
     A loss on a device is copied asynchronously into one buffer on the CPU. The value reported is the newest one whose
-    copy has finished, usually that of the report before.
+    copy has finished, as an event tells: usually that of the report before.
     """
 
     def __init__(self, page: ProgressPage, kind: DeviceKind, held: MemoryReport) -> None:
@@ -78,6 +78,7 @@ class LossReport:
         self._reads_later = kind.reads_later
         self._due = 0.0
         self._arrived: Tensor | None = None
+        self._copying: torch.Event | None = None
         self._computed: Tensor | None = None
         self._utilisation = kind.utilisation
         self._ask_at = 0.0
@@ -96,18 +97,24 @@ class LossReport:
             return
         self._due = now + _REPORT_SECONDS
         if loss.numel() == 1:
-            if self._arrived is None:
-                pins = self._kind.pins_memory
-                self._arrived = torch.full((), float("nan"), dtype=torch.float32, pin_memory=pins)
-                self._arrived.copy_(loss.detach().reshape(()))  # the first one may wait
-            else:
-                self._arrived.copy_(loss.detach().reshape(()), non_blocking=True)
-            self._page.loss(self._arrived.item())
+            self._report_loss(loss.detach().reshape(()))
         self._page.memory(self._kind.memory_allocated())
         self._held.report()
         if self._utilisation is not None and now >= self._ask_at:
             self._ask_at = now + _UTILISATION_SECONDS
             self._ask(self._utilisation)
+
+    def _report_loss(self, loss: Tensor) -> None:
+        pins = self._kind.pins_memory and not loss.is_cpu
+        if self._arrived is None or not pins:  # the first one may wait
+            self._arrived = torch.empty((), dtype=torch.float32, pin_memory=pins)
+            self._page.loss(self._arrived.copy_(loss).item())
+        elif self._copying is None or self._copying.query():
+            if self._copying is not None:
+                self._page.loss(self._arrived.item())
+            self._arrived.copy_(loss, non_blocking=True)
+            self._copying = torch.Event(loss.device)
+            self._copying.record()
 
     def _ask(self, utilisation: Callable[[], int]) -> None:
         """Query the utilisation; after one failure never again, since a missing driver or package stays missing."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,6 @@ from nb_accelerate.training.process import context, group
 from nb_accelerate.training.process.affinity import bind_near
 from nb_accelerate.training.process.context import ProcessContext
 from nb_accelerate.training.process.devices import choose_device, device_of_group, idle_kind
-
-if TYPE_CHECKING:
-    from nb_accelerate.base.devices import DeviceKind
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +71,13 @@ def setup_process(
     if kind.start_runtime is not None:
         topology = kind.start_runtime(topology)
         device = torch.device(kind.name, kind.current_device())
-    elif topology.world_size > 1:
-        _select(kind, device)
-        if adopted is None:
-            group.create(topology, kind, device, options=options, environment=environment)
-            note_use(options, "the process group that was made", advice="Set it before the first Accelerator(...).")
-    elif needs_group and adopted is None:
-        _select(kind, device)
+    elif device.index is not None:
+        kind.set_device(device.index)
+    makes_group = adopted is None and kind.start_runtime is None and (needs_group or topology.world_size > 1)
+    if makes_group and topology.world_size > 1:
+        group.create(topology, kind, device, options=options, environment=environment)
+        note_use(options, "the process group that was made", advice="Set it before the first Accelerator(...).")
+    elif makes_group:
         group.create_alone(kind, device)
     return context.install(
         ProcessContext(
@@ -89,7 +85,7 @@ def setup_process(
             kind=kind,
             device=device,
             group=context.default_group(),
-            owns_group=adopted is None and kind.start_runtime is None and (needs_group or topology.world_size > 1),
+            owns_group=makes_group,
             options=options,
         )
     )
@@ -105,11 +101,6 @@ def _say_what_is_idle(topology: Topology) -> None:
             idle.name,
             idle.backend,
         )
-
-
-def _select(kind: DeviceKind, device: torch.device) -> None:
-    if device.index is not None:
-        kind.set_device(device.index)
 
 
 def _topology_of_group(read: Topology) -> Topology:
