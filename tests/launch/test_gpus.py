@@ -1,4 +1,7 @@
-"""Launching where there are GPUs: needs at least one CUDA device."""
+"""Launching where there are GPUs: needs at least one CUDA device.
+
+`tests/second_device/test_launches.py` runs these tests on devices that are made of host memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.devices import Gpus
 from fixtures.kernels import Kernel
 
 pytestmark = [
@@ -30,47 +34,50 @@ def notebook(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def expected() -> list[tuple[str, int, float]]:
-    count = torch.cuda.device_count()
-    return [("cuda" if count == 1 else f"cuda:{rank}", count, float(count)) for rank in range(count)]
+def expected(gpus: Gpus) -> list[tuple[str, int, float]]:
+    return [(name, gpus.count, float(gpus.count)) for name in gpus.names]
 
 
-def test_every_gpu_gets_a_rank_forked_from_a_kernel_that_did_not_touch_cuda(notebook: Kernel) -> None:
+def is_untouched(notebook: Kernel, gpus: Gpus) -> bool:
+    return notebook.run(f"torch.{gpus.type}.is_initialized()").ok().value == "False"
+
+
+def test_every_gpu_gets_a_rank_forked_from_a_kernel_that_did_not_touch_it(notebook: Kernel, gpus: Gpus) -> None:
     cell = notebook.run("print(notebook_launcher(where))").ok()
     line, values = cell.stdout.splitlines()
-    assert "on CUDA, fork (CUDA is untouched here" in line
-    assert values == str(expected())
-    assert notebook.run("torch.cuda.is_initialized()").ok().value == "False"
+    assert f"on {gpus.type.upper()}, fork ({gpus.type.upper()} is untouched here" in line
+    assert values == str(expected(gpus))
+    assert is_untouched(notebook, gpus)
 
 
-def test_a_kernel_that_used_cuda_launches_without_a_restart(notebook: Kernel) -> None:
-    notebook.run("x = torch.ones(4, device='cuda').sum().item()").ok()
+def test_a_kernel_that_used_a_gpu_launches_without_a_restart(notebook: Kernel, gpus: Gpus) -> None:
+    notebook.run(f"x = torch.ones(4, device='{gpus.type}').sum().item()").ok()
     for _ in range(2):
         cell = notebook.run("print(notebook_launcher(where))").ok()
         line, values = cell.stdout.splitlines()
-        assert "on CUDA, forkserver (CUDA was used in this notebook)" in line
-        assert values == str(expected())
+        assert f"on {gpus.type.upper()}, forkserver ({gpus.in_use})" in line
+        assert values == str(expected(gpus))
 
 
-def test_asking_for_a_fork_after_cuda_was_used_is_refused_with_what_to_write(notebook: Kernel) -> None:
-    notebook.run("x = torch.ones(4, device='cuda')").ok()
+def test_asking_for_a_fork_after_a_gpu_was_used_is_refused_with_what_to_write(notebook: Kernel, gpus: Gpus) -> None:
+    notebook.run(f"x = torch.ones(4, device='{gpus.type}')").ok()
     cell = notebook.run("notebook_launcher(where, start_method='fork')")
     assert cell.error == "ConfigError"
     assert "need no restart" in cell.message
 
 
-def test_more_ranks_than_gpus_are_refused_and_the_cpu_can_be_asked_for(notebook: Kernel) -> None:
-    cell = notebook.run(f"notebook_launcher(where, (), {torch.cuda.device_count() + 1})")
+def test_more_ranks_than_gpus_are_refused_and_the_cpu_can_be_asked_for(notebook: Kernel, gpus: Gpus) -> None:
+    cell = notebook.run(f"notebook_launcher(where, (), {gpus.count + 1})")
     assert cell.error == "ConfigError"
     assert "each rank needs its own" in cell.message
     cell = notebook.run("print(notebook_launcher(where, (), 2, devices='cpu'))").ok()
     assert cell.stdout.splitlines()[1] == "[('cpu', 2, 2.0), ('cpu', 2, 2.0)]"
 
 
-def test_a_tensor_on_a_device_comes_back_on_the_cpu_and_cuda_stays_untouched(notebook: Kernel) -> None:
-    cell = notebook.run("print(notebook_launcher(lambda: torch.ones(3, device='cuda'), (), 1))").ok()
+def test_a_tensor_on_a_device_comes_back_on_the_cpu_and_the_gpu_stays_untouched(notebook: Kernel, gpus: Gpus) -> None:
+    cell = notebook.run(f"print(notebook_launcher(lambda: torch.ones(3, device='{gpus.type}'), (), 1))").ok()
     assert cell.stdout.splitlines()[1] == "[tensor([1., 1., 1.])]"
-    assert notebook.run("torch.cuda.is_initialized()").ok().value == "False"
+    assert is_untouched(notebook, gpus)
 
 
 def memory_in_use() -> int:

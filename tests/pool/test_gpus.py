@@ -1,11 +1,14 @@
-"""Ranks that stay, on GPUs: collectives run ahead of the cells that ask for them."""
+"""Ranks that stay, on GPUs: collectives run ahead of the cells that ask for them.
+
+`tests/second_device/test_cells.py` runs these tests on devices that are made of host memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
+from fixtures.devices import Gpus
 from fixtures.kernels import Kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.limit(180)]
@@ -40,14 +43,12 @@ def seen(notebook: Kernel) -> list[tuple[int, int, float]]:
     return list(eval(cell.stdout))
 
 
-def test_every_gpu_has_a_rank_with_a_group_even_if_it_is_alone(notebook: Kernel) -> None:
-    count = torch.cuda.device_count()
+def test_every_gpu_has_a_rank_with_a_group_even_if_it_is_alone(notebook: Kernel, gpus: Gpus) -> None:
     notebook.run("%%distributed --out names\ndist.barrier()\n(str(device), dist.get_backend())").ok()
-    names = [("cuda" if count == 1 else f"cuda:{rank}", "nccl") for rank in range(count)]
-    assert notebook.run("print(names)").ok().stdout.strip() == str(names)
+    expected = [(name, gpus.backend) for name in gpus.names]
+    assert notebook.run("print(names)").ok().stdout.strip() == str(expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     "cell",
     [
@@ -58,7 +59,11 @@ def test_every_gpu_has_a_rank_with_a_group_even_if_it_is_alone(notebook: Kernel)
     ],
     ids=["a rank that fails", "a cell that ends well"],
 )
-def test_ranks_that_came_apart_meet_again_with_their_variables_and_models(notebook: Kernel, cell: str) -> None:
+def test_ranks_that_came_apart_meet_again_with_their_variables_and_models(
+    notebook: Kernel, gpus: Gpus, cell: str
+) -> None:
+    if gpus.count < 2:
+        pytest.skip("needs two devices")
     before = seen(notebook)
     notebook.run(f"%%distributed\n{cell}")
     again = notebook.run(IN_STEP).ok()
