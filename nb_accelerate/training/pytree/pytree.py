@@ -149,14 +149,15 @@ def send_to_device(data: Any, device: torch.device | str | int, *, non_blocking:
     """Return ``data`` with all tensors on ``device``. Tensors that are there already are not copied.
 
     Args:
-        data: any structure. Objects in it that know how to move themselves (``.to(device)``) do so: graphs, packed
-            sequences, a tokenizer's encodings.
+        data: any structure, which stays as it is. Objects in it that know how to move themselves (``.to(device)``) do
+            so: graphs, packed sequences, a tokenizer's encodings.
         non_blocking: do not wait for the copy; of use with pinned memory.
     """
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=non_blocking)
+        leaf = copy.copy(leaf)  # encodings and graphs move in place, and whoever gave them may keep them for later
         try:
             return leaf.to(device, non_blocking=non_blocking)
         except TypeError:  # a `to` without that argument

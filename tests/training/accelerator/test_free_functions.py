@@ -209,10 +209,11 @@ def test_a_model_comes_out_of_what_distributes_it(run_ranks):
         from nb_accelerate.utils import extract_model_from_parallel
 
         model = torch.nn.Linear(2, 2)
-        prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        prepared = accelerator.prepare(model)
         wrapped = prepared is not model
         kept = extract_model_from_parallel(prepared)
-        converted = kept(torch.ones(1, 2)).dtype, "forward" in vars(kept)
+        converted = kept(torch.ones(1, 2, device=accelerator.device)).dtype, "forward" in vars(kept)
         plain = extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
         return wrapped, kept is model, plain is model, converted[1], "forward" in vars(plain)
 
@@ -273,10 +274,10 @@ def test_outputs_are_converted():
 
 
 def test_the_precision_of_the_newest_accelerator_is_the_one_of_the_block():
-    Accelerator(cpu=True, mixed_precision="bf16")
+    numbers = torch.ones(2, 2, device=Accelerator(cpu=True, mixed_precision="bf16").device)
     for native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         with utils.get_mixed_precision_context_manager(native):
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+            assert (numbers @ numbers).dtype is dtype
 
 
 def test_tensors_of_a_module_are_named():

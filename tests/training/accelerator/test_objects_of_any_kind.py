@@ -47,11 +47,13 @@ def test_objects_inside_of_containers_move_themselves():
     assert moved["samples"][0].graph.nodes.device.type == "meta"
     assert moved["samples"][0].label.device.type == "meta"
     assert moved["kind"] is Graph
+    assert batch["g"].nodes.device.type == batch["samples"][0].graph.nodes.device.type == "cpu"  # who gave it keeps it
 
 
 def test_a_prepared_loader_moves_objects_inside_of_its_batches():
-    loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_size=2, collate_fn=lambda rows: {"g": Graph()}))
-    assert [batch["g"].moves for batch in loader] == [["cpu"], ["cpu"]]
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(4), batch_size=2, collate_fn=lambda rows: {"g": Graph()}))
+    assert [batch["g"].moves for batch in loader] == [[str(accelerator.device)]] * 2
 
 
 def test_numbers_without_dimensions_and_tensors_without_rows_travel(run_ranks):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
+
+from nb_accelerate.base.devices import CPU
+from nb_accelerate.training.pytree import map_tensors, tensors_in
 
 ALIGNMENT_BYTES = 16
 """Alignment of the offset of a tensor, in bytes: the size of the largest item, complex128."""
@@ -30,6 +34,7 @@ class TensorSlot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     was_on_cpu: bool = True  # before it was sent
+    in_object: bool = False  # that moves itself to a device, and knows which of its tensors stay on the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +49,18 @@ class BatchLayout:
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles a structure without its tensors and arrays, collected in ``tensors``. Classes may be of a notebook."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, in_containers: set[int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
+        self.in_object: list[bool] = []  # for each of the tensors
+        self._in_containers = in_containers
 
     def persistent_id(self, obj: Any) -> Any:
         """Return how `_Unpacker.persistent_load` finds a tensor or array; None for other objects, which are pickled."""
         if type(obj) is np.ndarray and not obj.dtype.hasobject:
             numbers = np.require(obj, requirements=["C", "W"]).reshape(-1).view(np.uint8)
             self.tensors.append(torch.from_numpy(numbers))
+            self.in_object.append(False)
             return {"index": len(self.tensors) - 1, "dtype": obj.dtype, "shape": obj.shape}
         if not isinstance(obj, Tensor):
             return None
@@ -62,6 +70,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         index = len(self.tensors)
         kind = type(obj)
+        self.in_object.append(id(obj) not in self._in_containers)
         self.tensors.append(obj.detach() if kind is Tensor else obj.detach().as_subclass(Tensor))
         return index if kind is Tensor else [index, kind, obj.__dict__]
 
@@ -90,13 +99,14 @@ class _Unpacker(pickle.Unpickler):
 def pack(batch: Any) -> tuple[BatchLayout, list[Tensor]]:
     """Return the layout of a batch, and its tensors, detached. A tensor that occurs twice is packed twice."""
     file = io.BytesIO()
-    packer = _Packer(file)
+    packer = _Packer(file, _in_containers(batch))
     packer.dump(batch)
     slots = []
     offset = 0
-    for tensor in packer.tensors:
+    for tensor, in_object in zip(packer.tensors, packer.in_object, strict=True):
         size = tensor.numel() * tensor.element_size()
-        slots.append(TensorSlot(offset, size, tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"))
+        was_on_cpu = tensor.device.type == CPU.name
+        slots.append(TensorSlot(offset, size, tuple(tensor.shape), tensor.dtype, was_on_cpu, in_object))
         offset += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return BatchLayout(file.getvalue(), tuple(slots), offset), packer.tensors
 
@@ -111,14 +121,29 @@ def unpack(layout: BatchLayout, buffer: Tensor, *, bring_back: bool = False) -> 
     """Return the batch that `write` wrote. Its tensors are views of the buffer.
 
     With ``bring_back``, tensors that were on the CPU are copied back to it from the device that received the bytes.
+    Those in objects that move themselves always are: a packed sequence has tensors that must be on the CPU.
     """
     assert layout.skeleton is not None
-    tensors = [_view(slot, buffer) for slot in layout.slots]
-    if bring_back:
-        tensors = [
-            tensor.cpu() if slot.was_on_cpu else tensor for slot, tensor in zip(layout.slots, tensors, strict=True)
-        ]
+    tensors = [
+        _view(slot, buffer).cpu() if slot.was_on_cpu and (bring_back or slot.in_object) else _view(slot, buffer)
+        for slot in layout.slots
+    ]
     return _Unpacker(io.BytesIO(layout.skeleton), tensors).load()
+
+
+def _in_containers(batch: Any) -> set[int]:
+    """Return the ids of tensors in lists, mappings and the like, and in encodings, all of whose tensors move."""
+    found: set[int] = set()
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.add(id(leaf))
+        elif isinstance(leaf, Mapping):
+            found.update(map(id, tensors_in(leaf)))
+        return leaf
+
+    map_tensors(note, batch, movable=True)
+    return found
 
 
 def _is_dense(tensor: Tensor) -> bool:
