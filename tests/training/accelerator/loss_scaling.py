@@ -90,6 +90,7 @@ class Program:
     def loss(self, model: int, factor: float) -> torch.Tensor:
         self.batch += 1
         inputs = torch.linspace(-1, 1, 12).reshape(4, 3) * (1 + self.batch % 5)
+        inputs = inputs.to(self.models[model].weight.device)
         return self.models[model](inputs).square().mean() * factor
 
     def run(self, ops: list[Op]) -> list[list[float]]:
@@ -196,6 +197,8 @@ class Ours(Program):
         super().__init__(options)
         context.reset()
         self.accelerator = self.make_accelerator()
+        for model in self.models:
+            model.to(self.accelerator.device)
         # Under autocast the numbers would be those of float16; the scaler is what is compared.
         prepared = self.accelerator.prepare(*self.optimizers)
         self.optimizers = list(prepared)

@@ -42,7 +42,7 @@ def one(accelerator):
 
 
 def spread(model, factor=1.0):
-    return model(torch.tensor([[1.0, 2.0]])).sum() * factor
+    return model(torch.tensor([[1.0, 2.0]], device=next(model.parameters()).device)).sum() * factor
 
 
 @pytest.mark.parametrize("drop", ["optimizer.zero_grad()", "model.zero_grad()", "model.weight.grad = None"])
@@ -193,7 +193,7 @@ def test_a_prepared_optimizer_is_copied_without_what_an_accelerator_lends_it(cop
     assert again.scaler is None
     (weight,) = again.param_groups[0]["params"]
     again = accelerator.prepare(again)
-    accelerator.backward((weight * torch.tensor([[1.0, 2.0]])).sum())
+    accelerator.backward((weight * torch.tensor([[1.0, 2.0]], device=weight.device)).sum())
     again.step()
     assert weight.grad.tolist() == [[1.0, 2.0]]
 
@@ -240,7 +240,7 @@ def test_two_optimizers_of_one_model_divide_its_gradients_once(drop):
 def test_two_optimizers_of_one_model_both_skip_a_step_with_infinite_gradients():
     accelerator = fp16(1024.0)
     model, optimizer = one(accelerator)
-    again = accelerator.prepare(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.5))
+    again = accelerator.prepare(torch.optim.SGD([model.weight, nn.Parameter(torch.ones_like(model.weight))], lr=0.5))
     accelerator.backward(spread(model, float("inf")))
     optimizer.step()
     again.step()

@@ -63,7 +63,7 @@ def two_models_with_us(order):
         one, first, other = accelerator.prepare(one, first, other)  # again: nothing happens
     mine = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)
     for step in range(4):
-        inputs = torch.arange(12.0).reshape(4, 3).sin() + step
+        inputs = torch.arange(12.0, device=accelerator.device).reshape(4, 3).sin() + step
         if accelerator.num_processes > 1:
             inputs = inputs[mine]
         for optimizer in (first, second):
@@ -72,7 +72,7 @@ def two_models_with_us(order):
             optimizer.step()
             for parameter in [*one.parameters(), *other.parameters()]:
                 parameter.grad = None
-    return [p.detach().clone() for p in [*one.parameters(), *other.parameters()]]
+    return [p.detach().cpu().clone() for p in [*one.parameters(), *other.parameters()]]
 
 
 ORDERS = ["at once", "one by one", "again"]
@@ -101,7 +101,7 @@ def test_each_object_is_placed_as_its_entry_says(monkeypatch):
     loader, still = DataLoader(range(2)), DataLoader(range(2))
     loader, _, still, _ = accelerator.prepare(loader, one, still, other, device_placement=[True, False, False, True])
     assert moved == [other]
-    assert (loader.device, still.device) == (torch.device("cpu"), None)
+    assert (loader.device, still.device) == (accelerator.device, None)
     moved.clear()
     Accelerator(cpu=True, device_placement=False).prepare(one)
     assert moved == []
@@ -111,7 +111,7 @@ def test_an_optimizer_of_another_model_is_told(caplog):
     accelerator = Accelerator(cpu=True)
     (model, _), (late, foreign) = pair(), pair()
     model, optimizer = accelerator.prepare(model, foreign)
-    accelerator.backward(model(torch.ones(1, 3)).sum())
+    accelerator.backward(model(torch.ones(1, 3, device=accelerator.device)).sum())
     optimizer.step()
     assert "None of the 2 parameters of this SGD belongs to a prepared model (Linear), and none has" in caplog.text
     accelerator.prepare(late)
@@ -202,9 +202,10 @@ def test_a_model_wrapped_by_hand_can_be_given_the_hook(run_ranks):
         found = []
         for hook in ("no", "bf16"):
             torch.manual_seed(0)
-            model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+            model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8).to(accelerator.device))
             DistributedDataParallelKwargs(comm_hook=hook).register_comm_hook(model)
-            model(torch.linspace(-1, 1, 8) + accelerator.process_index).square().mean().backward()
+            inputs = torch.linspace(-1, 1, 8, device=accelerator.device) + accelerator.process_index
+            model(inputs).square().mean().backward()
             found.append(model.module.weight.grad)
         return found
 
@@ -287,7 +288,7 @@ def test_local_sgd_averages_weights_every_few_steps(run_ranks):
                     optimizer.step()
                     optimizer.zero_grad()
                     local_sgd.step()
-        return [p.detach().clone() for p in model.parameters()]
+        return [p.detach().cpu().clone() for p in model.parameters()]
 
     for every, accumulate in ((3, 1), (2, 2)):
         expected = local_sgd_by_hand(rows, every, accumulate)

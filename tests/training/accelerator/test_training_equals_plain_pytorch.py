@@ -86,7 +86,7 @@ def train_with_us(
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    return losses, [weight.detach().clone() for weight in accelerator.unwrap_model(model).parameters()], norms
+    return losses, [weight.detach().cpu() for weight in accelerator.unwrap_model(model).parameters()], norms
 
 
 def assert_equal_runs(ours: Any, by_hand: Any, tolerance: float) -> None:
@@ -154,10 +154,11 @@ def test_shuffled_training_on_ranks_sees_the_rows_that_one_process_would(run_ran
 def test_a_model_copied_after_prepare_computes_with_its_own_weights():
     from nb_accelerate.training.accelerator import Accelerator
 
-    model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(make_model())
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare_model(make_model())
     twin = copy.deepcopy(model)
     for weight in twin.parameters():
         nn.init.zeros_(weight)
-    inputs = torch.ones(2, 6)
+    inputs = torch.ones(2, 6, device=accelerator.device)
     assert twin(inputs).abs().sum() == 0
     assert model(inputs).abs().sum() > 0

@@ -32,6 +32,11 @@ def small(**options):
     return accelerator, model, optimizer
 
 
+def forward(model, value=1.0):
+    """Return what a model computes of one row, which is on its device."""
+    return model(torch.full((1, 2), value, device=next(model.parameters()).device))
+
+
 def test_windows_close_after_their_steps_and_at_the_end_of_the_loader():
     accelerator, model, _ = small(gradient_accumulation_steps=3)
     closes = []
@@ -61,11 +66,10 @@ def test_gradients_travel_only_when_the_window_closes(run_ranks):
         gradients = []
         for step in range(2):
             with accelerator.accumulate(model):
-                inputs = torch.full((1, 2), float(accelerator.process_index + 1 + step))
-                accelerator.backward(model(inputs).sum())
+                accelerator.backward(forward(model, float(accelerator.process_index + 1 + step)).sum())
                 gradients.append(accelerator.unwrap_model(model).weight.grad[0, 0].item())
         with accelerator.no_sync(model):
-            accelerator.backward(model(torch.ones(1, 2) * accelerator.process_index).sum())
+            accelerator.backward(forward(model, float(accelerator.process_index)).sum())
         return gradients, accelerator.unwrap_model(model).weight.grad[0, 0].item()
 
     # Halves, since a window has two batches: inputs 1 and 2 on rank 0, then 2 and 3 on rank 1.
@@ -78,7 +82,7 @@ def test_optimizers_wait_for_their_window():
     before = model.weight.detach().clone()
     for step in range(2):
         with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(1, 2)).sum())
+            accelerator.backward(forward(model).sum())
             optimizer.step()
             optimizer.zero_grad()
             assert torch.equal(model.weight, before) == (step == 0)
@@ -90,7 +94,7 @@ def test_clipping_reports_the_norm_and_waits_for_the_window():
     norms = []
     for _ in range(2):
         with accelerator.accumulate(model):
-            accelerator.backward(model(torch.full((1, 2), 4.0)).sum())
+            accelerator.backward(forward(model, 4.0).sum())
             norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
     assert norms == pytest.approx([33**0.5 / 2, 33**0.5])
     assert nn.utils.get_total_norm([p.grad for p in model.parameters()]).item() == pytest.approx(0.5, rel=1e-4)
@@ -109,7 +113,7 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_schedule_waits():
     seen = []
     for factor in (1.0, float("inf"), 1.0):
         before = model.weight.detach().clone()
-        accelerator.backward(model(torch.ones(1, 2)).sum() * factor)
+        accelerator.backward(forward(model).sum() * factor)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -122,9 +126,9 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_schedule_waits():
 def test_fp16_clips_the_true_gradients_once():
     accelerator, model, optimizer = small(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
     twin = copy.deepcopy(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
-    nn.Linear.forward(twin, torch.full((1, 2), 4.0)).sum().backward()
+    nn.Linear.forward(twin, torch.full((1, 2), 4.0, device=accelerator.device)).sum().backward()
     norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-    accelerator.backward(model(torch.full((1, 2), 4.0)).sum())
+    accelerator.backward(forward(model, 4.0).sum())
     assert accelerator.clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(norm.item(), rel=1e-3)
     accelerator.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
@@ -139,19 +143,19 @@ def test_two_optimizers_share_one_scale():
     optimizers = accelerator.prepare(*optimizers)
     for _ in range(2):
         # The first is clipped before the second has gradients: its true gradients must not be divided again.
-        accelerator.backward(models[0](torch.ones(1, 2)).sum())
+        accelerator.backward(forward(models[0]).sum())
         accelerator.clip_grad_norm_(models[0].parameters(), 100.0)
-        accelerator.backward(models[1](torch.ones(1, 2)).sum())
+        accelerator.backward(forward(models[1]).sum())
         accelerator.clip_grad_norm_(models[1].parameters(), 100.0)
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.step()
             assert model.weight.grad.tolist() == [[1.0, 1.0]]
             optimizer.zero_grad()
     # Unscaled, and then dropped without a step.
-    accelerator.backward(models[0](torch.ones(1, 2)).sum())
+    accelerator.backward(forward(models[0]).sum())
     accelerator.clip_grad_norm_(models[0].parameters(), 100.0)
     optimizers[0].zero_grad()
-    accelerator.backward(models[0](torch.ones(1, 2)).sum())
+    accelerator.backward(forward(models[0]).sum())
     optimizers[0].step()
     assert models[0].weight.grad.tolist() == [[1.0, 1.0]]
 
@@ -170,12 +174,12 @@ def test_closures_are_refused_with_a_scaler_and_work_without():
 
     def closure():
         optimizer.zero_grad()
-        loss = (model(torch.ones(1, 2)) - 3).square().sum()
+        loss = (forward(model) - 3).square().sum()
         accelerator.backward(loss)
         return loss
 
     optimizer.step(closure)
-    assert model(torch.ones(1, 2)).item() == pytest.approx(3.0, abs=1e-3)
+    assert forward(model).item() == pytest.approx(3.0, abs=1e-3)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -192,14 +196,14 @@ def test_models_compute_in_half_precision_and_return_float32(precision, dtype):
 
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     model = accelerator.prepare(Model())
-    found = model(torch.ones(1, 2))
+    found = forward(model)
     assert (model.seen, found["outputs"].dtype, found["rows"]) == (dtype, torch.float32, 1)
     with accelerator.autocast():
-        assert model.layer(torch.ones(1, 2)).dtype == dtype
+        assert forward(model.layer).dtype == dtype
     with accelerator.autocast(AutocastKwargs(enabled=False)):
-        assert model.layer(torch.ones(1, 2)).dtype == torch.float32
+        assert forward(model.layer).dtype == torch.float32
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    assert model(torch.ones(1, 2))["outputs"].dtype == torch.float32
+    assert forward(model)["outputs"].dtype == torch.float32
     assert model.seen == torch.float32
     assert "forward" not in vars(model)
 
@@ -227,7 +231,7 @@ def test_schedulers_advance_once_per_process_and_say_so_in_one_line(run_ranks, c
         model, optimizer, scheduler, cycle = accelerator.prepare(model, optimizer, scheduler, cycle)
         for _ in range(4):
             with accelerator.accumulate(model):
-                accelerator.backward(model(torch.ones(1, 2)).sum())
+                accelerator.backward(forward(model).sum())
                 optimizer.step()
                 scheduler.step()
                 cycle.step()
@@ -278,7 +282,7 @@ def test_schedules_of_epochs_advance_once_an_epoch_and_say_so_once(run_ranks, ca
 def test_schedulers_made_after_prepare_accept_the_prepared_optimizer(recwarn):
     _, model, optimizer = small()
     scheduler = Schedulers.StepLR(optimizer, 1, gamma=0.5)
-    model(torch.ones(1, 2)).sum().backward()
+    forward(model).sum().backward()
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
@@ -371,7 +375,7 @@ def test_a_model_goes_when_its_last_user_has_dropped_it(run_ranks, world_size):
                 loader = accelerator.prepare(loader)
             prepared, inner = weakref.ref(model), weakref.ref(accelerator.unwrap_model(model))
             for (batch,) in loader:
-                accelerator.backward(model(batch).sum())
+                accelerator.backward(model(batch.to(accelerator.device)).sum())
                 optimizer.step()
                 optimizer.zero_grad()
             model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)

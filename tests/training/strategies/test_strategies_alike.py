@@ -143,7 +143,7 @@ def train(name: str, folder: Path | None, seed: int = 0, begin: int = 0, save_at
             accelerator.save_state(folder)
     state = accelerator.get_state_dict(model)
     assert sorted(rows) == list(range(begin * ROWS, NUM_ROWS))  # each once, none twice
-    return losses, norms, [value.clone() for value in state.values()]
+    return losses, norms, [value.cpu().clone() for value in state.values()]
 
 
 def on_ranks(run_ranks: Any, name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -186,7 +186,7 @@ def test_an_error_on_one_rank_reaches_the_caller(run_ranks, name):
         accelerator, model, *_ = make(name, 0)
         if accelerator.is_last_process:
             raise KeyError("mine")
-        model(torch.ones(2, WIDTH)).sum().backward()
+        model(torch.ones(2, WIDTH, device=accelerator.device)).sum().backward()
         accelerator.wait_for_everyone()
 
     with pytest.raises(KeyError, match="mine"):

@@ -6,6 +6,7 @@ import pytest
 from training.tours.stage import ROWS, START, play, stage
 
 EVALUATION = """
+model = accelerator.prepare(model)
 validation_dataloader = accelerator.prepare(validation_dataloader)
 
 for inputs, targets in validation_dataloader:
@@ -17,6 +18,7 @@ for inputs, targets in validation_dataloader:
 """
 
 EVALUATION_WITH_GATHER = """
+model = accelerator.prepare(model)
 validation_dataloader = accelerator.prepare(validation_dataloader)
 
 for inputs, targets in validation_dataloader:

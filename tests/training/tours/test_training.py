@@ -149,8 +149,9 @@ PRECISION = """
 from nb_accelerate import Accelerator
 
 accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+model, dataloader = accelerator.prepare(model, dataloader)
 inputs, target = next(iter(dataloader))
-outputs = accelerator.prepare(model)(inputs)
+outputs = model(inputs)
 done.append(str(outputs.dtype))
 
 with accelerator.autocast():
