@@ -54,6 +54,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self.tensors: list[Tensor] = []
         self.in_object: list[bool] = []  # for each of the tensors
         self._in_containers = in_containers
+        self._of_objects: dict[int, tuple[Tensor, Any]] = {}  # by id, which the tensor keeps
 
     def persistent_id(self, obj: Any) -> Any:
         """Return how `_Unpacker.persistent_load` finds a tensor or array; None for other objects, which are pickled."""
@@ -70,9 +71,15 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         index = len(self.tensors)
         kind = type(obj)
-        self.in_object.append(id(obj) not in self._in_containers)
+        pid = index if kind is Tensor else [index, kind, obj.__dict__]
+        in_object = id(obj) not in self._in_containers
+        if in_object:  # one that refers to a tensor twice, as a jagged tensor does, gets the same tensor twice
+            _, known = self._of_objects.setdefault(id(obj), (obj, pid))
+            if known is not pid:
+                return known
+        self.in_object.append(in_object)
         self.tensors.append(obj.detach() if kind is Tensor else obj.detach().as_subclass(Tensor))
-        return index if kind is Tensor else [index, kind, obj.__dict__]
+        return pid
 
 
 class _Unpacker(pickle.Unpickler):
@@ -97,7 +104,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(batch: Any) -> tuple[BatchLayout, list[Tensor]]:
-    """Return the layout of a batch, and its tensors, detached. A tensor that occurs twice is packed twice."""
+    """Return the layout of a batch, and its tensors, detached. One that occurs twice in containers is packed twice."""
     file = io.BytesIO()
     packer = _Packer(file, _in_containers(batch))
     packer.dump(batch)
