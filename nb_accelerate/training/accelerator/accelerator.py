@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from inspect import signature
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin, resolve_accumulation
@@ -274,19 +273,6 @@ class Accelerator(
     def __repr__(self) -> str:
         process = f"process {self.process_index} of {self.num_processes} on {self.device}"
         return f"Accelerator({process}, mixed_precision={self.mixed_precision!r})"
-
-
-def _name_methods() -> None:
-    """Have Python call the methods ``Accelerator.prepare()`` in its messages, not by the base class they are in."""
-    for base in Accelerator.__mro__[1:-1]:
-        for found in vars(base).values():
-            method = found
-            while isinstance(method, FunctionType):
-                method.__qualname__ = f"{Accelerator.__name__}.{method.__name__}"
-                method = getattr(method, "__wrapped__", None)  # of a context manager
-
-
-_name_methods()
 
 
 def _note_uses(core: Core, accumulation: GradientAccumulationPlugin | None) -> None:

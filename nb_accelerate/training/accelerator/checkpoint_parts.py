@@ -18,7 +18,7 @@ from nb_accelerate.training.strategies.optimizer_parameters import parameter_nam
 from nb_accelerate.training.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import nn
@@ -170,16 +170,6 @@ class CheckpointPartsMixin(CoreMixin):
         strategy = self.core.strategy
         models = [model for model in self.core.prepared.models if strategy.saves_itself(model)]
         return {f"{MODEL_NAME}_{number}" if number else MODEL_NAME: model for number, model in enumerate(models)}
-
-    def _weights(
-        self, weights: list[dict[str, Any]], folder: Path, engine_kwargs: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Let engines write their models, and return the weights that hooks leave to be written."""
-        for tag, engine in self._engines().items():
-            self.core.strategy.save_engine(engine, folder, tag, **engine_kwargs)
-        for hook in self.core.registry.before_save.values():
-            hook(list(self.core.prepared.models), weights, str(folder))
-        return weights
 
     def _numbered_folders(self) -> Path:
         project_dir = self.core.recording.project.project_dir

@@ -173,10 +173,14 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             )
 
             def collect() -> state.Content:
+                for tag, engine in self._engines().items():
+                    core.strategy.save_engine(engine, shared.own, tag, **(engine_kwargs or {}))
+                for hook in core.registry.before_save.values():  # which leave the weights that are to be written
+                    hook(list(core.prepared.models), weights, str(shared.own))
                 return state.collect(
                     shared,
                     this_rank,
-                    weights=self._weights(weights, shared.own, engine_kwargs or {}),
+                    weights=weights,
                     folders=folders,
                     parts=parts,
                     loaders=core.prepared.loaders,

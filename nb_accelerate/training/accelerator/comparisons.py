@@ -77,7 +77,10 @@ class Replicas:
         try:
             store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one that all are sure to share
             if begins and (values := _some_of(self._strategy.replicated(prepared.models))):
-                position = self._position(sum(optimizer.num_steps for optimizer in prepared.optimizers))
+                num_steps = sum(optimizer.num_steps for optimizer in prepared.optimizers)
+                self._num_passes = self._num_passes + 1 if num_steps == self._num_steps else 0
+                self._num_steps = num_steps
+                position = f"{num_steps} {self._num_passes}"
                 store.set(f"{self._key} {collectives.rank}", f"{position}: {' '.join(map(repr, values))}")
                 self._own = dict([*self._own.items(), (position, values)][-_KEPT:])
             if collectives.rank == 0 and self._own:
@@ -89,11 +92,6 @@ class Replicas:
         """Note that models were given the weights of rank 0."""
         self._own.clear()
         self._is_told = False
-
-    def _position(self, num_steps: int) -> str:
-        self._num_passes = self._num_passes + 1 if num_steps == self._num_steps else 0
-        self._num_steps = num_steps
-        return f"{num_steps} {self._num_passes}"
 
     def _compare(self, store: Any, world_size: int) -> None:
         for rank in range(1, world_size):

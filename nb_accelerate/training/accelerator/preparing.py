@@ -21,7 +21,7 @@ from nb_accelerate.training.accelerator.compiling import compiled
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.phases import time_forward
 from nb_accelerate.training.accelerator.unprepared import check_owned
-from nb_accelerate.training.data import check_loaders, prepare_data_loader
+from nb_accelerate.training.data import check_lengths, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
 from nb_accelerate.training.state import GradientState
 from nb_accelerate.training.strategies import ModelRequest
@@ -98,7 +98,7 @@ class PreparingMixin(CoreMixin):
         # A model is prepared on all ranks together, so its loaders can be compared. A rank that prepares
         # a loader alone must not wait for others.
         if models or Environment().debug_mode:
-            check_loaders(self.core.collectives, [args[index] for index in loaders], [results[i] for i in loaders])
+            check_lengths(self.core.collectives, [results[index] for index in loaders])
         return results[0] if len(results) == 1 else tuple(results.values())
 
     def prepare_model(

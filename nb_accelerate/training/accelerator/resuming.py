@@ -23,7 +23,7 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.checkpoint_schedule import CheckpointSchedule
 from nb_accelerate.training.accelerator.checkpoints import CheckpointMixin
 from nb_accelerate.training.checkpoint.fitting import position_here
-from nb_accelerate.training.checkpoint.numbered import newest_of_others, next_number, numbered, tell_of_links
+from nb_accelerate.training.checkpoint.numbered import newest_of_others, next_number, numbered
 from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks
 
 if TYPE_CHECKING:
@@ -162,8 +162,6 @@ class ResumingMixin(CheckpointMixin):
         there = run_on_all_ranks(core.collectives, lambda: numbered(self._numbered_folders()))
         own = [number for number, _ in there if number >= core.registry.first_of_run]
         if not any(core.collectives.all_gather_object(bool(own))):
-            if core.process.topology.is_local_main:
-                tell_of_links(self._numbered_folders(), above=-1)
             return self._begin_anew()
         self.load_state()
         manifest = core.registry.loaded

@@ -53,21 +53,6 @@ def is_taken(folder: Path) -> bool:
     return any(folder.iterdir())
 
 
-def tell_of_links(parent: Path, *, above: int) -> None:
-    """Say which links have the number of a newer checkpoint: they are not followed, since anyone may have put them."""
-    links = [
-        entry.name
-        for entry in (parent.iterdir() if parent.is_dir() else ())
-        if (match := _NUMBERED.fullmatch(entry.name)) and entry.is_symlink() and int(match[1]) > above
-    ]
-    if links:
-        logger.warning(
-            "In %s %s: links are not followed. Give load_state the one to go on from, or put the folder itself there.",
-            parent,
-            f"{', '.join(sorted(links))} {'is a link' if len(links) == 1 else 'are links'}",
-        )
-
-
 def newest_of_others(parent: Path, launches: Iterable[str]) -> int:
     """Return the number of the newest checkpoint that none of ``launches`` has saved; -1 if there is none."""
     for number, folder in reversed(numbered(parent)):
@@ -108,8 +93,6 @@ def read_newest(
                 logger.warning(
                     "%s is loaded, the newest that is whole. Passed over:\n%s", folder, "\n".join(passed_over)
                 )
-            if this_rank.local_rank == 0:
-                tell_of_links(parent, above=number)
             free = gather_from_all_ranks(collectives, lambda: next_number(parent, max(map(max, everywhere))))
             return cast("T", result), max(free)
         passed_over.append(f"{folder.name}: {' '.join(damage)}")

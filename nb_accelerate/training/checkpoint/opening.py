@@ -66,7 +66,8 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         return None, damage
     # What is there besides is not part of it, and is not read.
     listed = manifest.files if manifest is not None else {}  # format 1 has listed none
-    there = frozenset(listed or _names_in(where))
+    entries = (*where.iterdir(), *where.glob(f"*/{METADATA_NAME}"))
+    there = frozenset(listed or [entry.relative_to(where).as_posix() for entry in entries])
     return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
 
 
@@ -116,12 +117,6 @@ def _found_on_all(damage: list[list[str]], folder: Path) -> list[str]:
     found = list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
     hint = f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint."
     return [*found, hint] if len(found) > 1 else found
-
-
-def _names_in(folder: Path) -> list[str]:
-    """Return the names of what is in a folder without a manifest, and of the metadata of shards below it."""
-    below = folder.glob(f"*/{METADATA_NAME}")
-    return [entry.relative_to(folder).as_posix() for entry in (*folder.iterdir(), *below)]
 
 
 def _damage_without_manifest(folder: Path) -> list[str]:

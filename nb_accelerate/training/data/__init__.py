@@ -2,7 +2,7 @@
 
 A batch goes from the top to the bottom::
 
-    prepare.py                         rebuild the user's loader; sameness.py compares those of the ranks
+    prepare.py                         rebuild the user's loader
     plan/                              which rows go to which rank: arithmetic, samplers
     reading/                           the batches of this rank: by row number, of a whole stream, of its own shards
     dispatching/                       or rank 0 reads for all, cuts and sends
@@ -15,8 +15,7 @@ from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatc
 from nb_accelerate.training.data.loader import DataLoaderShard
 from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SeedableRandomSampler
 from nb_accelerate.training.data.plan.skipping import SkipBatchSampler
-from nb_accelerate.training.data.prepare import prepare_data_loader, skip_first_batches
-from nb_accelerate.training.data.sameness import check_loaders
+from nb_accelerate.training.data.prepare import check_lengths, prepare_data_loader, skip_first_batches
 from nb_accelerate.training.data.tracker import LoaderTracker
 
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
     "LoaderTracker",
     "SeedableRandomSampler",
     "SkipBatchSampler",
-    "check_loaders",
+    "check_lengths",
     "prepare_data_loader",
     "skip_first_batches",
 ]

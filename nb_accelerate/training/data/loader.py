@@ -179,7 +179,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 current = next(reading)
             except StopIteration:
                 return
-            end_step = _step_end(self.device)
+            kind = None if self.device is None else find_kind(self.device.type)
+            make = None if kind is None else kind.end_step
+            end_step: Callable[[int, Any], None] = (lambda _step, _batch: None) if make is None else make()
             late = place = _placement(current, self.device, non_blocking=self._non_blocking)
             if place is not None and self._non_blocking:
                 # Asynchronous copies start as early as possible; others as late as possible, so that only one batch at
@@ -250,12 +252,6 @@ def _with_read_states(batches: Iterator[Any], progress: EpochProgress) -> Iterat
             progress.read_state = reader.end_state()
             return
         yield batch
-
-
-def _step_end(device: torch.device | None) -> Callable[[int, Any], None]:
-    """Return what is called after each step, with its number and its batch."""
-    kind = None if device is None else find_kind(device.type)
-    return kind.end_step() if kind is not None and kind.end_step is not None else lambda _step, _batch: None
 
 
 def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -> Callable[[Any], Any] | None:

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from nb_accelerate.base.config.checks import check_whole
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import CollectiveMismatchError, ConfigError
 from nb_accelerate.training.comm import SingleCollectives
 from nb_accelerate.training.data.adapter import DataLoaderAdapter
 from nb_accelerate.training.data.dispatching.batch_parts import CountingCollate
@@ -372,6 +372,28 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         _refuse_own_iteration(dataloader)
         dataloader = _rebuilt(dataloader, SingleCollectives(), DataLoaderConfiguration(), (RNGType.GENERATOR,))
     return dataloader.skipping(num_batches)
+
+
+def check_lengths(collectives: Collectives, loaders: Sequence[DataLoaderShard]) -> None:
+    """Compare the lengths of loaders between ranks, before ranks wait for batches that others do not have.
+
+    All ranks call it together, with equally many loaders. Those that may end apart (``even_batches=False``) or do not
+    know their length are not compared.
+    """
+    if collectives.world_size == 1 or not loaders:
+        return
+    of_ranks = collectives.all_gather_object([loader.extent() for loader in loaders])
+    for number, extents in enumerate(zip(*of_ranks, strict=False), start=1):
+        first = extents[0]
+        rank, other = next(((rank, other) for rank, other in enumerate(extents) if other != first), (0, None))
+        if first is not None and other is not None and None not in extents:
+            raise CollectiveMismatchError(
+                f"prepare was given loaders of different lengths: number {number} has {first[0]} rows on rank 0, so "
+                f"{first[1]} batches for each rank, and {other[0]} rows on rank {rank}, so {other[1]} batches. Ranks "
+                "would wait for each other for ever. Give all ranks the same dataset; prepare shares it out. "
+                "If each is to have data of its own, write DataLoaderConfiguration(even_batches=False) and loop inside "
+                "of accelerator.join_uneven_inputs([model])."
+            )
 
 
 def _length(dataset: Any) -> int | None:

@@ -13,7 +13,6 @@ from nb_accelerate.training.pytree import paths_of_tensors, tensors_in
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 logger = logging.getLogger("nb_accelerate")
 
@@ -60,7 +59,8 @@ class StepEnd:
         self._num_compiled, self._seconds = compiled, seconds
         if self._has_warned:
             return
-        shapes = _shapes_of(batch)
+        tensors = tensors_in(batch)
+        shapes = {path: tuple(tensor.shape) for path, tensor in zip(paths_of_tensors(batch), tensors, strict=True)}
         known = tuple(shapes.values())
         self._num_again += known in self._known
         self._known.add(known)
@@ -98,8 +98,3 @@ def _num_compiled() -> int:
 def _seconds_compiling() -> float:
     data = metrics.metric_data("CompileTime")
     return 0.0 if data is None else float(data[1]) / 1e9
-
-
-def _shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
-    tensors: list[Tensor] = tensors_in(batch)
-    return {path: tuple(tensor.shape) for path, tensor in zip(paths_of_tensors(batch), tensors, strict=True)}

@@ -22,12 +22,6 @@ class DummyOptim(torch.optim.Optimizer):
         lr: the learning rate, where the configuration says ``"auto"``.
         weight_decay: the weight decay, where the configuration says ``"auto"``.
         **kwargs: other values for ``"auto"``, ``betas`` and ``eps`` say.
-
-    Attributes:
-        params: as given, as a list.
-        lr: as given.
-        weight_decay: as given.
-        kwargs: as given.
     """
 
     def __init__(
@@ -65,12 +59,6 @@ class DummyScheduler(LRScheduler):
         lr_scheduler_callable: makes the scheduler from the optimizer that DeepSpeed has made, in place of the
             configuration.
         **kwargs: kept, for ported code.
-
-    Attributes:
-        total_num_steps: as given.
-        warmup_num_steps: as given.
-        lr_scheduler_callable: as given.
-        kwargs: as given.
     """
 
     def __init__(

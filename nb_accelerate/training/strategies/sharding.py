@@ -60,7 +60,7 @@ def shard_model(
 
     Blocks compute in ``dtype``; None: in that of the parameters. ``parallelize`` applies tensor parallelism before.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     check_weights(model, collectives)
     blocks = find_blocks(model, options)
@@ -69,7 +69,11 @@ def shard_model(
         if parallelize is not None:
             parallelize(model, fill)
         ignored = ignored_parameters(model, options)
-        arguments: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, **_offload_policy(options, device)}
+        arguments: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
+        if isinstance(options.cpu_offload, CPUOffloadPolicy):
+            arguments["offload_policy"] = options.cpu_offload
+        elif options.cpu_offload:
+            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_kind(device.type).pins_memory)
         policies = _Policies(options, dtype)
         reshard = options.reshard_after_forward
         of_blocks = arguments if reshard is None else {**arguments, "reshard_after_forward": reshard}
@@ -121,16 +125,6 @@ def _kept_precise(block: nn.Module, converts: bool) -> Iterator[nn.Module]:
         is_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - the base of all of them
         if converts and is_norm and part is not block and not is_sharded(part) and any(True for _ in part.parameters()):
             yield part
-
-
-def _offload_policy(options: FullyShardedDataParallelPlugin, device: torch.device) -> dict[str, Any]:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    if isinstance(options.cpu_offload, CPUOffloadPolicy):
-        return {"offload_policy": options.cpu_offload}
-    if options.cpu_offload:
-        return {"offload_policy": CPUOffloadPolicy(pin_memory=device_kind(device.type).pins_memory)}
-    return {}
 
 
 def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:

@@ -83,12 +83,7 @@ class JSONLinesTracker(GeneralTracker):
         if self.path is None:
             self.start()
         assert self.path is not None
-        line = json.dumps(entry, default=_as_json)
+        line = json.dumps(entry, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
         # Opened for each line: nothing is open, or lost, when the process is killed.
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
-
-
-def _as_json(value: Any) -> Any:
-    """Return a value that JSON cannot hold: arrays as lists, anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

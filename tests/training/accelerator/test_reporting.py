@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.accelerator.comparisons import Replicas
+from nb_accelerate.training.accelerator import Accelerator, comparisons
 from nb_accelerate.training.accelerator.losses import MemoryReport
 from nb_accelerate.training.strategies.model_memory import measure
 from nb_accelerate.training.tracking import GeneralTracker
@@ -47,7 +46,7 @@ def train_with_faults() -> tuple[list[float], list[float], list[str]]:
         raise ValueError("broken")
 
     MemoryReport._measured = fail  # type: ignore[method-assign,assignment]
-    Replicas._position = fail  # type: ignore[method-assign,assignment]
+    comparisons._some_of = fail  # type: ignore[assignment]
     torch.full = fail  # type: ignore[assignment]  # the buffer of losses
     return expected, train(), [line for line in said if "Training goes on without" in line]
 

@@ -242,9 +242,7 @@ def test_the_newest_whole_checkpoint_is_loaded_and_the_others_are_named(
     assert torch.equal(model.weight, torch.full((2, 2), 7.0))
 
 
-def test_a_run_goes_on_beside_links_and_files_that_have_the_next_number(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_goes_on_beside_links_and_files_that_have_the_next_number(tmp_path: Path):
     accelerator, model = _numbering(tmp_path)
     folder = tmp_path / "checkpoints"
     for _ in range(2):
@@ -255,7 +253,6 @@ def test_a_run_goes_on_beside_links_and_files_that_have_the_next_number(
     model.weight.data.fill_(5)
     accelerator.load_state()
     assert torch.equal(model.weight, torch.full((2, 2), 1.0))
-    assert "checkpoint_1 is a link: links are not followed" in caplog.text
     assert accelerator.save_state().name == "checkpoint_3"
     accelerator.load_state()
     assert accelerator.project_configuration.iteration == 4

@@ -120,19 +120,18 @@ class StreamReader(CollectiveReader):
             own = self.source.open(epoch, resumed=resumed)
         except Exception as error:
             own = raise_on_next(error)  # the others have to be told
-        yield_batches = self._in_lockstep if self.even_batches else self._independently
-        batches = yield_batches(map(count_batch, own))
+        counted = map(count_batch, own)
+        if self.even_batches:
+            batches = self._in_lockstep(counted)
+        else:  # this rank's own batches, without communication
+            size = self.source.loader.batch_size
+            batches = (batch.batch for batch in counted if not self._drop_last_group or batch.rows == size)
         skip(batches, dropped + repeat)
         return batches
 
     @override
     def read_state(self) -> ReadState:
         return replace(self._state_before_pool, repeat=self._yielded_since) if self._pool else super().read_state()
-
-    def _independently(self, own: Iterator[CountedBatch]) -> Iterator[Any]:
-        """Return this rank's own batches, without communication."""
-        size = self.source.loader.batch_size
-        return (batch.batch for batch in own if not self._drop_last_group or batch.rows == size)
 
     def _in_lockstep(self, own: Iterator[CountedBatch]) -> Iterator[Any]:
         """Yield this rank's batch of each step. All ranks iterate it together."""
@@ -142,7 +141,8 @@ class StreamReader(CollectiveReader):
                 self._state_before_pool, self._yielded_since = super().read_state(), 0
             batch, failure = next_or_error(own)
             full = batch is not None and (size is None or batch.rows == size)
-            worst = self._worst_of_ranks(_FAILED if failure else _FULL if full and not self._pool else _OTHER)
+            code = _FAILED if failure else _FULL if full and not self._pool else _OTHER
+            worst = int(self.collectives.all_reduce(torch.tensor(code, device=self.collectives.device), "max").item())
             if worst == _FULL and batch is not None:
                 yield batch.batch
                 continue
@@ -159,11 +159,6 @@ class StreamReader(CollectiveReader):
                 yield part
             if not read:
                 return
-
-    def _worst_of_ranks(self, code: int) -> int:
-        """Return the largest code of all ranks, `_FAILED` if any failed. All ranks call it together."""
-        number = torch.tensor(code, device=self.collectives.device)
-        return int(self.collectives.all_reduce(number, "max").item())
 
     def _take_groups(self, *, last: bool) -> Iterator[Any]:
         """Remove full groups from the pool, and an incomplete one at the end of the data; yield this rank's parts."""

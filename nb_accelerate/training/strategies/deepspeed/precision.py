@@ -38,11 +38,8 @@ class HalfForward(Float32Forward):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_tensors(self._converted, (args, kwargs))
+        args, kwargs = map_tensors(lambda x: x.to(self.dtype) if x.is_floating_point() else x, (args, kwargs))
         return super().__call__(*args, **kwargs)
-
-    def _converted(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
 class DeepSpeedPrecision(Precision):

@@ -86,7 +86,8 @@ class DeepSpeedStrategy(Strategy):
         self._schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         set_loudness(self.plugin.deepspeed_config)
         if self.plugin.is_zero3_init_enabled():
-            self._open_backend()
+            with self._surroundings():  # models may be sharded before an engine is made
+                self._deepspeed.init_distributed(verbose=False)
             tell_transformers(self.plugin)
 
     @property
@@ -215,11 +216,6 @@ class DeepSpeedStrategy(Strategy):
     def _surroundings(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which variables say what DeepSpeed reads from nowhere else."""
         return variables_set({"LOCAL_RANK": str(self._local_rank), "PATH": path_of_programs()})
-
-    def _open_backend(self) -> None:
-        """Make DeepSpeed use the process group that there is. Models may be sharded before an engine is made."""
-        with self._surroundings():
-            self._deepspeed.init_distributed(verbose=False)
 
     def _set_leaves(self, model: nn.Module) -> None:
         """Make stage 3 gather the layers whole that the plugin names."""
