@@ -277,7 +277,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             )
         else:
             first = gather_from_all_ranks(collectives, lambda: _given(input_dir, "input_dir").absolute())[0]
-            folder = run_on_all_ranks(collectives, lambda: _there(_own_or(first, input_dir)))
+            folder = run_on_all_ranks(collectives, lambda: _own_or(first, input_dir))
             next_number = project.iteration
             whole, damage = opening.read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
             if damage or whole is None:
@@ -362,11 +362,7 @@ def _own_or(first: Path, given: str | os.PathLike[str] | None) -> Path:
     """Return the folder that this rank was given, or that of rank 0, where all was saved, if there is nothing in it."""
     own = _given(given, "input_dir")
     is_empty = not own.is_dir() or not any(own.iterdir())
-    return first if is_empty and first.is_dir() else own
-
-
-def _there(folder: str | os.PathLike[str] | None) -> Path:
-    path = _given(folder, "input_dir")
-    if not path.is_dir():
-        raise ConfigError(f"There is no folder {path} to load a checkpoint from.")
-    return path
+    folder = first if is_empty and first.is_dir() else own
+    if not folder.is_dir():
+        raise ConfigError(f"There is no folder {folder} to load a checkpoint from.")
+    return folder

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.checkpoint.registry import Registry
-from nb_accelerate.training.comm import Trigger
 from nb_accelerate.training.state.choices import Choices
 from nb_accelerate.training.tracking import Recording
 
@@ -54,7 +53,6 @@ class Core:
     scheduler_steps_per_process: bool  # whether they advance once for each process at a step
     dynamo: TorchDynamoPlugin
     engines: EngineOptions  # options by which the strategy was chosen
-    trigger: Trigger = field(default_factory=Trigger)  # whether this rank called `set_trigger`
     recording: Recording = field(default_factory=Recording)
     registry: Registry = field(default_factory=Registry)
     page: ProgressPage

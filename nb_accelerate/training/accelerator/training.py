@@ -13,6 +13,7 @@ from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.phases import time_exchange
 from nb_accelerate.training.accelerator.unprepared import foreign_accelerator, forgotten_model
+from nb_accelerate.training.comm import operations
 from nb_accelerate.training.data import skip_first_batches
 from nb_accelerate.training.optim import AcceleratedOptimizer
 
@@ -59,6 +60,8 @@ class AccumulateBlock:
 
 class TrainingMixin(CoreMixin):
     """Methods that a training loop calls for each batch."""
+
+    _is_triggered = False  # this rank called `set_trigger`
 
     @property
     def mixed_precision(self) -> str:
@@ -149,11 +152,12 @@ class TrainingMixin(CoreMixin):
                 if accelerator.check_trigger():  # True on all processes
                     break
         """
-        self.core.trigger.is_set = True
+        self._is_triggered = True
 
     def check_trigger(self) -> bool:
         """Return whether any process called `set_trigger` since the last time. All processes call it together."""
-        return self.core.trigger.check(self.core.collectives)
+        mine, self._is_triggered = self._is_triggered, False
+        return operations.on_any_rank(self.core.collectives, mine)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients, in place of ``loss.backward()``.

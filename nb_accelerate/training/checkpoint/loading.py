@@ -247,13 +247,13 @@ def apply(
 
     def load_others() -> None:
         for part, file, state in states.of_parts:
-            if not _is_of_an_optimizer(part):
+            if part.folder is None:  # not of an optimizer
                 before.append((part.thing, _copied(part.thing.state_dict())))
                 _load(part, file, state)
 
     def load_checked() -> None:
         for part, file, state in states.of_parts:
-            if _is_of_an_optimizer(part):
+            if part.folder is not None:
                 _load(part, file, state)
         for model, tensors in zip(models, weights, strict=True):
             load_weights(model, tensors, strict=False, **kwargs)
@@ -267,10 +267,6 @@ def apply(
                 thing.load_state_dict(state)
         raise
     run_on_all_ranks(collectives, load_checked)
-
-
-def _is_of_an_optimizer(part: Part) -> bool:
-    return part.file.startswith("optimizer")
 
 
 def _load(part: Part, file: Path, state: Any) -> None:

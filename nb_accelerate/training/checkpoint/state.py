@@ -141,7 +141,7 @@ def collect(
     ]
     orders = [order and order.encoded() for order in (loader.order() for loader in loaders)]
     numbers = rng.capture(this_rank.kind) | {"step": step, SAVED_BY: "nb_accelerate", "orders": orders}
-    positions = [position_of(loader) for loader in loaders]
+    positions = [loader.epoch_and_batch for loader in loaders]
     manifest = Manifest(
         step=step,
         num_processes=this_rank.world_size,
@@ -283,12 +283,6 @@ def save_state_in_background(
                 ranks.close()  # other ranks may have begun to write
         raise
     return handle
-
-
-def position_of(loader: Any) -> tuple[int, int]:
-    """Return the epoch that a loader is in, from 0, and the batches of it that this rank had."""
-    epoch, position = loader.epoch_and_batch
-    return int(epoch), int(position)
 
 
 def _seed(loader: Any) -> int | None:

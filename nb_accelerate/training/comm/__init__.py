@@ -2,7 +2,6 @@
 
 from nb_accelerate.training.comm.checked import CheckedCollectives
 from nb_accelerate.training.comm.collectives import Collectives, SingleCollectives
-from nb_accelerate.training.comm.operations import Trigger
 from nb_accelerate.training.comm.torch_distributed import TorchCollectives
 
-__all__ = ["CheckedCollectives", "Collectives", "SingleCollectives", "TorchCollectives", "Trigger"]
+__all__ = ["CheckedCollectives", "Collectives", "SingleCollectives", "TorchCollectives"]

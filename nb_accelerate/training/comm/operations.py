@@ -20,17 +20,9 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm.collectives import Collectives, ReduceOp
 
 
-class Trigger:
-    """Hold a flag that any rank can set and all ranks see, for early stopping for example."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-
-    def check(self, collectives: Collectives) -> bool:
-        """Return whether any rank has set its trigger, and clear all of them. All ranks call it together."""
-        count = collectives.all_reduce(torch.tensor(int(self.is_set), device=collectives.device))
-        self.is_set = False
-        return bool(count.item())
+def on_any_rank(collectives: Collectives, flag: bool) -> bool:
+    """Return whether a flag is True on any rank. All ranks call it together."""
+    return bool(collectives.all_reduce(torch.tensor(int(flag), device=collectives.device)).item())
 
 
 def gather(collectives: Collectives, data: Any) -> Any:

@@ -93,7 +93,12 @@ class Precision:
 
 
 class AutocastPrecision(Precision):
-    """Compute in a 16-bit dtype where autocast does; weights and optimizer state stay in float32."""
+    """Compute in a 16-bit dtype where autocast does; weights and optimizer state stay in float32.
+
+    bfloat16 has the range of float32, so gradients need no scaling.
+    """
+
+    name = "bf16"
 
     def __init__(self, device_type: str, dtype: torch.dtype, options: AutocastKwargs) -> None:
         self.device_type = device_type
@@ -121,12 +126,3 @@ class AutocastPrecision(Precision):
             "enabled": options.enabled,
             "cache_enabled": options.cache_enabled,
         }
-
-
-class BF16Precision(AutocastPrecision):
-    """Compute in bfloat16 under autocast. It has the range of float32, so gradients need no scaling."""
-
-    name = "bf16"
-
-    def __init__(self, device_type: str, options: AutocastKwargs) -> None:
-        super().__init__(device_type, torch.bfloat16, options)

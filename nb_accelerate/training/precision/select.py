@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.fp8 import AORecipeKwargs
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.precision.fp8 import FP8Precision
 from nb_accelerate.training.precision.fp16 import FP16Precision
-from nb_accelerate.training.precision.precision import BF16Precision, Precision
+from nb_accelerate.training.precision.precision import AutocastPrecision, Precision
 
 if TYPE_CHECKING:
     from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
@@ -39,7 +41,7 @@ def select_precision(
                 f"mixed_precision='bf16' was asked for, but this {kind.name} device cannot compute in bfloat16. "
                 "Write mixed_precision='fp16' or 'no'."
             )
-        return BF16Precision(kind.name, autocast)
+        return AutocastPrecision(kind.name, torch.bfloat16, autocast)
     if chosen is PrecisionType.FP8:
         if not kind.supports_fp8():
             raise ConfigError(

@@ -17,12 +17,10 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from typing_extensions import override
 
 from nb_accelerate.errors.traceback_lines import calling_line
 from nb_accelerate.training.comm import operations
@@ -44,25 +42,16 @@ _COMPARED = 4096
 
 
 class AveragesGradients:
-    """A prepared model whose backward averages gradients over ranks; by default all of them, whatever was called."""
+    """A prepared model of which each backward averages gradients over ranks, whatever was called before."""
 
     averages_always: bool = True
-    """Whether each backward averages, whatever was called before."""
+    compares: bool = True  # gradients that differ between ranks were not averaged
+    ignored: Iterable[Tensor] = ()  # parameters whose gradients are to stay those of each rank
+    left_out: Iterable[Tensor] = ()  # those whose gradients it leaves to `GradientAverage`, as it was told to
 
-    compares: bool = True
-    """Whether gradients that differ between ranks were not averaged."""
-
-    @abstractmethod
-    def averaged(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients its backward averages."""
-
-    def ignored(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients are to stay those of each rank."""
-        return ()
-
-    def left_out(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients it leaves to `GradientAverage`, as it was told to."""
-        return ()
+    def __init__(self, averaged: Iterable[Tensor] = (), left_out: Iterable[Tensor] = ()) -> None:
+        self.averaged = averaged
+        self.left_out = left_out
 
     def check_averaged(self) -> None:
         """Raise `ConfigError` if the last backward could not average all gradients. Called before each step."""
@@ -70,22 +59,6 @@ class AveragesGradients:
     def num_exchanges(self) -> int | None:
         """Return a number that grows when forwards have prepared backward to average; None while ranks train apart."""
         return None
-
-
-class AlwaysAveraged(AveragesGradients):
-    """A model of which each backward averages the gradients of some parameters, and leaves those of others alone."""
-
-    def __init__(self, averaged: Iterable[Tensor], left_out: Iterable[Tensor] = ()) -> None:
-        self._averaged = averaged
-        self._left_out = left_out
-
-    @override
-    def averaged(self) -> Iterable[Tensor]:
-        return self._averaged
-
-    @override
-    def left_out(self) -> Iterable[Tensor]:
-        return self._left_out
 
 
 @dataclass(eq=False)
@@ -187,9 +160,9 @@ class GradientAverage:
         # What no wrapper has is averaged here from now on. It begins with the values of rank 0, unless it was trained
         # before, or its wrapper was told to leave it out.
         for wrapper in self._wrappers():
-            averaged = trained & {id(parameter) for parameter in wrapper.averaged()}
-            self._left_alone |= trained & {id(parameter) for parameter in wrapper.ignored()}
-            before |= {id(parameter) for parameter in wrapper.left_out()}
+            averaged = trained & {id(parameter) for parameter in wrapper.averaged}
+            self._left_alone |= trained & {id(parameter) for parameter in wrapper.ignored}
+            before |= {id(parameter) for parameter in wrapper.left_out}
             if wrapper.averages_always:
                 self._left_alone |= averaged
             else:

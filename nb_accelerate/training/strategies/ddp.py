@@ -28,17 +28,11 @@ if TYPE_CHECKING:
 
 
 class _Prepared:
-    """Whether forwards have prepared backward to average gradients.
+    """Whether forwards have prepared backward to average gradients."""
 
-    `is_new` if one has since the number was read, `number`: how often one had. `at_window`: gradients are held back
-    only until the accumulation window closes.
-    """
-
-    __slots__ = ("at_window", "is_new", "number")
-
-    def __init__(self) -> None:
-        self.is_new = self.at_window = False
-        self.number = 0
+    is_new = False  # one has since the number was read
+    number = 0  # how often it was read and one had
+    at_window = False  # gradients are held back only until the accumulation window closes
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradients):
@@ -53,13 +47,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
         super().__init__(module, **kwargs)
         self.needs_first_sync = bool(kwargs.get("static_graph"))
         # torch registers hooks now, so a layer that is made trainable later is not averaged.
-        self._averaged: list[Tensor] = []
-        self._ignored: list[Tensor] = []
+        self.averaged: list[Tensor] = []
+        self.ignored: list[Tensor] = []
         for name, parameter in module.named_parameters():
             if name in self.parameters_to_ignore:
-                self._ignored.append(parameter)
+                self.ignored.append(parameter)
             elif parameter.requires_grad:
-                self._averaged.append(parameter)
+                self.averaged.append(parameter)
         self._prepared = _Prepared()
 
     @override
@@ -82,14 +76,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.needs_first_sync = bool(self.static_graph)  # the reducer is a new one
-
-    @override
-    def averaged(self) -> Iterable[Tensor]:
-        return self._averaged
-
-    @override
-    def ignored(self) -> Iterable[Tensor]:
-        return self._ignored
 
     @property
     @override

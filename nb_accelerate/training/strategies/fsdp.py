@@ -21,7 +21,7 @@ from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.options import note_use
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
-from nb_accelerate.training.strategies.averaging import AlwaysAveraged, GradientAverage
+from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
 from nb_accelerate.training.strategies.dtensors import DTensorStrategy, has_groups, use_shards
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.training.strategies.model_memory import measure
@@ -163,10 +163,10 @@ class FSDPStrategy(DTensorStrategy):
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
-        def sharded() -> list[AlwaysAveraged]:
+        def sharded() -> list[AveragesGradients]:
             found = [list(model.parameters()) for model in models if is_sharded(innermost(model))]
             return [
-                AlwaysAveraged(filter(is_shard, parameters), itertools.filterfalse(is_shard, parameters))
+                AveragesGradients(filter(is_shard, parameters), itertools.filterfalse(is_shard, parameters))
                 for parameters in found
             ]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
-from nb_accelerate.training.strategies.averaging import AlwaysAveraged, GradientAverage
+from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
 from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shards
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.training.strategies.sharding import Filler, check_weights, note_replaced
@@ -54,7 +54,7 @@ class TensorParallelStrategy(DTensorStrategy):
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
-        def equal() -> list[AlwaysAveraged]:  # ranks read the same rows, so that their gradients are equal
-            return [AlwaysAveraged(model.parameters()) for model in models]
+        def equal() -> list[AveragesGradients]:  # ranks read the same rows, so that their gradients are equal
+            return [AveragesGradients(model.parameters()) for model in models]
 
         return GradientAverage(optimizer, self.collectives, equal, renew=use_shards)
