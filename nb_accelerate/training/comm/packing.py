@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,12 +39,10 @@ def communicate_packed(
         if len(tensors) > 1 and tensor.nbytes <= MAX_PACKED_BYTES:
             small_by_device.setdefault(tensor.device, []).append(index)
         else:
-            flat = tensor.detach().reshape(-1)
-            if flat.stride(0) != 1:  # a column, also of one row, which counts as contiguous
-                flat = flat.clone(memory_format=torch.contiguous_format)
-            if not leading and flat.data_ptr() == tensor.data_ptr():
-                flat = flat.clone()  # broadcast overwrites its argument, gather does not
-            results[index] = _from_bytes(collective(flat.view(torch.uint8)), tensor, leading)
+            row = _bytes_of(tensor)
+            if not leading and row.data_ptr() == tensor.data_ptr():
+                row = row.clone()  # broadcast overwrites its argument, gather does not
+            results[index] = _from_bytes(collective(row), tensor, leading)
     for indices in small_by_device.values():
         _replace_packed(results, indices, collective, leading)
     return results
@@ -61,26 +60,17 @@ def _replace_packed(
 ) -> None:
     """Replace ``tensors[index]`` for each of ``indices`` by its result, with one collective.
 
-    The buffer has the tensors of one dtype side by side, the widest dtype first, so that each part is aligned for its
-    dtype. That takes two operations per dtype and two per tensor.
+    Each begins at a multiple of `_ALIGNMENT`, so that its bytes can be viewed as numbers of any dtype.
     """
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index in indices:
-        by_dtype.setdefault(tensors[index].dtype, []).append(index)
-    groups = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)
-    pieces = [torch.cat([tensors[index].detach().reshape(-1) for index in members]) for _, members in groups]
-    rows = [piece.view(torch.uint8) for piece in pieces]
-    size = sum(len(row) for row in rows)
-    if leading and size % _ALIGNMENT:  # so that the rows of the next ranks are aligned too
-        rows.append(rows[0].new_empty(_ALIGNMENT - size % _ALIGNMENT))
-    received = collective(rows[0] if len(rows) == 1 else torch.cat(rows))
-    end = 0
-    for (dtype, members), row in zip(groups, rows, strict=False):
-        start, end = end, end + len(row)
-        if start == end:
-            for index in members:
-                tensors[index] = _from_bytes(row, tensors[index], leading)
-            continue
-        parts = torch.split(received[..., start:end].view(dtype), [tensors[index].numel() for index in members], dim=-1)
-        for index, part in zip(members, parts, strict=True):
-            tensors[index] = part.reshape((*leading, *tensors[index].shape))
+    rows = [_bytes_of(tensors[index]) for index in indices]
+    padded = [functional.pad(row, (0, -len(row) % _ALIGNMENT)) for row in rows]
+    parts = torch.split(collective(torch.cat(padded)), [len(row) for row in padded], dim=-1)
+    for index, row, part in zip(indices, rows, parts, strict=True):
+        tensors[index] = _from_bytes(part[..., : len(row)], tensors[index], leading)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # a column, also of one row, which counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
