@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.base.config.parallelism import ParallelismConfig
     from nb_accelerate.training.process.context import ProcessContext
-    from nb_accelerate.training.strategies.select import EngineOptions
 
 _PLUGINS = (
     "dynamo_plugin",
@@ -86,29 +85,23 @@ class AcceleratorState(ProcessView):
         return self._fixed[0] if self._fixed else current_process()
 
     @property
-    def _choices(self) -> Choices | None:
-        return self._fixed[1] if self._fixed else newest_choices()
-
-    @property
-    def _engines(self) -> EngineOptions | None:
-        choices = self._choices
-        return choices.engines if choices else None
+    def _choices(self) -> Choices:
+        return self._fixed[1] if self._fixed else newest_choices() or Choices.make()
 
     @property
     @override
     def distributed_type(self) -> DistributedType:
-        chosen = self._choices.distributed_type if self._choices else None
-        return super().distributed_type if chosen is None else chosen
+        return self._choices.distributed_type or super().distributed_type
 
     @property
     def mixed_precision(self) -> str:
         """The precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
-        return (self._choices or Choices.make()).mixed_precision
+        return self._choices.mixed_precision
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """How models are compiled."""
-        return (self._choices or Choices.make()).dynamo
+        return self._choices.dynamo
 
     @property
     def initialized(self) -> bool:
@@ -118,7 +111,7 @@ class AcceleratorState(ProcessView):
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """How DeepSpeed trains models, by the names that were given; None where it does not."""
-        engines = self._engines
+        engines = self._choices.engines
         return None if engines is None or engines.deepspeed is None else dict(engines.deepspeed)
 
     @property
@@ -161,13 +154,13 @@ class AcceleratorState(ProcessView):
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """How models are sharded; None if they are not."""
-        engines = self._engines
+        engines = self._choices.engines
         return engines.fsdp if engines is not None and self.is_fsdp2 else None
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How ranks are laid out; None if nobody has said."""
-        engines = self._engines
+        engines = self._choices.engines
         return None if engines is None else engines.parallelism
 
     @property
