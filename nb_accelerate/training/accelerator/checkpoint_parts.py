@@ -11,9 +11,16 @@ from torch.utils.hooks import RemovableHandle
 from nb_accelerate.base.progress_page.commands import NO_FOLDER
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.core import CoreMixin
-from nb_accelerate.training.checkpoint import state
-from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
+from nb_accelerate.training.checkpoint.fitting import check_optimizer, check_scheduler
+from nb_accelerate.training.checkpoint.names import (
+    FSDP_MODEL_NAME,
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
 from nb_accelerate.training.checkpoint.shared_staging import ThisRank
+from nb_accelerate.training.checkpoint.state import Part, name_of
 from nb_accelerate.training.strategies.optimizer_parameters import parameter_names
 from nb_accelerate.training.strategies.unwrapping import innermost
 
@@ -108,24 +115,29 @@ class CheckpointPartsMixin(CoreMixin):
             **asdict(process.topology), kind=process.kind, num_sharing=self.core.data_collectives.num_sharing
         )
 
-    def _parts(self) -> list[state.Part]:
-        prepared, strategy = self.core.prepared, self.core.strategy
-        models = [innermost(model) for model in prepared.models]
-        return state.parts_of(
-            optimizers=[
-                OptimizerPart(optimizer.optimizer, strategy, models)
-                for optimizer in prepared.optimizers
-                if strategy.owner_of(optimizer.optimizer) is None
-            ],
-            schedulers=[
-                scheduler for scheduler in prepared.schedulers if scheduler.repeats
-            ],  # the others are an engine's
-            loaders=prepared.loaders,
-            scaler=self.core.precision.scaler,
-            custom=self.core.registry.objects,
-        )
+    def _parts(self) -> list[Part]:
+        """Return the parts of the run, models and random numbers apart."""
+        core, strategy = self.core, self.core.strategy
+        models = [innermost(model) for model in core.prepared.models]
+        inner = [optimizer.optimizer for optimizer in core.prepared.optimizers]
+        optimizers = [OptimizerPart(own, strategy, models) for own in inner if strategy.owner_of(own) is None]
+        schedulers = [
+            scheduler for scheduler in core.prepared.schedulers if scheduler.repeats
+        ]  # others are an engine's
+        parts: list[Part] = []
+        for number, thing in enumerate(optimizers):
+            parts.append(Part(file=name_of(f"{OPTIMIZER_NAME}.bin", number), thing=thing, check=check_optimizer))
+        for number, scheduler in enumerate(schedulers):
+            parts.append(Part(file=name_of(f"{SCHEDULER_NAME}.bin", number), thing=scheduler, check=check_scheduler))
+        for number, loader in enumerate(core.prepared.loaders):
+            if loader.use_stateful_dataloader:
+                parts.append(Part(file=name_of("dl_state_dict.bin", number), thing=loader, loader=number))
+        if core.precision.scaler is not None:
+            parts.append(Part(file=SCALER_NAME, thing=core.precision.scaler))
+        custom = enumerate(core.registry.objects)
+        return [*parts, *(Part(file=f"custom_checkpoint_{number}.pkl", thing=thing) for number, thing in custom)]
 
-    def _collect(self, parts: list[state.Part]) -> tuple[list[Any], list[ShardedFolder]]:
+    def _collect(self, parts: list[Part]) -> tuple[list[Any], list[ShardedFolder]]:
         """Collect the states that may be sharded; return those of models, and what is saved as shards.
 
         Comes before anything is written: a rank that cannot write would leave the others waiting in an exchange.
@@ -142,7 +154,7 @@ class CheckpointPartsMixin(CoreMixin):
                 part.thing.collect(keep=keep)
         return weights, []
 
-    def _plan_shards(self, models: list[nn.Module], parts: list[state.Part]) -> tuple[list[Any], list[ShardedFolder]]:
+    def _plan_shards(self, models: list[nn.Module], parts: list[Part]) -> tuple[list[Any], list[ShardedFolder]]:
         if self.core.recording.project.save_on_each_node:
             raise ConfigError(
                 "save_on_each_node=True makes a checkpoint on each machine, and with FSDP each holds a part only. "

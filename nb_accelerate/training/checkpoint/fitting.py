@@ -114,18 +114,10 @@ def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module) -> None
         )
 
 
-def rows_per_step(loader: Any) -> int | None:
-    """Return the rows of all ranks together in a batch of a loader; None if it has no fixed size."""
+def number_of(loader: Any, name: str) -> int | None:
+    """Return ``total_batch_size`` or ``total_dataset_length`` of a loader; None if it does not say."""
     try:
-        return int(loader.total_batch_size)
-    except TypeError:
-        return None
-
-
-def num_rows(loader: Any) -> int | None:
-    """Return the rows of the dataset of a loader; None if it does not say."""
-    try:
-        return int(loader.total_dataset_length)
+        return int(getattr(loader, name))
     except Exception:  # a dataset's own
         return None
 
@@ -134,7 +126,7 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
     """Return how many batches of its epoch a loader is to leave out, on this number of ranks."""
     position = 0 if manifest.positions is None else manifest.positions[number]
     before = manifest.rows_per_step[number] if number < len(manifest.rows_per_step) else None
-    now = rows_per_step(loader)
+    now = number_of(loader, "total_batch_size")
     if position:
         _check_rows(manifest, number, loader)
     same_size = before is not None and before == now
@@ -157,7 +149,7 @@ def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
     Rows may have been appended to those that are read in order.
     """
     before = manifest.num_rows[number] if number < len(manifest.num_rows) else None
-    now = num_rows(loader)
+    now = number_of(loader, "total_dataset_length")
     if before is None or now is None or before == now:
         return
     if now > before and isinstance(loader.get_sampler(), SequentialSampler):

@@ -16,19 +16,14 @@ from nb_accelerate.training.checkpoint.background import CheckpointHandle, SaveG
 from nb_accelerate.training.checkpoint.checksums import record_files
 from nb_accelerate.training.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
 from nb_accelerate.training.checkpoint.fitting import (
-    check_optimizer,
-    check_scheduler,
     class_of,
-    num_rows,
-    rows_per_step,
+    number_of,
 )
 from nb_accelerate.training.checkpoint.manifest import Manifest
 from nb_accelerate.training.checkpoint.names import (
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
     SAFE_WEIGHTS_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
     WEIGHTS_NAME,
     shards_of,
 )
@@ -74,30 +69,6 @@ class Part:
             return self.file
         stem, _, ending = self.file.rpartition(".")
         return f"{stem}_rank{rank}.{ending}"
-
-
-def parts_of(
-    *, optimizers: Sequence[Any], schedulers: Sequence[Any], loaders: Sequence[Any], scaler: Any, custom: Sequence[Any]
-) -> list[Part]:
-    """Return the parts of a run, models and random numbers apart."""
-    parts = [
-        *(
-            Part(file=name_of(f"{OPTIMIZER_NAME}.bin", number), thing=optimizer, check=check_optimizer)
-            for number, optimizer in enumerate(optimizers)
-        ),
-        *(
-            Part(file=name_of(f"{SCHEDULER_NAME}.bin", number), thing=scheduler, check=check_scheduler)
-            for number, scheduler in enumerate(schedulers)
-        ),
-        *(
-            Part(file=name_of("dl_state_dict.bin", number), thing=loader, loader=number)
-            for number, loader in enumerate(loaders)
-            if loader.use_stateful_dataloader
-        ),
-    ]
-    if scaler is not None:
-        parts.append(Part(file=SCALER_NAME, thing=scaler))
-    return [*parts, *(Part(file=f"custom_checkpoint_{number}.pkl", thing=thing) for number, thing in enumerate(custom))]
 
 
 def name_of(first: str, number: int) -> str:
@@ -150,8 +121,8 @@ def collect(
         epochs=[epoch for epoch, _ in positions],
         seeds=[_seed(loader) for loader in loaders],
         positions=[position for _, position in positions],
-        rows_per_step=[rows_per_step(loader) for loader in loaders],
-        num_rows=[num_rows(loader) for loader in loaders],
+        rows_per_step=[number_of(loader, "total_batch_size") for loader in loaders],
+        num_rows=[number_of(loader, "total_dataset_length") for loader in loaders],
         launches=progress.launches,
         global_step=progress.global_step,
         metrics=progress.read_metrics(),
