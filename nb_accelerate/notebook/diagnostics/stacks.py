@@ -88,12 +88,6 @@ def where_in(frames: Iterable[Frame]) -> str:
     return f"in {_said(frames, user)}, called from {place(user)}"
 
 
-def innermost(dump: str) -> str:
-    """Return the function a rank is in; "" if it did not answer."""
-    frames = main_thread(dump)
-    return _said(frames, next((frame for frame in frames if is_users(frame.filename)), frames[-1])) if frames else ""
-
-
 def users_line(frames: Iterable[Frame]) -> tuple[Frame, str] | None:
     """Return the innermost frame of users' code, and the name by which it calls a collective; None without one."""
     inside: list[Frame] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.notebook.diagnostics.stacks import main_thread, where
@@ -29,33 +28,15 @@ _WAITS_WITH_AN_END = ("init_process_group", "new_group", "monitored_barrier")
 """Functions of torch.distributed that wait for processes outside of a launch too, or for a shorter time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Waits:
-    """What the stacks of some ranks say: which are inside a collective and which elsewhere, by the place."""
-
-    waiting: Mapping[str, list[int]]
-    elsewhere: Mapping[str, list[int]]
-
-    @property
-    def waits(self) -> bool:
-        """Return whether all of them wait."""
-        return bool(self.waiting) and not self.elsewhere
-
-    @property
-    def location(self) -> str:
-        """Return where most of them are, in a few words."""
-        return max((*self.waiting.items(), *self.elsewhere.items()), key=lambda item: len(item[1]))[0]
-
-
-def who_waits(dumps: Mapping[int, str]) -> Waits:
-    """Sort ranks by where they are, by their stacks."""
+def who_waits(dumps: Mapping[int, str]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Return which ranks are inside a collective and which elsewhere, each by the place, by their stacks."""
     waiting: dict[str, list[int]] = {}
     elsewhere: dict[str, list[int]] = {}
     for rank, dump in sorted(dumps.items()):
         frames = main_thread(dump)
         in_collective = bool(frames) and any(part in frames[0].filename for part in _COLLECTIVES)
         (waiting if in_collective else elsewhere).setdefault(where(dump), []).append(rank)
-    return Waits(waiting=waiting, elsewhere=elsewhere)
+    return waiting, elsewhere
 
 
 def in_exchange(dump: str, *, or_backward: bool = False) -> bool:

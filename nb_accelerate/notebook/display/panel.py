@@ -3,7 +3,6 @@
 It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
 
     source.statuses --> PanelState --> View --> a Drawing: notebook_panel.py, lines.py
-    source.ask  (some ranks do not move) --> source.stacks --> where they are
 
 Another cell may draw it too, see `Panel.attach`; what that needs of a run that is over is kept.
 """
@@ -44,14 +43,9 @@ _MANY = 16
 _DRAW_MANY_EVERY = 0.6
 
 _INSPECT_EVERY = 1.0
-_ANSWER = 0.3
-"""Seconds until stacks have arrived."""
 
 _LINES_EVERY = 0.4
 """Seconds between two questions for the user's lines: each takes a rank some tens of microseconds."""
-
-_ASK_EVERY = 5.0
-"""Seconds between two questions for the stacks of ranks that do not move."""
 
 DELAY = 1.0
 """Seconds before a panel appears: what is over by then needs none."""
@@ -134,8 +128,6 @@ class Panel:
         self._inspect_every = _INSPECT_EVERY * (2 if many else 1)
         self._draw_every = max(drawing.every, _DRAW_MANY_EVERY if many else 0.0)
         self._draw_at = now + DELAY
-        self._ask_at = 0.0
-        self._answers_at = float("inf")
         self._inspect_at = 0.0
         self._lines_at = 0.0
         self._memory: dict[int, int] = {}
@@ -210,16 +202,9 @@ class Panel:
     def _refresh(self, source: PanelSource, now: float) -> None:
         self.due = now + self._sample_every
         self._observe(source, now)
-        if now >= self._lines_at and any(drawing.shows_rows for drawing in self._drawings):
+        if now >= self._lines_at and (any(draws.shows_rows for draws in self._drawings) or self._state.stalled(now)):
             self._lines_at = now + _LINES_EVERY
             source.note_lines()
-        if self._state.stalled(now):  # ask where they are, and take what has been answered a moment later
-            if now >= self._ask_at:
-                self._ask_at, self._answers_at = now + _ASK_EVERY, now + _ANSWER
-                source.ask()
-            elif now >= self._answers_at:
-                self._answers_at = float("inf")
-                self._state.explain(source.stacks())
         if now >= self._draw_at:
             self._draw_at = now + self._draw_every
             view = self._view(source.runs(), now)

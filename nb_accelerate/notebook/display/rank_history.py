@@ -91,14 +91,12 @@ class RankHistory:
     """The recent past of a rank, and where its time went.
 
     Attributes:
-        stack: a dump of its stack that came since then; "" without one.
         whole: batches of the whole run so far, and of how many; None if the latter is not known.
     """
 
     def __init__(self, rank: int, now: float) -> None:
         self.status = RankStatus(rank=rank, state="starting")
         self.moved_at = now
-        self.stack = ""
         self.lines = CodeLines()
         self.times = PhaseTimes()
         self.whole: tuple[int, int] | None = None
@@ -129,7 +127,7 @@ class RankHistory:
         sample = status.sample
         progress = _progress(sample)
         if progress != self._progress:
-            self._progress, self.moved_at, self.stack = progress, now, ""
+            self._progress, self.moved_at = progress, now
         self.status = status
         self.lines.add(sample.line)
         self.times.add(now, sample)
@@ -204,6 +202,12 @@ class RankHistory:
         recent = Counter(phase for time, _, _, phase in reversed(self._moments) if time > since)
         del recent[Phase.NOTHING]
         return recent.most_common(1)[0][0]
+
+    @property
+    def called(self) -> str:
+        """Return the function for communication that the user's line has called, as it stands there; "" if none."""
+        line = self.lines.at(self.sample.phase)
+        return line.called if line is not None else ""
 
     @property
     def doing(self) -> str:

@@ -129,7 +129,7 @@ class Rows:
             rate = self.rate or rate
         location = ""
         if rank.status.state == "running" and not self.has_ended and not sample.paused:
-            location = (stuck.location(rank) if number in self.stalled else "") or rank.location
+            location = rank.location
         step, share = self.steps[number]
         return Row(
             ranks=str(number),
@@ -188,7 +188,7 @@ class Rows:
         if sample.paused:
             return "paused"
         if number in self.stalled:
-            return stuck.doing(rank, doing)
+            return f"waits in {rank.called}" if rank.called else doing
         if number in self.slow and len(self.ranks) > MOST_ROWS:
             return self.slow[number].words
         if rank.phase is Phase.RUNNING and sample.in_loop:

@@ -22,7 +22,7 @@ from nb_accelerate.notebook.display.rows import MOST_ROWS, Rows
 from nb_accelerate.notebook.display.view import FIGURES, View
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from nb_accelerate.notebook.display.findings.finding import Finding
     from nb_accelerate.notebook.display.rank_history import Ranks, RankStatus
@@ -83,11 +83,6 @@ class PanelState:
     def stalled(self, now: float) -> set[int]:
         """Return the ranks that have not moved for some time, and should have."""
         return stalled_ranks(self.ranks, now)
-
-    def explain(self, stacks: Mapping[int, str]) -> None:
-        """Take dumps of the ranks' stacks, by rank, to say where the stalled ones are."""
-        for number, rank in self.ranks.items():
-            rank.stack = stacks.get(number, "")
 
     def end(self, now: float, state: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Note how the launch or cell ended, and why if it failed."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.base.topology.rank_lists import named
-from nb_accelerate.notebook.diagnostics.stacks import innermost, main_thread, users_line
-from nb_accelerate.notebook.diagnostics.waits import who_waits
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.code_lines import short_location
 from nb_accelerate.notebook.display.findings.finding import Finding
 from nb_accelerate.notebook.display.rank_history import METHODS
 
@@ -44,21 +42,8 @@ def _has_begun(rank: RankHistory) -> bool:
 
 
 def waits(rank: RankHistory) -> bool:
-    """Return whether a rank waits for others: by its stack, or without one by its phase."""
-    if rank.stack:
-        return who_waits({0: rank.stack}).waits
-    return rank.sample.phase in (Phase.WAITING, Phase.BACKWARD)
-
-
-def doing(rank: RankHistory, otherwise: str) -> str:
-    """Return in which collective a rank waits by its stack; the other text if that says nothing of one."""
-    return f"waits in {innermost(rank.stack)}" if rank.stack and waits(rank) else otherwise
-
-
-def location(rank: RankHistory) -> str:
-    """Return the line of the user's code that a rank is at, by its stack; "" if none is known."""
-    found = users_line(main_thread(rank.stack))
-    return short_location(found[0]) if found is not None else ""
+    """Return whether a rank waits for others: by its phase, or because its line calls a function for communication."""
+    return rank.sample.phase in (Phase.WAITING, Phase.BACKWARD) or bool(rank.called)
 
 
 class Stuck(Finding):
@@ -91,7 +76,7 @@ class Stuck(Finding):
 
 
 def _standstill(ranks: Ranks, now: float) -> list[str]:
-    """Return what the samples and stacks of the ranks say."""
+    """Return what the samples of the ranks say."""
     stalled = stalled_ranks(ranks, now)
     stopped = [number for number, rank in ranks.items() if rank.status.state == "stopped"]
     told = [
@@ -113,7 +98,7 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
         told.append(f"{text}.")
     elif waiting and returned:
         gone = f"{named(returned)}, which {_have(returned)} returned"
-        knows_lines = any(ranks[number].stack for number in waiting)
+        knows_lines = any(ranks[number].location for number in waiting)
         told.append(f"{who} for {gone}:{waited_in}." if knows_lines else f"{who}{waited_in} for {gone}.")
     elif waiting and stopped:
         told[-1] += f". {who} for {_it(stopped)}{waited_in}."
@@ -121,12 +106,16 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
 
 
 def _location(ranks: Ranks, numbers: Sequence[int], before: str = " ") -> str:
-    """Return where most of some ranks are: by their stacks, else by the collective that all of them wait in."""
-    dumps = {number: ranks[number].stack for number in numbers if ranks[number].stack}
-    if dumps:
-        return before + who_waits(dumps).location
-    inside = {collective for number in numbers if (collective := ranks[number].sample.waits_in) is not None}
-    return f"{before}in {METHODS[inside.pop()]}" if len(inside) == 1 else ""
+    """Return the collective that all of some ranks wait in, and the line at which most of them are."""
+    inside = {name for number in numbers if (name := _collective(ranks[number]))}
+    lines = Counter(location for number in numbers if (location := ranks[number].location))
+    parts = [f"in {name}" for name in inside if len(inside) == 1] + [line for line, _ in lines.most_common(1)]
+    return before + ", ".join(parts) if parts else ""
+
+
+def _collective(rank: RankHistory) -> str:
+    inside = rank.sample.waits_in
+    return rank.called or (METHODS[inside] if inside is not None else "")
 
 
 def _have(ranks: Sequence[int]) -> str:

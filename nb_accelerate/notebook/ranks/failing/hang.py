@@ -153,16 +153,15 @@ class HangWatch:
 
 def verdict(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[int] = ()) -> str:
     """Return who waits for whom, as a sentence without its end; "" if nobody waits for another rank."""
-    waits = who_waits(dumps)
-    if not waits.waiting or (not finished and not idle and not waits.elsewhere and len(waits.waiting) == 1):
+    waiting, elsewhere = who_waits(dumps)
+    if not waiting or (not finished and not idle and not elsewhere and len(waiting) == 1):
         return ""
     return sentence(dumps, finished, idle)
 
 
 def sentence(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[int] = ()) -> str:
     """Return where the ranks are, as a sentence without its end. The arguments are those of `verdict`."""
-    waits = who_waits(dumps)
-    waiting, elsewhere = waits.waiting, waits.elsewhere
+    waiting, elsewhere = who_waits(dumps)
     parts = [f"{label(ranks)} wait{'s' if len(ranks) == 1 else ''} {place}" for place, ranks in waiting.items()]
     parts += [f"{label(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in elsewhere.items()]
     if finished:
