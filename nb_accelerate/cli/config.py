@@ -6,9 +6,12 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.cli.asking import Asker, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _WHERE = "the file (default: default_config.yaml in $HF_HOME/accelerate, or in ~/.cache/huggingface/accelerate)"
 _PRECISIONS = ("no", "fp16", "bf16")
@@ -182,7 +185,7 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     if engine in ("FSDP", SPLIT) and (layout := ask_layout(asker, found["num_processes"], is_sharded=engine == "FSDP")):
         found["parallelism_config"] = layout
     if machine.num_gpus and not found["use_cpu"] and kind != "XLA":
-        found["gpu_ids"] = asker.value("GPUs of this machine, by number, such as 0,1", "all", _gpu_ids)
+        found["gpu_ids"] = asker.value("GPUs of this machine, by number, such as 0,1", "all", _checked("gpu_ids"))
     if kind == "MULTI_GPU":
         found["enable_cpu_affinity"] = asker.confirm("Keep each process on the cores near its GPU?")
     if kind != "NO":
@@ -215,12 +218,14 @@ def _ask_engine(asker: Asker, machine: Machine, found: dict[str, Any], machines:
 
 
 def _ask_machines(asker: Asker, found: dict[str, Any]) -> None:
-    machines = asker.value("Number of machines; or, if they may come and go, a range such as 1:4", "1", _machines)
-    found["num_machines"] = int(machines) if machines.isdecimal() else machines
+    machines: int | str = asker.value(
+        "Number of machines; or, if they may come and go, a range such as 1:4", 1, _checked("num_machines")
+    )
+    found["num_machines"] = machines
     number = _most(machines)
     if number == 1:
         return
-    if machines.isdecimal():
+    if isinstance(machines, int):
         found["rdzv_backend"] = asker.choose(
             "How do the machines find one another?",
             [("static", "each has a number"), ("c10d", "they are numbered as they come")],
@@ -258,13 +263,11 @@ def _ask_dynamo(asker: Asker) -> dict[str, Any]:
     return section
 
 
-def _machines(text: str) -> str:
-    fewest, colon, most = text.partition(":")
-    if not colon:
-        return str(whole_number(text))
-    if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most)):
-        raise ValueError(f"{text!r} is neither a number from 1 nor a range such as 1:4.")
-    return text if int(fewest) < int(most) else most
+def _checked(key: str) -> Callable[[str], Any]:
+    """Return a function that makes an answer a value of the configuration file, as it is checked there."""
+    from nb_accelerate.base.config.file_keys import KEYS
+
+    return lambda text: KEYS[key](key, int(text) if text.isdecimal() and key != "gpu_ids" else text)
 
 
 def _most(machines: int | str) -> int:
@@ -276,12 +279,3 @@ def _address(text: str) -> str:
     if not text or any(letter.isspace() or letter in "/,;" for letter in text):
         raise ValueError(f"{text!r} is not an address. Write a name or an IP address, without the port.")
     return text
-
-
-def _gpu_ids(text: str) -> str:
-    parts = [part.strip() for part in text.split(",")]
-    if text != "all" and not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{text!r} are no numbers of GPUs. Write 0,1 or all.")
-    if len(set(parts)) < len(parts):
-        raise ValueError(f"{text!r} names a GPU twice.")
-    return ",".join(parts)

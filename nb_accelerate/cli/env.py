@@ -54,8 +54,12 @@ def describe() -> Iterator[tuple[str, str]]:
     yield "nb-accelerate", __version__
     yield "platform", platform.platform()
     yield "python", f"{platform.python_version()} ({sys.executable})"
-    yield "cores", _cores()
-    yield "shared memory", _shared_memory()
+    yield "cores", f"{num_cpus()} of {os.cpu_count()}"
+    if _SHARED_MEMORY.is_dir():
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+        yield "shared memory", f"{usage.total / 2**30:.1f} GiB, {usage.free / 2**30:.1f} GiB free"
+    else:
+        yield "shared memory", f"no {_SHARED_MEMORY}"
     yield from _torch()
     yield "configuration", _configuration()
     for package in _PACKAGES:
@@ -74,18 +78,6 @@ def _configuration() -> str:
     return f"{file.path}: {said}"
 
 
-def _cores() -> str:
-    total, usable = os.cpu_count() or 1, num_cpus()
-    return str(total) if usable == total else f"{usable} of {total}"
-
-
-def _shared_memory() -> str:
-    if not _SHARED_MEMORY.is_dir():
-        return f"no {_SHARED_MEMORY}"
-    usage = shutil.disk_usage(_SHARED_MEMORY)
-    return f"{_SHARED_MEMORY}: {usage.total / 2**30:.1f} GiB, {usage.free / 2**30:.1f} GiB free"
-
-
 def _torch() -> Iterator[tuple[str, str]]:
     try:
         import torch
@@ -96,7 +88,8 @@ def _torch() -> Iterator[tuple[str, str]]:
         return
     yield "torch", _judged("torch", torch.__version__)
     yield "devices", "; ".join(_devices()) or "cpu"
-    backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if _has_backend(name)]
+    has_backend = torch.distributed.is_backend_available if torch.distributed.is_available() else lambda _: False
+    backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if has_backend(name)]
     yield "distributed", ", ".join(backends) or "not built into this PyTorch"
 
 
@@ -110,13 +103,6 @@ def _devices() -> Iterator[str]:
             yield f"{kind.name}:{index} {kind.describe(index)}".rstrip()
 
 
-def _has_backend(name: str) -> bool:
-    from torch import distributed
-
-    return distributed.is_available() and distributed.is_backend_available(name)
-
-
 def _judged(package: str, version: str) -> str:
-    return (
-        f"{version}, too old (pip install '{package}>={LOWEST[package]}')" if is_too_old(package, version) else version
-    )
+    advice = f", too old (pip install '{package}>={LOWEST[package]}')" if is_too_old(package, version) else ""
+    return version + advice

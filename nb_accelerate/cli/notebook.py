@@ -120,22 +120,28 @@ def write_page(run: NotebookRun, directory: Path) -> Path:
 
 
 class _Session(NotebookClient):
-    """nbclient with a kernel from start to shutdown, that tells what a cell prints and how far its ranks are."""
+    """nbclient with a kernel from start to shutdown, that tells what a cell prints and how far its ranks are.
+
+    The first Ctrl-C interrupts the running cell and skips the others, the second ends the kernel. A kernel lives in a
+    session of its own, so that the terminal's signal reaches only this process. What the cell started gets its chance
+    to clean up, because the kernel gets a real KeyboardInterrupt.
+    """
 
     def __init__(self, path: Path, notebook: NotebookNode, progress: TextIO, env: Mapping[str, str] | None) -> None:
         # With no folders to look in, what is left is the kernel of this very Python; one of the same name
         # that somebody installed for themselves may belong to another environment.
         specs = KernelSpecManager(kernel_dirs=[])
-        manager = AsyncKernelManager(kernel_spec_manager=specs, **_encryption())
-        super().__init__(notebook, manager, resources={"metadata": {"path": str(path.parent)}})
+        self._manager = AsyncKernelManager(kernel_spec_manager=specs, **_encryption())
+        super().__init__(notebook, self._manager, resources={"metadata": {"path": str(path.parent)}})
         self.coalesce_streams = True  # since nbclient 0.9; before, a saved notebook has a gap at each message
         self._path = path
         self._progress = CellProgress(progress)
         self._start_options = {} if env is None else {"env": dict(env)}
-        self._manager = manager
         if self._progress.is_live:
-            manager.session.metadata = dict(FROM_TERMINAL)  # of every request
-        self._stop = _Stop(manager)
+            self._manager.session.metadata = dict(FROM_TERMINAL)  # of every request
+        self._is_stopped = False
+        self._is_in_cell = False
+        self._actions: list[asyncio.Future[None]] = []
 
     async def run(self) -> NotebookRun:
         for cell in self.nb.cells:
@@ -143,20 +149,23 @@ class _Session(NotebookClient):
                 cell.outputs, cell.execution_count = [], None
         self._progress.line(f"{self._path.name}")
         try:
-            with self._stop.on_signals():
+            with self._signals():
                 failure = await self._start() or await self._cells()
         finally:
-            await self._stop.settle()
+            for action in self._actions:
+                # The kernel ended before it could be told to, or nbclient, which noticed its death, has cleaned up
+                # after it at the same time: jupyter_client then sets its own future twice.
+                with contextlib.suppress(RuntimeError, asyncio.InvalidStateError):
+                    await action
             if self.kc is not None:
                 self.kc.stop_channels()
             if self._manager.has_kernel:
                 await self._manager.shutdown_kernel()
         self.set_widgets_metadata()
-        interrupted = self._stop.requested
-        if interrupted:
+        if self._is_stopped:
             self._progress.line("interrupted")
             failure = None  # an interrupted cell fails because it was told to
-        return NotebookRun(name=self._path.stem, notebook=self.nb, failure=failure, interrupted=interrupted)
+        return NotebookRun(name=self._path.stem, notebook=self.nb, failure=failure, interrupted=self._is_stopped)
 
     async def _start(self) -> FailedCell | None:
         try:
@@ -170,16 +179,15 @@ class _Session(NotebookClient):
         return None
 
     async def _cells(self) -> FailedCell | None:
-        cells = [
-            (index, cell)
-            for index, cell in enumerate(self.nb.cells)
-            if cell.cell_type == "code" and cell.source.strip()
+        indices = [
+            index for index, cell in enumerate(self.nb.cells) if cell.cell_type == "code" and cell.source.strip()
         ]
-        for number, (index, cell) in enumerate(cells, start=1):
-            if self._stop.requested:
+        for number, index in enumerate(indices, start=1):
+            if self._is_stopped:
                 return None
+            cell = self.nb.cells[index]
             title = next(line.strip() for line in cell.source.splitlines() if line.strip()).lstrip("# ")
-            with self._progress.cell(number, len(cells), title):
+            with self._progress.cell(number, len(indices), title):
                 try:
                     await self.async_execute_cell(cell, index)
                 except CellExecutionError as error:
@@ -188,13 +196,16 @@ class _Session(NotebookClient):
                     text = "The kernel's process ended while this cell was running."
                     return FailedCell(number=number, title=title, traceback=text)
                 finally:
-                    self._stop.cell_ended()
+                    self._is_in_cell = False
         return None
 
     @override
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
         if msg["msg_type"] == "execute_input":
-            self._stop.cell_began()
+            # A kernel that is interrupted after it received a cell and before it runs it never answers: so wait.
+            self._is_in_cell = True
+            if self._is_stopped:
+                self._interrupt_kernel()
         return super().process_message(msg, cell, cell_index)
 
     @override
@@ -212,22 +223,8 @@ class _Session(NotebookClient):
             self._progress.lines(content["data"]["text/plain"])
         return super().output(outs, msg, display_id, cell_index)
 
-
-class _Stop:
-    """Handle Ctrl-C: the first interrupts the running cell and skips the others, the second ends the kernel.
-
-    A kernel lives in a session of its own, so that the terminal's signal reaches only this process. What the
-    cell started gets its chance to clean up, because the kernel gets a real KeyboardInterrupt.
-    """
-
-    def __init__(self, manager: AsyncKernelManager) -> None:
-        self.requested = False
-        self._manager = manager
-        self._in_cell = False
-        self._actions: list[asyncio.Future[None]] = []
-
     @contextlib.contextmanager
-    def on_signals(self) -> Iterator[None]:
+    def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         installed = []
         # Windows has no such handlers and threads may not set them: there, KeyboardInterrupt ends the run.
@@ -241,34 +238,18 @@ class _Stop:
             for number in installed:
                 loop.remove_signal_handler(number)
 
-    def cell_began(self) -> None:
-        # A kernel that is interrupted after it received a cell and before it runs it never answers: so wait.
-        self._in_cell = True
-        if self.requested:
-            self._interrupt_kernel()
-
-    def cell_ended(self) -> None:
-        self._in_cell = False
-
-    async def settle(self) -> None:
-        for action in self._actions:
-            # The kernel ended before it could be told to, or nbclient, which noticed its death, has cleaned up after it
-            # at the same time: jupyter_client then sets its own future twice.
-            with contextlib.suppress(RuntimeError, asyncio.InvalidStateError):
-                await action
-
     def _interrupt(self) -> None:
-        if self.requested:
+        if self._is_stopped:
             self._end()
-        elif self._in_cell:
+        elif self._is_in_cell:
             self._interrupt_kernel()
-        self.requested = True
+        self._is_stopped = True
 
     def _interrupt_kernel(self) -> None:
         self._actions.append(asyncio.ensure_future(self._manager.interrupt_kernel()))
 
     def _end(self) -> None:
-        self.requested = True
+        self._is_stopped = True
         if self._manager.has_kernel:
             self._actions.append(asyncio.ensure_future(self._manager.shutdown_kernel(now=True)))
 

@@ -17,15 +17,6 @@ _REMOVED = {
 }
 """Keys of version 1 that version 2 does not have, and why."""
 
-_RESHARDS = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD": True,
-    "HYBRID_SHARD_ZERO2": False,
-    "NO_SHARD": False,
-}
-"""Values of ``fsdp_sharding_strategy``, and whether weights are sharded again after the forward."""
-
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 """The numbers that older files have for them: those of ``torch.distributed.fsdp.ShardingStrategy``."""
 
@@ -71,11 +62,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def convert(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the ``fsdp_config`` of version 2 for one of version 1, and why keys were left out, by key."""
+    from nb_accelerate.base.config.fsdp import RESHARDS
+
     found: dict[str, Any] = {}
     for key, value in section.items():
         if key in {"fsdp_sharding_strategy", "fsdp_reshard_after_forward"}:
             name = _NUMBERED.get(str(value), value)
-            found["fsdp_reshard_after_forward"] = _RESHARDS.get(name, name)
+            found["fsdp_reshard_after_forward"] = {**RESHARDS, "NO_SHARD": False}.get(name, name)
         elif key not in _REMOVED:
             found[key] = value
     return {**found, "fsdp_version": 2}, {key: why for key, why in _REMOVED.items() if key in section}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import linecache
 import os
-import re
 import sys
 import sysconfig
 import traceback
@@ -143,9 +142,6 @@ def calling_line() -> str:
     return ""
 
 
-_CELL = re.compile(r"Cell In\[(\d+)\]")
-
-
 def is_ours(filename: str) -> bool:
     """Return whether a file belongs to this package."""
     return filename.startswith(_OUR_FOLDER)
@@ -160,13 +156,15 @@ def is_users(filename: str) -> bool:
     return not filename.startswith(_LIBRARY_FOLDERS) and not any(part in filename for part in _LIBRARY_PARTS)
 
 
-def cell_name(filename: str) -> str | None:
-    """Return ``Cell In[7]`` if the file is a cell of the notebook that runs here, else None."""
+def _number_of_cell(filename: str) -> int | None:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
-        return None
-    number = cell_number(shell, filename)
+    return None if shell is None else cell_number(shell, filename)
+
+
+def cell_name(filename: str) -> str | None:
+    """Return ``Cell In[7]`` if the file is a cell of the notebook that runs here, else None."""
+    number = _number_of_cell(filename)
     return None if number is None else f"Cell In[{number}]"
 
 
@@ -175,11 +173,8 @@ def line_in_cell(filename: str, lineno: int) -> str | None:
 
     Panels, advice and sentences of errors say it so. Headers of a traceback are IPython's: ``Cell In[7], line 12``.
     """
-    cell = cell_name(filename)
-    if cell is None:
-        return None
-    numbered = _CELL.fullmatch(cell)
-    return f"cell {numbered[1]} line {lineno}" if numbered else f"{cell} line {lineno}"
+    number = _number_of_cell(filename)
+    return None if number is None else f"cell {number} line {lineno}"
 
 
 def frame_lines(frame: FrameLine, style: Style = PLAIN, *, context: int = 0) -> Iterator[str]:

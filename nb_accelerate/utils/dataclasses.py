@@ -7,7 +7,6 @@ from nb_accelerate.base.config.dynamo import (
     DynamoBackend as DynamoBackend,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from nb_accelerate.base.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from nb_accelerate.base.config.kwargs import (
     AutocastKwargs as AutocastKwargs,
@@ -23,6 +22,7 @@ from nb_accelerate.base.config.parallelism import (
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
+from nb_accelerate.base.config.precision import AORecipeKwargs as AORecipeKwargs
 from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
 from nb_accelerate.base.config.project import (
     ComputeEnvironment as ComputeEnvironment,

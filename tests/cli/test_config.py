@@ -243,7 +243,7 @@ def test_several_machines_are_asked_for_where_they_meet_and_mistakes_are_asked_a
     found = ask_config(asker, Machine(num_cpus=8))
     assert asker.answers == []
     assert [line.strip() for line in asker.said] == [
-        "'two' is not a whole number from 1.",
+        "num_machines='two' is neither a number of machines nor a range. Write num_machines: 2 or num_machines: 1:4.",
         "'2' is not a whole number from 0 to 1.",
         "'' is not an address. Write a name or an IP address, without the port.",
         "3 processes cannot be shared out equally to 2 machines.",

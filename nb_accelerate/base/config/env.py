@@ -120,20 +120,14 @@ class Environment:
         return self.flag("NB_ACCELERATE_KEEP_WARM") is not False
 
     @property
-    def resume(self) -> bool:
-        """``NB_ACCELERATE_RESUME``: go on from the newest checkpoint; yes by default, and after a restart."""
-        wanted = self.flag(RESUME) is not False
-        return wanted or bool(self.whole("TORCHELASTIC_RESTART_COUNT"))
+    def resume(self) -> bool | None:
+        """``NB_ACCELERATE_RESUME``: go on from the newest checkpoint; None if nobody has said."""
+        return self.flag(RESUME)
 
     @property
-    def resume_is_asked_for(self) -> bool:
-        """``NB_ACCELERATE_RESUME``: whether somebody has written that the run goes on, as with ``resume=True``."""
-        return self.flag(RESUME) is True
-
-    @property
-    def begins_anew(self) -> bool:
-        """``NB_ACCELERATE_RESUME``: whether somebody has said that the run goes on from no earlier one."""
-        return self.flag(RESUME) is False
+    def is_restarted(self) -> bool:
+        """``TORCHELASTIC_RESTART_COUNT``: torchrun has started the ranks again."""
+        return bool(self.whole("TORCHELASTIC_RESTART_COUNT"))
 
     @property
     def launch(self) -> str | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.env import Environment
 
 _WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
-_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 """Sharding strategies of version 1, and the ``reshard_after_forward`` that means the same."""
 _STATE_DICT_TYPES = ("full_state_dict", "sharded_state_dict")
 _PREFETCHES = ("no_prefetch", "backward_pre", "backward_post")
@@ -147,10 +147,10 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         if given is not None and not isinstance(given, bool):
             # The word of an environment variable, or a strategy, as version 1 has it.
             word = _name_of(given)
-            given = _STRATEGIES.get(word, {"TRUE": True, "FALSE": False}.get(word, given))
+            given = RESHARDS.get(word, {"TRUE": True, "FALSE": False}.get(word, given))
             check_flag("reshard_after_forward", given)
         if self.sharding_strategy is not None:
-            wanted = _STRATEGIES[self.sharding_strategy]
+            wanted = RESHARDS[self.sharding_strategy]
             if given not in {None, wanted}:
                 raise ConfigError(
                     f"sharding_strategy={self.sharding_strategy!r} means reshard_after_forward={wanted}, and "
@@ -223,7 +223,7 @@ def _strategy(value: Any) -> str:
             "sharding_strategy='NO_SHARD' keeps the whole model on every rank, which is DistributedDataParallel. "
             "Leave fsdp_plugin (or --use_fsdp) out."
         )
-    return check_choice("sharding_strategy", word, [name.lower() for name in _STRATEGIES]).upper()
+    return check_choice("sharding_strategy", word, [name.lower() for name in RESHARDS]).upper()
 
 
 def _names(value: Sequence[str] | str) -> list[str]:

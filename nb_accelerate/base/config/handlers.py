@@ -7,13 +7,13 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import described, shown
-from nb_accelerate.base.config.fp8 import AORecipeKwargs
 from nb_accelerate.base.config.kwargs import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
+from nb_accelerate.base.config.precision import AORecipeKwargs
 from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.errors import ConfigError
 

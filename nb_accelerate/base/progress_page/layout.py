@@ -60,6 +60,7 @@ SCALAR = struct.Struct("=24sd")
 BARS_AT = 1024
 NUM_BARS = 8
 BAR = struct.Struct("=qqdddd56s")
+BARS_END = BARS_AT + NUM_BARS * BAR.size
 
 WARNING_AT = 2048
 """A sentence about what is wrong, of a rank; empty if there is none."""
@@ -76,7 +77,7 @@ COMMANDS_AT = 4096
 
 assert HEADER.size == NUM_WORDS * 8
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
-assert BARS_AT + NUM_BARS * BAR.size <= WARNING_AT
+assert BARS_END <= WARNING_AT
 assert WARNING_AT + WARNING.size <= LINE_AT
 assert LINE_AT + code_line.SIZE <= MEMORY_AT
 assert MEMORY_AT + rank_memory.SIZE <= COMMANDS_AT

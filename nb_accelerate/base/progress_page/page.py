@@ -55,9 +55,9 @@ class ProgressPage:
         self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
         self.times_waits: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.WAITS_TIMED, 1)
-        self.outlet: Callable[[bytes], object] = _nobody
+        self.outlet: Callable[[bytes], object] = _drop
         self.commands = CommandReader(self._memory)
-        self.measure: Callable[[], object] = _nothing
+        self.measure: Callable[[], object] = lambda: None
         self.saw_forward: bool | None = None
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
@@ -255,11 +255,8 @@ class ProgressPage:
 
     def new_bar(self) -> int | None:
         """Return the index of a free slot for a progress bar, or that of one that has ended; None if there is none."""
-        states = [self._bar_state(index) for index in range(layout.NUM_BARS)]
-        for wanted in (0, 2):
-            if wanted in states:
-                return states.index(wanted)
-        return None
+        states = [row[0] for row in layout.BAR.iter_unpack(self._memory[layout.BARS_AT : layout.BARS_END])]
+        return next((states.index(wanted) for wanted in (0, 2) if wanted in states), None)
 
     def bar(
         self, index: int, *, label: str, count: float, total: float | None, began: float, level: int, ended: bool
@@ -276,17 +273,9 @@ class ProgressPage:
         layout.BAR.pack_into(self._memory, layout.BARS_AT + index * layout.BAR.size, 0, 0, 0.0, 0.0, 0.0, 0.0, b"")
         self._words[layout.BARS_SEEN] += 1
 
-    def _bar_state(self, index: int) -> int:
-        state: int = layout.BAR.unpack_from(self._memory, layout.BARS_AT + index * layout.BAR.size)[0]
-        return state
 
-
-def _nobody(_: bytes) -> None:
+def _drop(_: bytes) -> None:
     """Drop a record, in a process that no notebook started."""
-
-
-def _nothing() -> None:
-    """Measure nothing, in a process without an `Accelerator`."""
 
 
 class Loop:
@@ -331,7 +320,7 @@ def here() -> ProgressPage:
     return _page
 
 
-def install(fd: int, outlet: Callable[[bytes], object] = _nobody) -> ProgressPage:
+def install(fd: int, outlet: Callable[[bytes], object] = _drop) -> ProgressPage:
     """Write to the page behind a descriptor from now on, and take the descriptor over."""
     global _page  # noqa: PLW0603 - the process has one
     memory = mmap.mmap(fd, layout.SIZE)

@@ -18,18 +18,14 @@ if TYPE_CHECKING:
 class PageReader:
     """The memory of a progress page, for reading. `close` it.
 
-    It takes over the descriptor of an empty file. One without a name is gone with the last process that holds it.
+    It takes over the descriptor of an empty file, of which the process that writes gets a copy. A file without a name
+    is gone with the last process that holds it.
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
-        os.ftruncate(self._fd, layout.SIZE)
-        self._memory = mmap.mmap(self._fd, layout.SIZE)
-
-    @property
-    def fd(self) -> int:
-        """Descriptor for the process that writes; it gets a copy."""
-        return self._fd
+        self.fd = fd
+        os.ftruncate(fd, layout.SIZE)
+        self._memory = mmap.mmap(fd, layout.SIZE)
 
     def read(self) -> Sample:
         """Return what the page says now."""
@@ -54,4 +50,4 @@ class PageReader:
     def close(self) -> None:
         """Let go of the memory."""
         self._memory.close()
-        os.close(self._fd)
+        os.close(self.fd)

@@ -170,22 +170,19 @@ def _warning(memory: Buffer) -> str:
 def _bars(memory: Buffer) -> tuple[Bar, ...]:
     found = []
     now = time.monotonic()
-    for index in range(layout.NUM_BARS):
-        state, level, count, total, began, changed, label = layout.BAR.unpack_from(
-            memory, layout.BARS_AT + index * layout.BAR.size
-        )
+    rows = layout.BAR.iter_unpack(memoryview(memory)[layout.BARS_AT : layout.BARS_END])
+    for state, level, count, total, began, changed, label in rows:
         if state:
             seconds = (changed if state == 2 else now) - began
-            found.append(
-                Bar(
-                    label=_text(label),
-                    count=count if 0 <= count < _ENDLESS else 0.0,
-                    total=total if 0 <= total < _ENDLESS else None,
-                    seconds=seconds if 0 <= seconds < _ENDLESS else 0.0,
-                    ended=state == 2,
-                    level=level,
-                )
+            bar = Bar(
+                label=_text(label),
+                count=count if 0 <= count < _ENDLESS else 0.0,
+                total=total if 0 <= total < _ENDLESS else None,
+                seconds=seconds if 0 <= seconds < _ENDLESS else 0.0,
+                ended=state == 2,
+                level=level,
             )
+            found.append(bar)
     return tuple(sorted(found, key=lambda bar: bar.level))
 
 

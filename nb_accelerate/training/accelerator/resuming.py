@@ -113,13 +113,13 @@ class ResumingMixin(CheckpointMixin):
         if dataloader not in core.prepared.loaders:
             raise ConfigError("resumable was given a loader that this Accelerator did not prepare.")
         interval = None if project.save_every is None else SaveInterval.parse(project.save_every)
-        resumes = Environment().resume if resume is None else check_flag("resume", resume)
-        self._leave_earlier_run(begins_anew=resume is None and Environment().begins_anew)
+        wanted = Environment().resume if resume is None else check_flag("resume", resume)
+        resumes = wanted is not False or (resume is None and Environment().is_restarted)
+        self._leave_earlier_run(begins_anew=resume is None and wanted is False)
         core.registry.loaded_from = None
         first = self._go_on(dataloader) if resumes else self._begin_anew()
         if core.process.topology.is_main:
-            is_asked_for = Environment().resume_is_asked_for if resume is None else resume
-            self._tell_where_it_begins(dataloader, first, epochs, is_asked_for=is_asked_for)
+            self._tell_where_it_begins(dataloader, first, epochs, is_asked_for=wanted is True)
         return self._epochs(dataloader, first, epochs, interval)
 
     def _tell_where_it_begins(

@@ -98,7 +98,7 @@ class AccumulationState:
 def has_accelerator() -> bool:
     """Return whether this process has an `Accelerator`."""
     known = context.current()
-    return known is not None and known.newest.value is not None
+    return known is not None and known.newest is not None
 
 
 asks_for_accelerator.subscribe(has_accelerator)
@@ -107,10 +107,10 @@ asks_for_accelerator.subscribe(has_accelerator)
 def newest_accumulation(asked_by: str) -> AccumulationState:
     """Return the state of the newest `Accelerator` of this process, for wrappers that users make by hand."""
     known = context.current()
-    if known is None or known.newest.value is None:
+    if known is None or known.newest is None:
         raise NotPreparedError(
             f"{asked_by} was made before any Accelerator, so it cannot know when an accumulation window closes. Write "
             "accelerator = Accelerator() first; accelerator.prepare makes it for you."
         )
-    state: AccumulationState = known.newest.value.accumulation
+    state: AccumulationState = known.newest.accumulation
     return state

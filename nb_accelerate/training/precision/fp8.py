@@ -13,8 +13,8 @@ from nb_accelerate.errors import MissingDependencyError
 from nb_accelerate.training.precision.precision import AutocastPrecision
 
 if TYPE_CHECKING:
-    from nb_accelerate.base.config.fp8 import AORecipeKwargs
     from nb_accelerate.base.config.kwargs import AutocastKwargs
+    from nb_accelerate.base.config.precision import AORecipeKwargs
 
 logger = logging.getLogger("nb_accelerate")
 

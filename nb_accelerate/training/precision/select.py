@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nb_accelerate.base.config.distributed import PrecisionType
-from nb_accelerate.base.config.fp8 import AORecipeKwargs
+from nb_accelerate.base.config.precision import AORecipeKwargs
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.precision.fp8 import FP8Precision
 from nb_accelerate.training.precision.fp16 import FP16Precision

@@ -2,7 +2,7 @@
 
 Every `Accelerator` in a process shares one `ProcessContext`. `training.process.setup` makes it, and it is
 forgotten when the process leaves its group. Prepared objects stay prepared then, so what is known about training is
-kept apart, in `training`. `reset` forgets both.
+kept apart, in `Rank.training`. `reset` forgets both.
 
 A runtime may make a rank of each thread instead (``xmp.spawn`` does, where a process has several XLA devices). Such a
 thread calls `become_rank`, and what is kept here is its own from then on.
@@ -29,16 +29,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.topology import Topology
 
 
-class Slot:
-    """Holds one object that a package of a higher level keeps for this process."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ProcessContext:
     """The rank, device and process group of one process.
 
@@ -54,7 +45,7 @@ class ProcessContext:
     group: dist.ProcessGroup | None
     owns_group: bool
     options: InitProcessGroupKwargs
-    newest: Slot = field(default_factory=Slot)
+    newest: Any = None
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -69,8 +60,8 @@ class ProcessContext:
         return DistributedType(self.kind.distributed_type if is_distributed else DistributedType.NO)
 
 
-class _Rank:
-    """The context of one rank, and what its `Accelerator` objects share about training."""
+class Rank:
+    """The context of one rank, and what its `Accelerator` objects share about training: a ``SharedTraining``."""
 
     def __init__(self) -> None:
         self.context: ProcessContext | None = None
@@ -84,24 +75,8 @@ class _Thread(threading.local):
         self.rank = _process
 
 
-class _Training:
-    """Holds one object for each rank, as a `Slot` holds one."""
-
-    @property
-    def value(self) -> Any:
-        """The object, or None."""
-        return _thread.rank.training
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        _thread.rank.training = value
-
-
-_process = _Rank()
+_process = Rank()
 _thread = _Thread()
-
-training = _Training()
-"""Holds what every `Accelerator` of this process shares about training: a ``SharedTraining``, or None."""
 
 _pid = os.getpid()
 """Process id. Every backward compares it, and a system call costs more than all else that this package adds there."""
@@ -110,7 +85,7 @@ _pid = os.getpid()
 def _forked() -> None:
     global _pid  # noqa: PLW0603 - a fork changes it, and nothing else does
     _pid = os.getpid()
-    training.value = None  # it is about the models of the parent process
+    _thread.rank.training = None  # it is about the models of the parent process
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -119,7 +94,12 @@ os.register_at_fork(after_in_child=_forked)
 def become_rank() -> None:
     """Let this thread be a rank of its own, if it is not yet, with nothing known about it."""
     if _thread.rank is _process:
-        _thread.rank = _Rank()
+        _thread.rank = Rank()
+
+
+def this_rank() -> Rank:
+    """Return what is known about the rank that this thread runs for."""
+    return _thread.rank
 
 
 def current() -> ProcessContext | None:
@@ -153,7 +133,7 @@ def leave() -> None:
 def reset() -> None:
     """Forget the context and what is trained in this process. The process group stays."""
     leave()
-    training.value = None
+    _thread.rank.training = None
 
 
 def default_group() -> dist.ProcessGroup | None:

@@ -116,6 +116,7 @@ def _why_not_started(error: Exception) -> str:
     import torch_xla
 
     version = torch_xla.__version__.split("+")[0]
+    install = f"pip install 'torch_xla[tpu]=={version}'"
     path = os.environ.get("TPU_LIBRARY_PATH")
     library = f"the libtpu of TPU_LIBRARY_PATH={path}" if path else "the libtpu that is installed beside it"
     if path:
@@ -124,14 +125,12 @@ def _why_not_started(error: Exception) -> str:
             "variable before torch_xla is imported: del os.environ['TPU_LIBRARY_PATH']"
         )
     elif importlib.util.find_spec("libtpu") is None:
-        advice = "There is none. Install the one that fits"
+        advice = f"There is none. Install the one that fits: {install}"
     else:
         advice = (
             "If another process holds the TPU (a second notebook, or this one's kernel), end it: only one can. If not, "
-            "install the libtpu that fits"
+            f"install the libtpu that fits: {install}"
         )
-    if not path:
-        advice += f": pip install 'torch_xla[tpu]=={version}'"
     said = str(error).strip().partition("\n")[0]
     return f"The XLA runtime could not be started ({said}). This is torch_xla {version} with {library}. {advice}."
 

@@ -159,9 +159,9 @@ def current_data_collectives() -> Collectives:
 def newest_choices() -> Choices | None:
     """Return the choices of the newest `Accelerator` of this process, or None. Sets nothing up."""
     known = context.current()
-    return None if known is None else known.newest.value
+    return None if known is None else known.newest
 
 
 def remember(process: ProcessContext, choices: Choices | None) -> None:
     """Make states show ``choices``. `Accelerator` calls it when it is made."""
-    process.newest.value = choices
+    process.newest = choices

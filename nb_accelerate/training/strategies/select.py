@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from nb_accelerate.base.config.checks import first_given
-from nb_accelerate.base.config.deepspeed_choice import resolve_deepspeed
+from nb_accelerate.base.config.deepspeed import resolve_deepspeed
 from nb_accelerate.base.config.env import DEBUG_MODE, Environment
 from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin, resolve_fsdp
 from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nb_accelerate import Accelerator, DeepSpeedPlugin, MissingDependencyError, NotPreparedError
-from nb_accelerate.base.config.deepspeed_choice import resolve_deepspeed
+from nb_accelerate.base.config.deepspeed import resolve_deepspeed
 from nb_accelerate.base.config.deepspeed_json import HfDeepSpeedConfig, contradictions, filled
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.file import read_config
