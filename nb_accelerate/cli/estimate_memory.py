@@ -68,14 +68,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 number = sum(parameter.numel() for parameter in model.parameters())
                 print(f"{type(model).__name__}: {number:,} parameters; the largest layer is {name}, {_size(size)}")
             memory = estimate_memory(model, precision, inputs)
-            sizes = (
-                memory.weights,
-                memory.gradients,
-                memory.adam,
-                memory.activations,
-                memory.training,
-                memory.distributed,
-            )
+            of_parts = (memory.weights, memory.gradients, memory.adam, memory.activations)
+            sizes = (*of_parts, memory.training, memory.distributed)
             rows.append((precision, *("not asked" if size is None else _size(size) for size in sizes)))
     if inputs is not None:
         print(f"activations of {batch_size} x {sequence_length} tokens")

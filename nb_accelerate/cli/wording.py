@@ -23,33 +23,29 @@ _FLAGS = {
 }
 """Flags by the name of the option of `notebook_launcher`."""
 
-_WHOLE = {
-    "devices='cpu' or None": "--cpu",
-    "devices='cpu'": "--cpu",
+_PHRASES = {
+    "devices='cpu'( or None)?": "--cpu",
     "devices='xla'": "--tpu",
     "or None for all devices": "or leave it out for one on each GPU",
     "or 0 or None for a free one": "or 0 for a free one",
     "rdzv_endpoint='HOST:29400'": "--main_process_ip HOST",
+    r"rdzv_endpoint='([^']*):(\d+)'": r"--main_process_ip \1 --main_process_port \2",
 }
-"""What cannot be said option by option."""
+"""What cannot be said option by option, by regular expression."""
 
 _OPTION = re.compile(rf"\b({'|'.join(_FLAGS)})\b(?:=('[^']*'|\[[^\]]*\]|[^\s,;:]*[^\s,;:.]))?")
 
-_ENDPOINT = re.compile(r"rdzv_endpoint='([^']*):(\d+)'")
+
+def _flag(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    return f"--{_FLAGS[name]}" + ("" if value is None else " " + value.strip("'[]").replace(", ", ","))
 
 
 def in_flags(text: str) -> str:
     """Return a sentence with flags in place of options."""
-
-    def flag(found: re.Match[str]) -> str:
-        name, value = found.groups()
-        said = "" if value is None else " " + value.strip("'[]").replace(", ", ",")
-        return f"--{_FLAGS[name]}{said}"
-
-    for option, whole in _WHOLE.items():
-        text = text.replace(option, whole)
-    text = _ENDPOINT.sub(r"--main_process_ip \1 --main_process_port \2", text)
-    return _OPTION.sub(flag, text)
+    for phrase, flags in _PHRASES.items():
+        text = re.sub(phrase, flags, text)
+    return _OPTION.sub(_flag, text)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from nb_accelerate.base.config.checks import check_choice, check_options
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.base.config.options import fields_in
+from nb_accelerate.base.config.variables import DYNAMO
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ _RENAMED = dict.fromkeys(("aot_torchxla_trace_once", "torchxla_trace_once"), "op
 
 _BACKENDS = tuple(member.value.lower() for member in DynamoBackend)
 _VARIABLES = {
-    "backend": "ACCELERATE_DYNAMO_BACKEND",
-    "mode": "ACCELERATE_DYNAMO_MODE",
-    "fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-    "dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
-    "use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+    "backend": DYNAMO["dynamo_backend"],
+    "mode": DYNAMO["dynamo_mode"],
+    "fullgraph": DYNAMO["dynamo_use_fullgraph"],
+    "dynamic": DYNAMO["dynamo_use_dynamic"],
+    "use_regional_compilation": DYNAMO["dynamo_use_regional_compilation"],
 }
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 

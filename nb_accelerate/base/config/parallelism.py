@@ -13,15 +13,15 @@ from typing_extensions import override
 from nb_accelerate.base.config.checks import check_choice, check_flag, check_options, check_whole, shown
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.options import Options, fields_in
+from nb_accelerate.base.config.variables import MESH, USE_MESH
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-_VARIABLES = {
-    f"{name}_size": f"PARALLELISM_CONFIG_{name.upper()}_SIZE" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-}
+_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+_VARIABLES = {size: MESH[f"parallelism_config_{size}"] for size in _SIZES}
 _MESH_ORDER = ("dp_replicate", "dp_shard", "tp")
 """Dimensions of the mesh, outermost first: neighbouring ranks compute one layer together."""
 
@@ -284,7 +284,7 @@ def resolve_parallelism(
                 "torch_tp_plugin out."
             )
         given = replace(given or ParallelismConfig(), tp_size=tensor.tp_size)
-    if given is None and not environment.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if given is None and not environment.flag(USE_MESH):
         return None
     given = given or ParallelismConfig()
     found = fields_in(environment, given, _VARIABLES)

@@ -7,7 +7,7 @@ set wins; a process without any is alone. Our own launcher writes the variables 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.errors import ConfigError
@@ -89,14 +89,12 @@ class Topology:
         return self.rank == self.world_size - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """The variables that one launcher sets for a process. Of several names, the first that is set counts.
+class Launcher(NamedTuple):
+    """The variables that one launcher sets for a process; of several names, the first that is set counts.
 
     A process without rank and world size was not started by it.
     """
 
-    name: str
     rank: str
     world_size: str
     local_rank: tuple[str, ...] = ()
@@ -105,48 +103,30 @@ class Launcher:
     num_nodes: tuple[str, ...] = ()
 
 
-LAUNCHERS = (
-    Launcher(
-        name="torchrun",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank=("LOCAL_RANK",),
-        local_world_size=("LOCAL_WORLD_SIZE",),
-        node_rank=("GROUP_RANK", "NODE_RANK"),
-        num_nodes=("GROUP_WORLD_SIZE",),
-    ),
-    Launcher(
-        name="Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    Launcher(
-        name="MVAPICH2",
-        rank="MV2_COMM_WORLD_RANK",
-        world_size="MV2_COMM_WORLD_SIZE",
-        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    Launcher(
-        # SLURM_NTASKS is also set in batch scripts and interactive allocations, where a notebook is one process and
-        # not one of many. Only a step started by srun has SLURM_STEP_NUM_TASKS.
-        name="SLURM",
-        rank="SLURM_PROCID",
-        world_size="SLURM_STEP_NUM_TASKS",
-        local_rank=("SLURM_LOCALID",),
-        node_rank=("SLURM_NODEID",),
-        num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    ),
-    Launcher(
-        name="MPICH",
-        rank="PMI_RANK",
-        world_size="PMI_SIZE",
-        local_rank=("MPI_LOCALRANKID",),
-        local_world_size=("MPI_LOCALNRANKS",),
-    ),
+def _launcher_of_mpi(name: str) -> Launcher:
+    return Launcher(f"{name}_RANK", f"{name}_SIZE", (f"{name}_LOCAL_RANK",), (f"{name}_LOCAL_SIZE",))
+
+
+_TORCHRUN = Launcher(
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    local_rank=("LOCAL_RANK",),
+    local_world_size=("LOCAL_WORLD_SIZE",),
+    node_rank=("GROUP_RANK", "NODE_RANK"),
+    num_nodes=("GROUP_WORLD_SIZE",),
 )
+_SLURM = Launcher(
+    # SLURM_NTASKS is also set in batch scripts and interactive allocations, where a notebook is one process and
+    # not one of many. Only a step started by srun has SLURM_STEP_NUM_TASKS.
+    rank="SLURM_PROCID",
+    world_size="SLURM_STEP_NUM_TASKS",
+    local_rank=("SLURM_LOCALID",),
+    node_rank=("SLURM_NODEID",),
+    num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+)
+_MPICH = Launcher("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",))
+
+LAUNCHERS = (_TORCHRUN, _launcher_of_mpi("OMPI_COMM_WORLD"), _launcher_of_mpi("MV2_COMM_WORLD"), _SLURM, _MPICH)
 
 
 def read_topology(variables: Mapping[str, str]) -> Topology:

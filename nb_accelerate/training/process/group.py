@@ -55,14 +55,23 @@ def create(
             "the ranks meet. Export both (the host of rank 0 and a free port there), or start the ranks with "
             "notebook_launcher, nb-accelerate launch or torchrun, which set them."
         )
+    binds_device = backend_named(backend).binds_device
+    uuid = kind.uuid(device.index) if binds_device and device.index is not None else None
+    url = "env://" if address is None else f"tcp://{address[0]}:{address[1]}"
+    if options.init_method is not None or not (environment.has_agent_store or uuid):
+        meeting: dict[str, Any] = {"init_method": options.init_method or url}
+    else:
+        meeting = {"store": _store(url, topology, options, is_of_agent=environment.has_agent_store)}
+        if uuid:
+            claim(meeting["store"], topology.rank, device, uuid)
     dist.init_process_group(
         backend=backend,
-        **_meeting(backend, topology, kind, device, options=options, environment=environment, address=address),
+        **meeting,
         timeout=options.timeout,
         rank=topology.rank,
         world_size=topology.world_size,
         # Binding the device at once lets nccl fail early, and keeps barriers from guessing a device.
-        device_id=device if backend_named(backend).binds_device else None,
+        device_id=device if binds_device else None,
     )
     atexit.register(close)
 
@@ -79,36 +88,21 @@ def create_alone(kind: DeviceKind, device: torch.device) -> None:
     atexit.register(close)
 
 
-def _meeting(
-    backend: str,
-    topology: Topology,
-    kind: DeviceKind,
-    device: torch.device,
-    *,
-    options: InitProcessGroupKwargs,
-    environment: Environment,
-    address: tuple[str, int] | None,
-) -> dict[str, Any]:
-    """Return where the ranks meet, as arguments of `init_process_group`."""
-    url = "env://" if address is None else f"tcp://{address[0]}:{address[1]}"
-    is_bound = backend_named(backend).binds_device and device.index is not None
-    uuid = kind.uuid(device.index) if is_bound else None
-    if options.init_method is not None or not (environment.has_agent_store or uuid):
-        return {"init_method": options.init_method or url}
-    # torchrun's store outlives a process group, and torch would look for the second one's addresses under the names
-    # that the first one has left there.
+def _store(url: str, topology: Topology, options: InitProcessGroupKwargs, *, is_of_agent: bool) -> Any:
+    """Return the store at which ranks meet. That of torchrun's agent outlives a process group: each gets a part.
+
+    In one part for all, torch would look for the second group's addresses under the names that the first has left.
+    """
     from torch._C._distributed_c10d import PrefixStore  # not where torch was built without it
 
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     timeout = options.timeout or rendezvous.default_pg_timeout
     store, _, _ = next(rendezvous.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))
-    if environment.has_agent_store:
-        # Counted in the store: ranks that have another one in common than before begin anew, all of them.
-        number = store.add(f"nb_accelerate/groups of rank {topology.rank}", 1)
-        store = PrefixStore(f"nb_accelerate/group {number}", store)
-    if uuid:
-        claim(store, topology.rank, device, uuid)
-    return {"store": store}
+    if not is_of_agent:
+        return store
+    # Counted in the store: ranks that have another one in common than before begin anew, all of them.
+    number = store.add(f"nb_accelerate/groups of rank {topology.rank}", 1)
+    return PrefixStore(f"nb_accelerate/group {number}", store)
 
 
 def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
@@ -120,16 +114,6 @@ def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
             "as many ranks as there are GPUs, let every rank see all of them or another one (CUDA_VISIBLE_DEVICES), or "
             "train on the CPU with Accelerator(cpu=True)."
         )
-
-
-def backend(group: dist.ProcessGroup) -> str:
-    """Return the name of a group's backend."""
-    return str(dist.get_backend(group))
-
-
-def destroy(group: dist.ProcessGroup) -> None:
-    """Destroy one subgroup, and leave the group of all ranks as it is."""
-    dist.destroy_process_group(group)
 
 
 def abort() -> None:

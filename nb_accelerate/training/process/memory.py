@@ -126,7 +126,7 @@ def find_executable_batch_size(
 
 def _check_call(name: str, wanted: list[str], before: int, args: tuple[Any, ...]) -> None:
     """Refuse a call that passes the batch size, which would push every argument one place on."""
-    if len(args) - before <= len(wanted) - before - 1 or not args:
+    if len(args) < len(wanted):
         return
     others = ", ".join(wanted[before + 1 :])
     raise TypeError(

@@ -7,6 +7,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_flag, suggest
@@ -86,7 +87,7 @@ class ProcessView(View, Identity):
     def backend(self) -> str | None:
         """The name of torch.distributed's backend (``"gloo"``, ``"nccl"``), or None without a process group."""
         here = self._process()
-        return None if here.group is None else process_group.backend(here.group)
+        return None if here.group is None else str(dist.get_backend(here.group))
 
     @property
     def debug(self) -> bool:
@@ -127,7 +128,7 @@ class ProcessView(View, Identity):
         if group is None or group is context.default_group():
             process_group.close()  # from then on this process is not connected
         else:
-            process_group.destroy(group)
+            dist.destroy_process_group(group)
 
     def __repr__(self) -> str:
         return (
