@@ -16,12 +16,11 @@ from nb_accelerate.base.config.checks import check_flag, suggest
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.dynamo import resolve_dynamo
 from nb_accelerate.base.config.env import Environment
-from nb_accelerate.base.config.fp8 import resolve_fp8
 from nb_accelerate.base.config.handlers import Handlers
 from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from nb_accelerate.base.config.loader import DataLoaderConfiguration, resolve_loader
 from nb_accelerate.base.config.options import note_use
-from nb_accelerate.base.config.precision import resolve_precision
+from nb_accelerate.base.config.precision import resolve_fp8, resolve_precision
 from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.base.progress_page import here

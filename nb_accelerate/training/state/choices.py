@@ -84,14 +84,15 @@ class SharedTraining:
 
 def shared_training() -> SharedTraining:
     """Return the `SharedTraining` of this process."""
-    if context.training.value is None:
-        context.training.value = SharedTraining()
-    shared: SharedTraining = context.training.value
+    rank = context.this_rank()
+    if rank.training is None:
+        rank.training = SharedTraining()
+    shared: SharedTraining = rank.training
     return shared
 
 
 def _begin_anew() -> None:
-    if context.training.value is not None:
+    if context.this_rank().training is not None:
         shared_training().begin_anew()
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
-    import torch.distributed as dist
     from typing_extensions import Self
 
     from nb_accelerate.training.comm import Collectives
