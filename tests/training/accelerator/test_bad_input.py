@@ -21,12 +21,6 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("name", ["prepare", "accumulate", "resumable", "gather_for_metrics"])
-def test_a_misspelt_argument_names_the_method_as_the_user_wrote_it(name):
-    with pytest.raises(TypeError, match=rf"^Accelerator\.{name}\(\) got an unexpected keyword argument 'misspelt'$"):
-        getattr(Accelerator(cpu=True), name)(misspelt=1)
-
-
 def test_loaders_of_different_lengths_are_noticed_before_ranks_wait_for_each_other(run_ranks):
     def train():
         accelerator = Accelerator(cpu=True)

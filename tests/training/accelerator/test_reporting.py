@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.training.accelerator import Accelerator, comparisons
-from nb_accelerate.training.accelerator.losses import MemoryReport
+from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
 from nb_accelerate.training.strategies.model_memory import measure
 from nb_accelerate.training.tracking import GeneralTracker
 
@@ -47,7 +47,7 @@ def train_with_faults() -> tuple[list[float], list[float], list[str]]:
 
     MemoryReport._measured = fail  # type: ignore[method-assign,assignment]
     comparisons._some_of = fail  # type: ignore[assignment]
-    torch.full = fail  # type: ignore[assignment]  # the buffer of losses
+    LossReport._report_loss = fail  # type: ignore[method-assign,assignment]
     return expected, train(), [line for line in said if "Training goes on without" in line]
 
 
