@@ -32,8 +32,10 @@ def obstacle() -> str:
         return "simgpu is built on Linux only"
     if shutil.which("g++") is None:
         return "simgpu needs a C++ compiler: apt-get install g++"
-    if not hasattr(torch, "accelerator") or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        return f"simgpu needs torch 2.13, and this is {torch.__version__}"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "simgpu needs the headers of Python: apt-get install python3-dev"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        return f"simgpu needs torch 2.13 or newer, and this is {torch.__version__}"
     return ""
 
 
