@@ -10,6 +10,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <vector>
 
 namespace simgpu {
 namespace {
@@ -30,16 +31,35 @@ std::atomic<uint64_t> last_ticket{0};
 std::atomic<c10::StreamId> last_stream{0};
 thread_local c10::StreamId stream_of_thread[kMaxDevices] = {};
 
-// Never destroyed: threads of torch may use them while the process ends.
-std::recursive_mutex& lock() {
-  static auto* mutex = new std::recursive_mutex;
-  return *mutex;
-}
+// Never destroyed: threads of torch may use it while the process ends.
+struct Streams {
+  std::recursive_mutex mutex;
+  int depth = 0;
+  std::map<Key, Queue> queues;
+  std::vector<Queued> finished;
+};
 
-std::map<Key, Queue>& queues() {
-  static auto* all = new std::map<Key, Queue>;
+Streams& streams() {
+  static auto* all = new Streams;
   return *all;
 }
+
+std::map<Key, Queue>& queues() { return streams().queues; }
+
+// Tasks that are finished are destroyed without the lock: the last reference to a tensor may need Python's own lock.
+struct Lock {
+  Lock() {
+    streams().mutex.lock();
+    streams().depth++;
+  }
+  ~Lock() {
+    std::vector<Queued> finished;
+    if (--streams().depth == 0) finished.swap(streams().finished);
+    streams().mutex.unlock();
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+};
 
 double milliseconds_now() {
   std::chrono::duration<double, std::milli> now = std::chrono::steady_clock::now().time_since_epoch();
@@ -55,6 +75,7 @@ bool run_queue(std::deque<Queued>& queue, uint64_t until) {
       queue.push_front(std::move(next));
       return false;
     }
+    streams().finished.push_back(std::move(next));
   }
   return true;
 }
@@ -83,7 +104,7 @@ bool try_finish_device(c10::DeviceIndex device) {
 void wait_until(const std::function<bool()>& condition) {
   while (true) {
     {
-      std::lock_guard<std::recursive_mutex> guard(lock());
+      Lock lock;
       if (condition()) return;
     }
     usleep(50);
@@ -96,7 +117,7 @@ void set_current_stream(c10::DeviceIndex device, c10::StreamId stream) { stream_
 
 void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task) {
   {
-    std::lock_guard<std::recursive_mutex> guard(lock());
+    Lock lock;
     queues()[{device, stream}].for_kernels.push_back({++last_ticket, std::move(task)});
   }
   if (!is_late()) synchronize_stream(device, stream);
@@ -104,7 +125,7 @@ void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task) {
 
 void enqueue_for_host(c10::DeviceIndex device, c10::StreamId stream, Task task) {
   {
-    std::lock_guard<std::recursive_mutex> guard(lock());
+    Lock lock;
     queues()[{device, stream}].for_host.push_back({++last_ticket, std::move(task)});
   }
   if (!is_late()) synchronize_stream(device, stream);
@@ -118,7 +139,7 @@ void wait_event(c10::DeviceIndex device, c10::StreamId stream, const Event& even
   Key source{event.device, event.stream};
   if (source == Key{device, stream}) return;
   {
-    std::lock_guard<std::recursive_mutex> guard(lock());
+    Lock lock;
     if (!queues().count(source)) return;
   }
   uint64_t until = event.ticket;
@@ -127,7 +148,7 @@ void wait_event(c10::DeviceIndex device, c10::StreamId stream, const Event& even
 }
 
 bool query_event(const Event& event) {
-  std::lock_guard<std::recursive_mutex> guard(lock());
+  Lock lock;
   return try_finish({event.device, event.stream}, event.ticket, true);
 }
 
@@ -136,7 +157,7 @@ void synchronize_event(const Event& event) {
 }
 
 bool query_stream(c10::DeviceIndex device, c10::StreamId stream) {
-  std::lock_guard<std::recursive_mutex> guard(lock());
+  Lock lock;
   return try_finish({device, stream}, kAll, true);
 }
 
