@@ -366,3 +366,30 @@ def test_it_computes_what_the_cpu_does(in_rank):
         return (gradients[0] - gradients[1]).abs().max().item()
 
     assert in_rank(run) < 1e-3
+
+
+# --- files
+
+
+def test_saved_tensors_come_back_to_their_device_or_where_they_are_sent(in_rank, tmp_path):
+    def save(path: str) -> None:
+        import torch
+
+        torch.save(torch.arange(3.0, device="simgpu:1"), path)
+
+    def load(path: str, map_location: Any) -> tuple[str, list[float]]:
+        import torch
+
+        tensor = torch.load(path, map_location=map_location)
+        return str(tensor.device), tensor.tolist()
+
+    path = str(tmp_path / "tensor.pt")
+    in_rank(save, path)
+    numbers = [0.0, 1.0, 2.0]
+    assert in_rank(load, path, None) == ("simgpu:1", numbers)
+    assert in_rank(load, path, "cpu") == ("cpu", numbers)
+    assert in_rank(load, path, {"simgpu:1": "simgpu:0"}) == ("simgpu:0", numbers)
+    with pytest.raises(RuntimeError, match=r"device 1 but torch.simgpu.device_count\(\) is 1"):
+        in_rank(load, path, None, SIMGPU_DEVICES="1")
+    with pytest.raises(RuntimeError, match=r"torch.simgpu.is_available\(\) is False"):
+        in_rank(load, path, None, SIMGPU_DEVICES="0")
