@@ -106,3 +106,18 @@ def test_ranks_on_the_processor_leave_devices_alone(run_ranks: RunRanks) -> None
         return bool(torch.simgpu.is_initialized())  # type: ignore[attr-defined]
 
     assert run_ranks(train) == [False, False]
+
+
+def test_batches_that_come_to_the_processor_are_whole_when_the_loop_has_them(run_ranks: RunRanks) -> None:
+    def read() -> list[float]:
+        import torch
+        from torch.utils.data import DataLoader
+
+        from nb_accelerate import Accelerator
+        from nb_accelerate.utils import DataLoaderConfiguration
+
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=True))
+        rows = [torch.full((2,), float(number), device="simgpu") for number in range(4)]
+        return [batch.sum().item() for batch in accelerator.prepare(DataLoader(rows))]
+
+    assert run_ranks(read, world_size=1) == [[0.0, 2.0, 4.0, 6.0]]

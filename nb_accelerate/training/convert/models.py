@@ -114,7 +114,7 @@ class SharedModels:
         if self.is_of_another_rank(device):
             raise ConfigError(
                 f"line {line_here()}: this {type(model).__name__} is on {device}, and the device of rank "
-                f"{self._collectives.rank} is {self._device}. Write 'cuda' without a number, or device"
+                f"{self._collectives.rank} is {self._device}. Write {device.type!r} without a number, or device"
             )
 
     def backward(self, plain: Callable[[], None]) -> None:

@@ -261,8 +261,10 @@ def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -
     """
     if device is None:
         return None
-    if device.type == "cpu" and _is_on_cpu(first.batch if type(first) is LastBatch else first):
-        return None
+    if device.type == "cpu":
+        if _is_on_cpu(first.batch if type(first) is LastBatch else first):
+            return None
+        non_blocking = False  # the batch would be read before it has come from its device
 
     def place(batch: Any) -> Any:
         if type(batch) is LastBatch:

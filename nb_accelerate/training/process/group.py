@@ -63,7 +63,7 @@ def create(
     else:
         meeting = {"store": _store(url, topology, options, is_of_agent=environment.has_agent_store)}
         if uuid:
-            claim(meeting["store"], topology.rank, device, uuid)
+            claim(meeting["store"], topology.rank, kind, device, uuid)
     dist.init_process_group(
         backend=backend,
         **meeting,
@@ -105,14 +105,14 @@ def _store(url: str, topology: Topology, options: InitProcessGroupKwargs, *, is_
     return PrefixStore(f"nb_accelerate/group {number}", store)
 
 
-def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
+def claim(store: Any, rank: int, kind: DeviceKind, device: torch.device, uuid: str) -> None:
     """Claim a device for this rank. Where two ranks use one, nccl's own error does not say so."""
     owner = int(store.compare_set(f"device {uuid}", "", str(rank)))
     if owner != rank:
         raise ConfigError(
-            f"Rank {rank} and rank {owner} use the same GPU ({device}, {uuid}), and nccl needs one for each. Start "
-            "as many ranks as there are GPUs, let every rank see all of them or another one (CUDA_VISIBLE_DEVICES), or "
-            "train on the CPU with Accelerator(cpu=True)."
+            f"Rank {rank} and rank {owner} use the same {kind.label} ({device}, {uuid}), and {kind.backend} needs one "
+            f"for each. Start as many ranks as there are {kind.label}s, let every rank see all of them or another one "
+            f"({kind.visibility}), or train on the CPU with Accelerator(cpu=True)."
         )
 
 

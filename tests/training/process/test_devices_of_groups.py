@@ -45,11 +45,11 @@ def test_a_gloo_group_that_keeps_gpus_idle_is_said(
 
 def test_the_second_rank_on_a_device_is_refused_and_both_are_named():
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    device = torch.device("cuda", 0)
-    group.claim(store, 0, device, "GPU-1")
-    group.claim(store, 3, device, "GPU-2")
+    kind, device = devices.device_kind("cuda"), torch.device("cuda", 0)
+    group.claim(store, 0, kind, device, "GPU-1")
+    group.claim(store, 3, kind, device, "GPU-2")
     with pytest.raises(ConfigError, match=r"Rank 2 and rank 0 use the same GPU \(cuda:0, GPU-1\)"):
-        group.claim(store, 2, device, "GPU-1")
+        group.claim(store, 2, kind, device, "GPU-1")
 
 
 def test_ranks_that_are_shown_the_same_device_are_refused_before_nccl_is_asked(run_ranks: RunRanks):
