@@ -1,0 +1,99 @@
+"""Suites of tests/training, run once more in a process in which `Accelerator` picks simgpu, as it picks CUDA elsewhere.
+
+They are the same tests: those of their module, but the slow ones and those that `LEFT_OUT` gives a reason for.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from xml.etree import ElementTree as ET
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).parents[2]
+SUITES = Path(__file__).with_name("suites")
+
+MODULES = {
+    "quick tour: training": "tours/test_training.py",
+    "quick tour: evaluation": "tours/test_evaluation_and_processes.py",
+    "quick tour: saving": "tours/test_saving.py",
+    "loaders": "test_prepared_loaders.py",
+    "batches of all kinds": "test_kinds_of_batches.py",
+    "batches of all kinds, dispatched": "test_dispatched_kinds.py",
+    "batches that move themselves": "test_objects_of_any_kind.py",
+    "gather and reduce": "test_collectives.py",
+    "free functions": "test_free_functions.py",
+    "numbers of plain PyTorch": "test_training_equals_plain_pytorch.py",
+    "accumulation, clipping, schedulers": "test_training_step.py",
+    "fp16": "test_loss_scaling.py",
+    "preparing, DDP, local SGD": "test_preparing.py",
+    "DDP, FSDP2, tensor parallel": "test_strategies_alike.py",
+    "checkpoints": "test_checkpoints.py",
+    "saves in the background": "test_background_saves.py",
+    "saved models": "test_saved_models.py",
+    "random states": "test_resumed_numbers.py",
+}
+
+LEFT_OUT = {
+    "test_objects_are_prepared_and_loaders_get_shorter": "says that the device is the CPU",
+    "test_accelerate_loads_what_we_saved_and_we_what_it_saved": "accelerate knows no such device",
+    "test_a_structure_of_small_tensors_travels_in_one_collective": "counts the checks of collectives on CPUs",
+    "test_checks_are_chosen_by_the_environment": "as above",
+    "test_ranks_that_do_not_agree_are_told_who_and_where_instead_of_waiting": "as above",
+    "test_tensors_of_varying_size_are_refused_in_the_last_round_as_in_all_others": "as above",
+}
+"""Tests, and why they are not about a device."""
+
+
+class Outcome(NamedTuple):
+    name: str
+    failure: str
+    uses: int
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    simgpu_environment: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Outcome]]:
+    """What became of each test of each module."""
+    folder = tmp_path_factory.mktemp("suites")
+    uses, report = folder / "uses", folder / "report.xml"
+    uses.touch()
+    environment = {**os.environ, **simgpu_environment, "SIMGPU_DEVICES": "4", "SIMGPU_USES": str(uses)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SUITES), simgpu_environment["PYTHONPATH"]])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "suites_on_device", "-m", "not slow", "--tb=short"]
+    command += ["--disable-warnings", f"--junitxml={report}", "-o", "junit_logging=no", "-n", "0"]
+    command += ["-k", " and ".join(f"not {name}" for name in LEFT_OUT)]
+    command += [str(ROOT / "tests" / "training" / module) for module in MODULES.values()]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode in (0, 1), ran.stdout + ran.stderr
+    found: dict[str, list[Outcome]] = {}
+    for case in ET.parse(report).iter("testcase"):
+        failures = [element.text or "" for kind in ("failure", "error") for element in case.iter(kind)]
+        uses_of_it = [int(element.attrib["value"]) for element in case.iter("property")]
+        outcome = Outcome(case.attrib["name"], "\n".join(failures), sum(uses_of_it))
+        found.setdefault(case.attrib["classname"], []).append(outcome)
+    return found
+
+
+@pytest.mark.limit(300)  # the first of them runs all suites
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+def test_a_suite_passes_on_the_device(outcomes: dict[str, list[Outcome]], module: str) -> None:
+    of_module = outcomes["tests.training." + module.removesuffix(".py").replace("/", ".")]
+    assert not [f"{name}\n{failure}" for name, failure, _ in of_module if failure]
+    assert any(uses for *_, uses in of_module)
+
+
+@pytest.mark.limit(300)
+def test_the_device_was_used_by_most_tests(outcomes: dict[str, list[Outcome]], record_property) -> None:
+    used = sum(outcome.uses > 0 for of_module in outcomes.values() for outcome in of_module)
+    record_property("tests that used simgpu", used)
+    print(f"{used} tests of {sum(map(len, outcomes.values()))} used simgpu")
+    assert used >= 200
