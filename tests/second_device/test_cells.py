@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
+from collections.abc import Iterator
+
 import pytest
+from fixtures.kernels import Kernel
 from pool.test_gpus import (  # noqa: F401
     notebook,
     test_every_gpu_has_a_rank_with_a_group_even_if_it_is_alone,
@@ -10,3 +14,75 @@ from pool.test_gpus import (  # noqa: F401
 )
 
 pytestmark = pytest.mark.usefixtures("simgpu")
+
+SETUP = """
+%load_ext nb_accelerate
+import torch
+%distributed start
+"""
+
+
+@pytest.fixture(scope="module")
+def cells(shared_kernel: Kernel) -> Iterator[Kernel]:
+    """A kernel that has not used a device, with a rank on each."""
+    shared_kernel.run(SETUP).ok()
+    shared_kernel.run("%%distributed\nimport torch\nown = torch.rand(4, device=device) + rank").ok()
+    yield shared_kernel
+    shared_kernel.run("%unload_ext nb_accelerate").ok()
+
+
+def on_ranks(cells: Kernel, code: str, value: str) -> list[object]:
+    """What an expression is worth on each rank when a cell has run there."""
+    cells.run(f"%%distributed --quiet --out value_of_ranks\n{code}\n{value}").ok()
+    return list(literal_eval(cells.run("print(value_of_ranks)").ok().stdout))
+
+
+def test_tensors_of_a_cell_are_on_the_device_of_their_rank(cells: Kernel):
+    code = (
+        "unnumbered = torch.ones(1, device='simgpu')\nmodel = accelerator.prepare(torch.nn.Linear(1, 1))\n"
+        "placed = [own, unnumbered, *model.parameters()]"
+    )
+    value = "{str(one.device) for one in (*placed, accelerator)}, torch.simgpu.current_device()"
+    assert on_ranks(cells, code, value) == [({"simgpu:0"}, 0), ({"simgpu:1"}, 1)]
+
+
+def test_what_is_pulled_is_on_the_cpu_and_the_notebook_stays_off_its_devices(cells: Kernel):
+    cells.run("%%distributed\nnets = [torch.nn.Linear(2, 2).to(device)]\nnets[0].weight.data.fill_(rank)").ok()
+    cells.run("%distributed pull own nets --all").ok()
+    found = cells.run("print([one.device.type for one in (own[0], own[1], nets[0][0].weight, nets[1][0].weight)])").ok()
+    assert found.stdout == "['cpu', 'cpu', 'cpu', 'cpu']\n"
+    assert cells.run("[int(net[0].weight.sum()) for net in nets]").ok().value == "[0, 4]"
+    assert on_ranks(cells, "", "str(nets[0].weight.device), own.tolist()") == [
+        (f"simgpu:{rank}", literal_eval(cells.run(f"own[{rank}].tolist()").ok().value)) for rank in (0, 1)
+    ]
+    assert cells.run("torch.simgpu.is_initialized()").ok().value == "False"
+
+
+def test_the_memory_of_each_rank_is_that_of_its_own_device(cells: Kernel):
+    # Step after step for so long that losses, which are read a step late, and memory are reported more than once.
+    code = (
+        "import time\nheld = torch.empty((rank + 1) << 26, dtype=torch.uint8, device=device)\n"
+        "net = torch.nn.Linear(64, 1 << 14)\nrows = torch.utils.data.DataLoader(torch.ones(400, 64), batch_size=2)\n"
+        "net, optimizer, rows = accelerator.prepare(net, torch.optim.Adam(net.parameters()), rows)\nlosses = []\n"
+        "end = time.monotonic() + 1.0\n"
+        "for batch in rows:\n    loss = net(batch).square().mean()\n    accelerator.backward(loss)\n"
+        "    optimizer.step()\n    losses.append(loss.item())\n"
+        "    if accelerator.gather(torch.tensor(time.monotonic() > end, device=device)).any(): break\n"
+        "del batch, loss"
+    )
+    value = "torch.simgpu.memory_allocated(), torch.simgpu.max_memory_allocated(), losses"
+    measured = on_ranks(cells, code, value)
+    cells.run("import nb_accelerate; ranks = nb_accelerate.pool.current().group.ranks").ok()
+    for rank, (allocated, peak, losses) in enumerate(measured):
+        code = f"page = ranks[{rank}].handle.page.read(); held = page.held"
+        cells.run(code).ok()
+        values = "page.memory, page.loss, held.used, held.peak, held.limit, held.parameters, held.optimizer"
+        memory, loss, used, most, limit, parameters, optimizer = literal_eval(cells.run(f"({values})").ok().value)
+        assert parameters == pytest.approx(4 * 65 << 14, rel=0.01)
+        assert optimizer == pytest.approx(2 * parameters, rel=0.01)
+        assert (rank + 1) << 26 < used <= most <= peak < (rank + 2) << 26 < limit == 2 << 30
+        assert memory == pytest.approx(allocated, rel=0.2)
+        assert loss == pytest.approx(min(losses, key=lambda one: abs(one - loss)))
+    said = cells.run("%distributed status").ok().stdout
+    assert "simgpu:0" in said
+    assert "simgpu:1" in said

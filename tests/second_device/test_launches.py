@@ -1,8 +1,16 @@
-"""Launches on two devices: those of `launch/test_gpus.py`, and which rank has which device."""
+"""Launches on two devices: those of `launch/test_gpus.py`, which device a rank has, and what it holds of it."""
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
 import pytest
+from fixtures.kernels import Kernel
+from fixtures.notebook_runs import values_of
 from launch.test_gpus import (  # noqa: F401
     notebook,
     test_a_kernel_that_used_a_gpu_launches_without_a_restart,
@@ -13,3 +21,109 @@ from launch.test_gpus import (  # noqa: F401
 )
 
 pytestmark = pytest.mark.usefixtures("simgpu")
+
+PLACES = """
+import functools, torch
+from nb_accelerate import Accelerator, notebook_launcher
+
+def place():
+    accelerator = Accelerator()
+    unnumbered = torch.ones(1, device="simgpu")
+    parameter = next(accelerator.prepare(torch.nn.Linear(1, 1)).parameters())
+    used = {accelerator.device, unnumbered.device, parameter.device}
+    number = torch.simgpu.current_device()
+    return str(accelerator.device), {device.index or 0 for device in used} == {number}, torch.simgpu._uuid(number)[-1]
+
+launch = functools.partial(notebook_launcher, place, progress="off")
+"""
+
+
+@pytest.fixture(scope="module")
+def places(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.run(PLACES).ok()
+    yield shared_kernel
+    assert shared_kernel.run("torch.simgpu.is_initialized()").ok().value == "False"
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", [("simgpu:0", True, "0"), ("simgpu:1", True, "1")]),
+        ("devices=[1, 0]", [("simgpu:0", True, "1"), ("simgpu:1", True, "0")]),
+        ("devices=[1]", [("simgpu", True, "1")]),
+        ("env={'SIMGPU_VISIBLE_DEVICES': '1'}", [("simgpu", True, "1")]),
+        ("num_processes=1, devices='simgpu'", [("simgpu", True, "0")]),
+    ],
+)
+def test_each_rank_computes_on_the_device_that_was_chosen(places: Kernel, method: str, options: str, expected: object):
+    cell = places.run(f"print(launch(start_method={method!r}, {options}))").ok()
+    assert literal_eval(cell.stdout.splitlines()[-1]) == expected
+
+
+@pytest.mark.parametrize(
+    "options", ["num_processes=3", "devices=[0, 2]", "env={'SIMGPU_VISIBLE_DEVICES': '0'}, num_processes=2"]
+)
+def test_devices_that_are_not_there_are_refused(places: Kernel, options: str):
+    cell = places.run(f"launch({options})")
+    assert cell.error == "ConfigError"
+    expected = "num_processes=[23], but there (is|are) [12] GPU.*each rank needs its own|there is no GPU 2"
+    assert re.search(expected, cell.message)
+
+
+FILL = """
+from torch.utils.data import DataLoader
+
+def fill():
+    accelerator = Accelerator()
+    model = torch.nn.Sequential(torch.nn.Linear(256, 4096), torch.nn.Linear(4096, 1))
+    rows = DataLoader(torch.ones(64, 256), batch_size=16)
+    model, optimizer, rows = accelerator.prepare(model, torch.optim.Adam(model.parameters()), rows)
+    for batch in rows:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.process_index == 1:
+            kept = [torch.empty(8 << 20, dtype=torch.uint8, device=accelerator.device) for _ in range(9)]
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_rank_without_memory_is_named_with_what_every_rank_held(places: Kernel, method: str):
+    places.run(FILL).ok()
+    limit = "env={'SIMGPU_MEMORY': str(64 << 20)}"
+    cell = places.run(f"notebook_launcher(fill, (), 2, progress='off', start_method={method!r}, {limit})")
+    assert (cell.error, "Tried to allocate 8 MiB. GPU 1" in cell.message) == ("OutOfMemoryError", True)
+    said = re.sub(r"\x1b\[[0-9;]*m", "", cell.traceback)
+    assert "rank 1 of 2" in said
+    lines = said[said.index("What each rank had in memory:") :].splitlines()
+    assert lines[1].split() == ["rank", "parameters", "gradients", "optimizer", "other", "peak", "limit"]
+    # 1,056,769 numbers of 4 bytes, for Adam twice as many, in 64 MiB of a device; gradients were freed.
+    assert re.match(r" *1 +4.2 MB +- +8.5 MB .* 67 MB +<- failed", lines[3])
+    assert "each of 2 ranks holds 8.5 MB" in said
+
+
+@pytest.mark.limit(120)
+@pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
+def test_the_quick_tour_trains_on_both_devices_and_learns_the_digits(tmp_path: Path):
+    quick_tour = nbformat.read(Path(__file__).parents[2] / "notebooks" / "00_quickstart.ipynb", as_version=4)
+    changes = {
+        "def train(epochs=10)": "def train(epochs=3)",
+        "return history": "return [{**one, 'device': str(next(model.parameters()).device)} for one in history]",
+    }
+    for cell in quick_tour.cells:
+        for text, other in changes.items():
+            cell.source = cell.source.replace(text, other)
+    nbformat.write(quick_tour, tmp_path / "tour.ipynb")
+    found = values_of(
+        tmp_path / "tour.ipynb",
+        devices="[history[-1]['device'] for history in results]",
+        accuracy="[history[-1]['accuracy'] for history in results]",
+        evaluated="[history[-1]['evaluated'] for history in results]",
+        losses="[history[-1]['losses'] for history in results]",
+    )
+    assert found["devices"] == ["simgpu:0", "simgpu:1"]
+    first, second = found["accuracy"]
+    assert first == second > 0.8
+    assert found["evaluated"] == [360, 360]
+    assert found["losses"][0] != found["losses"][1]
