@@ -9,7 +9,7 @@ from nb_accelerate.base.progress_page.layout import SIZE
 from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors.out_of_memory import bytes_wanted, says_out_of_memory
 from nb_accelerate.notebook.display.memory import advice, rows_that_fit, sharded_line, shortage
-from nb_accelerate.notebook.magics.status import status_table
+from nb_accelerate.notebook.magics.commands import status_table
 from nb_accelerate.notebook.ranks.status import RankStatus
 
 GB = 10**9

@@ -9,7 +9,7 @@ import pytest
 from fixtures.actor_ranks import ActorRank, failure
 
 from nb_accelerate.errors import RankDiedError
-from nb_accelerate.notebook.pool.ending import wording
+from nb_accelerate.notebook.pool.group import _CELL
 from nb_accelerate.notebook.ranks.failing.errors import death
 from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, Wording, first_cause
 from nb_accelerate.notebook.ranks.proxy import RankProxy
@@ -44,7 +44,7 @@ class TestFirstCause:
 class TestDeath:
     """A launch and a pool say it in the same words, and both know of the out-of-memory killer."""
 
-    @pytest.mark.parametrize("words", [Wording(), wording("the cell")])
+    @pytest.mark.parametrize("words", [Wording(), _CELL])
     def test_of_a_rank_that_was_killed_for_its_memory_says_so(self, words: Wording) -> None:
         handle = ActorRank(1, None)
         rank = RankProxy(handle)

@@ -19,14 +19,13 @@ from fixtures.deadlines import expire
 from nb_accelerate.base.progress_page.layout import Phase
 from nb_accelerate.base.progress_page.page import ProgressPage
 from nb_accelerate.errors import DeadlineError, PoolError
-from nb_accelerate.notebook.pool.ending import cell_steps
 from nb_accelerate.notebook.ranks.failing.errors import error_of
 from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
-from nb_accelerate.notebook.ranks.steps import call_steps, quit_steps
+from nb_accelerate.notebook.ranks.steps import call_steps, cell_steps, quit_steps
 from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
 
 

@@ -28,17 +28,16 @@ _ONCE = ("%pip", "%conda", "%mamba", "%micromamba", "%uv", "!pip", "!conda", "!m
 
 
 class AutoMode:
-    """An input transformer; `register` it, `switch` it, `unregister` it."""
+    """An input transformer; `register` it, `unregister` it.
+
+    Attributes:
+        is_on: whether plain cells run on the ranks.
+    """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._is_on = False
+        self.is_on = False
         self._is_paused = False
-
-    @property
-    def is_on(self) -> bool:
-        """Whether plain cells run on the ranks."""
-        return self._is_on
 
     def register(self) -> None:
         """Add the input transformer to the shell."""
@@ -49,14 +48,10 @@ class AutoMode:
         with contextlib.suppress(ValueError):
             self._shell.input_transformers_cleanup.remove(self._route)
 
-    def switch(self, *, on: bool) -> None:
-        """Turn it on or off."""
-        self._is_on = on
-
     def runs_here(self, cell: str) -> bool:
         """Return whether a cell, as it was written, runs in the notebook and not on the ranks."""
         lines = list(itertools.dropwhile(str.isspace, cell.splitlines(keepends=True)))  # as IPython does
-        routed = "".join(route(lines, everything=self._is_on)[:1])
+        routed = "".join(route(lines, everything=self.is_on)[:1])
         return not routed.startswith(("%%distributed", "%%rank"))
 
     @contextlib.contextmanager
@@ -73,7 +68,7 @@ class AutoMode:
             return lines
         if "".join(lines).strip() == "%debug" and _failed_on_ranks():
             return _DEBUG
-        return route(lines, everything=self._is_on)
+        return route(lines, everything=self.is_on)
 
 
 def _failed_on_ranks() -> bool:

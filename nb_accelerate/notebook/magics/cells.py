@@ -36,18 +36,11 @@ class Cells:
 
     def distributed(self, line: str, cell: str) -> CellHandle | None:
         """Run the cell on every rank; replaced below by the whole help."""
-        with plain_errors():
-            options = args.DISTRIBUTED_CELL.parse(line)
-            if options is None:
-                return None
-            head = None if "inserted" in options else f"%%distributed {line}".rstrip()
-            return self._run(options, cell, head)
+        return self._run(args.DISTRIBUTED_CELL, f"%%distributed {line}".rstrip(), line, cell)
 
     def rank(self, line: str, cell: str) -> CellHandle | None:
         """Run the cell on one rank; replaced below by the whole help."""
-        with plain_errors():
-            options = args.RANK_CELL.parse(line)
-            return None if options is None else self._run(options, cell, f"%%rank {line}".rstrip())
+        return self._run(args.RANK_CELL, f"%%rank {line}".rstrip(), line, cell)
 
     def local(self, line: str, cell: str) -> None:
         """Run the cell here; only reached where the input transformer was not asked."""
@@ -61,12 +54,17 @@ class Cells:
     rank.__doc__ = args.RANK_CELL.format_help()
     local.__doc__ = args.LOCAL_CELL.format_help()
 
-    def _run(self, given: dict[str, Any], cell: str, head: str | None) -> CellHandle | None:
+    @plain_errors()
+    def _run(self, parser: args.LineParser, written: str, line: str, cell: str) -> CellHandle | None:
         from nb_accelerate.notebook import pool as pools
         from nb_accelerate.notebook.pool.options import CellOptions
         from nb_accelerate.notebook.pool.source import read_cell
 
-        # Read here, once, before any rank sees it.
+        given = parser.parse(line)
+        if given is None:
+            return None
+        # Read here, once, before any rank sees it. Where auto mode has inserted the magic, there is no line above it.
+        head = None if "inserted" in given else written
         filename = self._shell.compile.cache(f"{head}\n{cell}" if head else cell, _number(self._shell))
         with self._auto.paused():
             source = read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import ConfigError, PoolError
+from nb_accelerate.notebook.display.words import size
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.magics.args import POOL, RANKS, SHOW, LineParser
 from nb_accelerate.notebook.magics.plain import plain_errors
 from nb_accelerate.notebook.magics.replacing import replace
-from nb_accelerate.notebook.magics.status import status_table
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
     from nb_accelerate.notebook.magics.auto import AutoMode
     from nb_accelerate.notebook.pool import Pool
+    from nb_accelerate.notebook.ranks.status import RankStatus
 
 
 def _command(usage: str, about: str, *parents: argparse.ArgumentParser) -> LineParser:
@@ -180,7 +181,7 @@ class Commands:
         _say("the ranks have ended" if was_running else "no ranks are running")
 
     def _switch_auto(self, given: dict[str, Any]) -> None:
-        self._auto.switch(on=given["how"] == "on")
+        self._auto.is_on = given["how"] == "on"
         _say("cells run on the ranks; %%local keeps one here" if self._auto.is_on else "cells run in the notebook")
 
     def _config(self, given: dict[str, Any]) -> None:
@@ -198,3 +199,21 @@ def _whom(ranks: Sequence[int] | None) -> str:
 
 def _say(text: str) -> None:
     print(text)  # noqa: T201 - it was asked for
+
+
+def status_table(ranks: Sequence[RankStatus], positions: Mapping[int, str]) -> str:
+    """Return a table with a row for each rank, and a line about how models are spread over them."""
+    has_models = any(status.held.states for status in ranks)
+    held_columns = ("peak", "parameters", "gradients", "optimizer") if has_models else ()
+    rows = [("rank", "pid", "device", "memory", *held_columns, "state", "now")]
+    for status in ranks:
+        now = status.doing if status.state == "ended" else positions.get(status.rank, "")
+        held = status.held
+        sizes = [status.memory, *((held.peak, held.parameters, held.gradients, held.optimizer) if has_models else ())]
+        memory = [size(number) if number else "" for number in sizes]
+        now = "" if now == "idle" else now
+        rows.append((str(status.rank), str(status.pid or ""), status.device, *memory, status.state, now))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    sharding = sorted({status.held.sharding for status in ranks if status.held.sharding})
+    return "\n".join((*lines, *(f"models: {kind}" for kind in sharding)))

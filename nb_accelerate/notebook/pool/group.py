@@ -23,21 +23,21 @@ from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
 from nb_accelerate.notebook.launch.starters import open_server
-from nb_accelerate.notebook.pool.ending import cell_steps, stop_steps, wording
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.messages import CutOff, Join, Result
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.ranks.failing.errors import death, error_of, how_it_ended
+from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
-from nb_accelerate.notebook.ranks.steps import StepKind
+from nb_accelerate.notebook.ranks.steps import StepKind, cell_steps, stop_steps
 from nb_accelerate.notebook.ranks.waiting import wait
 from nb_accelerate.notebook.worker.server.limits import enough_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.launch.plan import LaunchPlan
@@ -45,7 +45,18 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
     from nb_accelerate.notebook.ranks.waiting import Interrupts
 
-_CELL = wording("the cell")
+
+def _after_end(rank: RankProxy) -> str:
+    if not rank.has_joined:
+        return " while it was being started"
+    if rank.handle.exitcode is None and rank.handle.is_lost_with_others and not rank.why_lost:
+        return f". So are all other ranks and their variables. To start them anew: %distributed restart {rank.rank}"
+    return (
+        f". Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {rank.rank}"
+    )
+
+
+_CELL = Wording(what="the cell", after_end=_after_end, unusable=PoolError, unseen=PoolError)
 
 
 class RankGroup:
@@ -222,7 +233,7 @@ class RankGroup:
             send=send,
             # No code of users runs, so nothing is waited for.
             steps=cell_steps(replace(timeouts, wait=timeouts.rendezvous, save=0.0), self._cut),
-            wording=wording(what),
+            wording=replace(_CELL, what=what),
             world_size=self.size,
             timeout=timeouts.start,
             awaits=awaits,
@@ -314,17 +325,13 @@ def breaks_group(request: Request, ranks: Mapping[int, RankProxy], backend: str)
     """Return whether the process group is of no use after a cell."""
     if len(ranks) == 1:
         return False
-    if request.incidents:
-        return StepKind.CUT in request.taken or out_of_step(ranks.values())
-    # A collective of nccl returns before other ranks have joined it, so the cell may end well although they never do.
-    return backend_named(backend).returns_early and len(request.ranks) == len(ranks) and out_of_step(ranks.values())
-
-
-def out_of_step(ranks: Iterable[RankProxy]) -> bool:
-    """Return whether a rank has been in more collectives of a process group than another."""
-    seen: dict[str, int] = {}
-    for rank in ranks:
+    # A rank has been in more collectives of a group than another. Groups that a rank is not in do not count.
+    counts: dict[str, set[int]] = {}
+    for rank in ranks.values():
         for group, steps in rank.steps.items():
-            if seen.setdefault(group, steps) != steps:
-                return True
-    return False
+            counts.setdefault(group, set()).add(steps)
+    is_out_of_step = any(len(steps) > 1 for steps in counts.values())
+    if request.incidents:
+        return StepKind.CUT in request.taken or is_out_of_step
+    # A collective of nccl returns before other ranks have joined it, so the cell may end well although they never do.
+    return is_out_of_step and len(request.ranks) == len(ranks) and backend_named(backend).returns_early

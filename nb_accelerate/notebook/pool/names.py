@@ -31,7 +31,6 @@ def free_names(tree: ast.Module, flags: int = 0) -> set[str]:
     """Return the names that a cell may read before it has stored them. Built-in names are among them.
 
     Args:
-        tree: the syntax tree of a cell that compiles.
         flags: compiler flags that the cell sets by its ``__future__`` imports.
     """
     reader = _Reader(flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.config.checks import check_choice
 from nb_accelerate.base.config.launch import PROGRESS, LaunchOptions, check_start_method
 from nb_accelerate.base.start_methods import START_METHODS
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import ConfigError, PoolError
+from nb_accelerate.notebook.launch.machine import facts_here
+from nb_accelerate.notebook.launch.plan import make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+
+RANKS_WITHOUT_GPUS = 2
+"""Ranks on a machine without GPUs: enough to see that a program is distributed."""
 
 STYLES = ("fold", "group", "raw")
 
@@ -57,6 +65,18 @@ class PoolOptions:
             start_method=self.start_method,
             env=self.env,
         )
+
+    def plan(self) -> tuple[LaunchOptions, LaunchPlan]:
+        """Decide how many ranks are started on which devices: return a launch with these ranks, and its plan."""
+        ipython = sys.modules.get("IPython")
+        if ipython is not None and getattr(ipython.get_ipython(), "is_rank", False):
+            raise PoolError("this runs on a rank already: ranks that stay are started in the notebook")
+        facts, launch = facts_here(self.env), self.as_launch()
+        plan = make_plan(launch, facts, may_copy=False)
+        if self.num_processes is None and plan.kind.is_host:
+            launch = replace(launch, num_processes=RANKS_WITHOUT_GPUS)
+            plan = make_plan(launch, facts, may_copy=False)
+        return launch, plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,6 @@ def pack_plan(
 
     Args:
         changed_there: asks ranks which of these objects they have changed.
-        limit: bytes that may be sent; None for any number.
     """
     while True:
         in_doubt = plan.in_doubt()

@@ -32,7 +32,6 @@ class Delivery:
     """What ranks get that lack the same.
 
     Attributes:
-        names: names whose values are sent.
         objects: objects that the ranks have and that are to hold something else.
     """
 
@@ -46,11 +45,7 @@ class CellPlan:
     """Which variables of the notebook each rank is sent for a cell.
 
     Attributes:
-        variables: those of the notebook.
         syncs: what each rank that runs the cell has, by rank.
-        forced: names that the user has asked to send.
-        snapshots: of the values that the cell uses, by name.
-        send: names that are sent, by rank.
         changed: objects that the rank has and that the notebook has changed in place, by name, by rank.
         own: names that are not sent because cells on the ranks have bound them, with the notebook's values.
         conflicts: names that are not sent because both the notebook and the ranks have changed the value.
@@ -176,11 +171,7 @@ class CellPlan:
         return self.snapshots[name].objects[key if isinstance(key, int) else None]
 
     def remarks(self, device: str) -> list[str]:
-        """Return what the user is told, each once for a value: which changes are not sent, or replace what ranks have.
-
-        Args:
-            device: type of device of the ranks.
-        """
+        """Return what the user is told, once for a value: which changes are not sent, or replace what ranks have."""
         said = []
         own = [
             name
@@ -231,7 +222,6 @@ def plan_cell(
     """Plan what ranks are sent for a cell.
 
     Args:
-        names: names that the cell reads.
         variables: those of the notebook.
         syncs: what each rank that runs the cell has, by rank.
         forced: names to send whatever the ranks have.

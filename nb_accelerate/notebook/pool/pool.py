@@ -13,15 +13,12 @@ import os
 import sys
 import time
 import weakref
-from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import PoolError, ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
-from nb_accelerate.notebook.launch.machine import facts_here
-from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.pool.cell import cell_request
 from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
@@ -45,15 +42,10 @@ from nb_accelerate.notebook.worker.received import Key, changed_there
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from nb_accelerate.base.config.launch import LaunchOptions
-    from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.pool.packing import Shipment
     from nb_accelerate.notebook.pool.source import CellSource
     from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
-
-RANKS_WITHOUT_GPUS = 2
-"""Ranks on a machine without GPUs: enough to see that a program is distributed."""
 
 _NOTHING = read_cell("")
 """A cell that is run for the sake of the names that are sent with it."""
@@ -98,6 +90,7 @@ class Pool:
     Attributes:
         timeouts: timeouts of requests that begin from now on.
         options: the options that it was started with.
+        group: the ranks; None if there are none.
         variables: which variables the ranks have.
         failed_rank: the rank that failed first in the last cell that failed; None before one has.
     """
@@ -108,7 +101,7 @@ class Pool:
         self._pid = os.getpid()
         self.options = PoolOptions()
         self._is_starting = False
-        self._group: RankGroup | None = None
+        self.group: RankGroup | None = None
         self.variables = RankVariables()
         self._running: Request | None = None
         self.failed_rank: int | None = None
@@ -119,7 +112,7 @@ class Pool:
     @property
     def state(self) -> PoolState:
         """What it is doing now."""
-        group = self._group
+        group = self.group
         if group is None:
             return PoolState.STOPPED
         if self._is_starting:
@@ -131,14 +124,9 @@ class Pool:
         return PoolState.DISCONNECTED if group.is_disconnected else PoolState.IDLE
 
     @property
-    def group(self) -> RankGroup | None:
-        """The ranks; None if there are none."""
-        return self._group
-
-    @property
     def is_running(self) -> bool:
         """Whether there are ranks, or some are being started."""
-        return self._group is not None or self._is_starting
+        return self.group is not None or self._is_starting
 
     @property
     def is_idle(self) -> bool:
@@ -148,21 +136,21 @@ class Pool:
     @property
     def world_size(self) -> int:
         """Number of ranks, also of those that have ended."""
-        return self._group.size if self._group else 0
+        return self.group.size if self.group else 0
 
     def describe(self) -> str:
         """Return one line about the ranks: how many, on what device, how started."""
-        return self._group.plan.describe() if self._group else "no ranks"
+        return self.group.plan.describe() if self.group else "no ranks"
 
     @property
     def brief(self) -> str:
         """A few words about the ranks: ``2 processes on CPU``. `describe` says more."""
-        return self._group.plan.brief if self._group else "no ranks"
+        return self.group.plan.brief if self.group else "no ranks"
 
     @property
     def lost(self) -> dict[int, str]:
         """Ranks that have ended, each with a few words about how."""
-        group = self._group
+        group = self.group
         return {} if group is None else {rank: group.how_it_ended(rank) for rank in group.missing}
 
     # Start and end.
@@ -179,7 +167,7 @@ class Pool:
             StartError: a rank could not be started.
         """
         options = options or PoolOptions()
-        launch, plan = _plan_ranks(options)
+        launch, plan = options.plan()
         for warning in plan.warnings:
             logger.warning("%s", warning)
         self._clear_away_what_failed()
@@ -189,7 +177,7 @@ class Pool:
             try:
                 self.options = options
                 with self._starting():
-                    self._group = RankGroup(launch, plan, self._on_rank_end, lambda: self.timeouts)
+                    self.group = RankGroup(launch, plan, self._on_rank_end, lambda: self.timeouts)
                     self._bring_up(range(plan.num_processes), interrupts)
             except BaseException:
                 self.stop()
@@ -204,9 +192,9 @@ class Pool:
         if os.getpid() != self._pid:  # a process forked from the notebook's: the ranks are not its own
             return
         with Interrupts() as interrupts:
-            if self._group is not None:
-                self._group.close(interrupts, ask=self.is_idle and self._group.why_it_failed is None)
-                self._group = None  # only now, so that a stop that was broken off can be repeated
+            if self.group is not None:
+                self.group.close(interrupts, ask=self.is_idle and self.group.why_it_failed is None)
+                self.group = None  # only now, so that a stop that was broken off can be repeated
             atexit.unregister(self.stop)
             self.variables.forget()
             self._running = self.failed_rank = None
@@ -274,13 +262,7 @@ class Pool:
             DeadlineError: it took longer than its timeout.
             BaseException: what the cell raised on a rank. The first cause, if several ranks fail.
         """
-        request = self._request(source, options, variables, sink)
-        loop = self._the_group().loop
-        with interrupts_call(lambda: loop.interrupt(request)):
-            self._running = request
-            loop.begin(request)
-            loop.wait_for(request)
-        return self._result_of(request)
+        return self.finish(self.begin(source, options, variables=variables, sink=sink, in_background=False))
 
     def begin(
         self,
@@ -289,31 +271,18 @@ class Pool:
         *,
         variables: Mapping[str, Any] | None = None,
         sink: Sink | None = None,
+        in_background: bool = True,
     ) -> Request:
-        """Start a cell when the one before has ended, and return without waiting for its end; `finish` does that.
+        """Start a cell when the one before has ended, and return its request; `finish` waits for its end.
 
-        Its output says why it has failed, because nobody may call `finish`. The arguments are those of `run`.
-
-        Returns:
-            The request of the cell.
+        Args:
+            source: as for `run`, and so are the next three.
+            options: how to run it.
+            variables: variables of the notebook.
+            sink: shows the output.
+            in_background: its output says why it has failed, because nobody may call `finish`. False waits for its end.
         """
-        request = self._request(source, options, variables, sink, in_background=True)
-        loop = self._the_group().loop
-        with interrupts_call(lambda: loop.interrupt(request)):
-            self._running = request
-            loop.begin(request)
-        return request
-
-    def _request(
-        self,
-        source: CellSource,
-        options: CellOptions | None,
-        variables: Mapping[str, Any] | None,
-        sink: Sink | None,
-        *,
-        in_background: bool = False,
-    ) -> Request:
-        """Wait for the cell before, plan what the ranks are sent for this one, pack it, and make the request."""
+        # Plan what the ranks are sent for it when the cell before has ended, and they are connected.
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
         self.wait()
@@ -326,10 +295,12 @@ class Pool:
         )
         if self.state is PoolState.DISCONNECTED:
             self._reconnect(output)
+        # What is packed is kept until the end, and the plan is not: the notebook may delete values meanwhile.
         plan = plan_cell(source.free, variables, syncs, self.variables.numbers, options.send)
         shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT)
         for remark in plan.remarks(group.plan.kind.name):
             output.say(remark)
+        del plan
         try:
             request = cell_request(
                 source, options, group, ranks, shipments, output, sink, hangs=self.timeouts, in_background=in_background
@@ -340,15 +311,17 @@ class Pool:
             for shipment in shipments:
                 shipment.packed.close()
             raise
+        with interrupts_call(lambda: group.loop.interrupt(request)):
+            self._running = request
+            group.loop.begin(request)
+            if not in_background:
+                group.loop.wait_for(request)
         return request
 
     def finish(self, request: Request) -> list[Any]:
         """Wait for the end of a cell that was begun, and return what `run` returns."""
-        if self._group is not None:
-            self._group.loop.wait_for(request)
-        return self._result_of(request)
-
-    def _result_of(self, request: Request) -> list[Any]:
+        if self.group is not None:
+            self.group.loop.wait_for(request)
         self._clear_away_what_failed()
         return result_of(request)
 
@@ -359,7 +332,7 @@ class Pool:
 
     def interrupt(self) -> None:
         """Interrupt the cell that runs. A second time, kill ranks that cannot be interrupted. For any thread."""
-        request, group = self._running, self._group
+        request, group = self._running, self.group
         if request is not None and group is not None:
             group.loop.interrupt(request)
 
@@ -406,18 +379,14 @@ class Pool:
             raise of_pulled(error, names) from None
         found = zip(chosen, values, strict=True)
         missing = {rank: value for rank, value in found if isinstance(value, remote.MissingName)}
-        if missing:
-            raise self._missing_name(missing)
-        return values
-
-    def _missing_name(self, missing: Mapping[int, remote.MissingName]) -> NameError:
-        """Return the error for names that ranks do not have: it names the first, and all ranks that lack it."""
+        if not missing:
+            return values
         name, near = next(iter(missing.values()))
-        ranks = [rank for rank, absent in missing.items() if absent.name == name]
+        lacking = [rank for rank, absent in missing.items() if absent.name == name]
         hint = f". Did you mean: '{near}'?" if near else ""
-        if len(ranks) == self.world_size > 1:
-            return NameError(f"no rank has a variable {name!r}{hint}")
-        return NameError(f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} no variable {name!r}{hint}")
+        if len(lacking) == self.world_size > 1:
+            raise NameError(f"no rank has a variable {name!r}{hint}")
+        raise NameError(f"{named(lacking)} {'has' if len(lacking) == 1 else 'have'} no variable {name!r}{hint}")
 
     def different(self, names: Sequence[str]) -> list[str]:
         """Return which of these variables have another value on some rank, or are not there."""
@@ -486,8 +455,7 @@ class Pool:
         return locate_ranks(group.ranks, self._busy_ranks(), self.timeouts.stacks, group.loop.post)
 
     def _busy_ranks(self) -> set[int]:
-        busy = self._running
-        return set() if busy is None or busy.done.is_set() else {rank.rank for rank in busy.waiting}
+        return {rank.rank for rank in self._running.waiting} if self._running is not None and self._is_busy else set()
 
     # Internal.
 
@@ -513,13 +481,13 @@ class Pool:
         error = self._clear_away_what_failed()
         if error is not None:
             raise error
-        if self._group is None:
+        if self.group is None:
             raise PoolError(_WHY_NOT[PoolState.STOPPED])
-        return self._group
+        return self.group
 
     def _clear_away_what_failed(self) -> BaseException | None:
         """Stop a pool whose thread has failed. Returns the error, or None if it has not failed."""
-        error = self._group.why_it_failed if self._group is not None else None
+        error = self.group.why_it_failed if self.group is not None else None
         if error is not None:
             self.stop()
         return error
@@ -567,18 +535,5 @@ class Pool:
 
     def _on_rank_end(self, error: BaseException) -> None:
         """Say that a rank has ended, unless the error of a cell will. Called in the loop's thread."""
-        if self._group is not None and not self._is_busy and not self._is_starting:
-            self._group.loop.say(str(error))
-
-
-def _plan_ranks(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
-    """Decide how many ranks are started on which devices: return a launch with these ranks."""
-    ipython = sys.modules.get("IPython")
-    if ipython is not None and getattr(ipython.get_ipython(), "is_rank", False):
-        raise PoolError("this runs on a rank already: ranks that stay are started in the notebook")
-    facts, launch = facts_here(options.env), options.as_launch()
-    plan = make_plan(launch, facts, may_copy=False)
-    if options.num_processes is None and plan.kind.is_host:
-        launch = replace(launch, num_processes=RANKS_WITHOUT_GPUS)
-        plan = make_plan(launch, facts, may_copy=False)
-    return launch, plan
+        if self.group is not None and not self._is_busy and not self._is_starting:
+            self.group.loop.say(str(error))

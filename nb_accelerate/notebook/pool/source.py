@@ -24,7 +24,6 @@ class CellSource:
     Attributes:
         text: the whole cell, with the line of the magic.
         above: number of lines of `text` above the body.
-        free: names that it reads from the notebook.
         is_python: whether there is nothing in it that IPython has to transform.
     """
 

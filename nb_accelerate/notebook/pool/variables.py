@@ -61,7 +61,6 @@ class NamespaceSync:
     """Knows which names one rank was sent, and which its cells have bound.
 
     Attributes:
-        own: names that its cells have bound.
         known: what the objects held that the rank has, when they were sent.
     """
 
@@ -169,8 +168,6 @@ class RankVariables:
     """Knows which variables each rank has.
 
     Attributes:
-        syncs: what each rank has, by rank.
-        numbers: of the notebook's objects.
         trained: models of the notebook that cells have trained on the ranks, which left the notebook's as they were; by
             the name of each.
     """

@@ -118,8 +118,6 @@ class Snapshot:
         moves: a tensor that is moved to another address has not changed.
 
     Attributes:
-        tokens: all that was read.
-        objects: those that were read, by number.
         held: addresses of the containers, and of other objects without numbers, that were read.
         is_partial: something was left out, because it is too large or cannot be read.
     """

@@ -51,7 +51,6 @@ class Setup:
         environ: its whole environment, not a difference.
         cwd: working directory; "" if that of the kernel has been deleted.
         sys_path: the module search path of the kernel as it is now.
-        num_threads: intra-op threads of torch.
         notebook: text of its cells by file name, so that tracebacks and `inspect.getsource` find them, and its
             `RandomStates` or None; a parcel, since a long notebook is more than a socket's buffer takes.
         store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
@@ -97,7 +96,6 @@ class Result:
     """The function returned.
 
     Attributes:
-        parcel: holds its value.
         dropped: names of models of the notebook that it has trained and not returned.
     """
 
@@ -119,14 +117,11 @@ class ErrorReport:
     """An exception as data.
 
     Attributes:
-        type_name: qualified name of its type.
         frames: outermost first; frames of the worker itself are left out.
-        notes: PEP 678 notes.
         cause: what it was raised from, or while handling.
         explicit_cause: True for ``raise ... from``.
         last_lines: what follows the frames in a plain traceback (several lines for a `SyntaxError`).
         group: the exceptions in an exception group, or the first of them.
-        group_size: how many there are.
     """
 
     type_name: str
@@ -165,7 +160,6 @@ class ThreadFailed:
     """A thread of the rank that belongs to this package has failed, so that the rank is of no use any more.
 
     Attributes:
-        name: of the thread.
         error: type and text of what it has raised, in one line.
     """
 
@@ -209,15 +203,11 @@ class RunCell:
     """Run a cell in the rank's shell.
 
     Attributes:
-        code: the cell's body, as it was written.
         filename: what tracebacks call it; the kernel knows the text by that name.
         source: the text of the whole cell, with the line of the magic.
         above: lines of it that come before the body.
         is_python: there are no magics in it.
         names: what to define or change first, packed, see `notebook.worker.received`; or None.
-        wants_value: send the value of the last expression back.
-        wants_accelerator: the cell uses the name ``accelerator``.
-        num_ranks: how many ranks run it.
         converts: it is written for one process, whose numbers it is to have.
     """
 
@@ -252,7 +242,6 @@ class CellEnd:
 
     Attributes:
         bound: names that the cell bound, or bound to something else.
-        unbound: names that it deleted.
         steps: how many collectives each process group has seen, by the group's name.
         trained: names of models that it has trained; told by rank 0.
         has_names: the names that came with the cell were defined, or there were none.

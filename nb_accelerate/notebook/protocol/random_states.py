@@ -17,7 +17,6 @@ class RandomStates:
     """The states of Python's random numbers, NumPy's, and torch's on the CPU.
 
     Attributes:
-        python: of the module ``random``.
         numpy: of ``numpy.random``: key, position, and a number of a normal distribution that was drawn with another. A
             seed where NumPy is not imported, so that nobody has seeded it; None with a bit generator that is not
             NumPy's default one.

@@ -34,9 +34,8 @@ from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.content import Checksum, attributes_of_optimizer, is_apart
 from nb_accelerate.notebook.protocol.explain import find_unpicklable
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.protocol.main_module import Globals, MainPickler
+from nb_accelerate.notebook.protocol.main_module import REDUCERS, Globals, MainPickler
 from nb_accelerate.notebook.protocol.messages import Parcel
-from nb_accelerate.notebook.protocol.reducers import REDUCERS
 from nb_accelerate.notebook.protocol.renewal import is_of_torch, pickled_by_torch
 
 if TYPE_CHECKING:
@@ -64,10 +63,8 @@ class References:
     """What the receivers have already.
 
     Attributes:
-        known: numbers of the objects that the receivers have.
         names: variables of the receivers that hold a list or dictionary, by its address here.
         used: those of `known` and `names` that were referred to, when it was packed.
-        packed: the objects that were packed, by number.
     """
 
     numbers: Numbers
@@ -81,7 +78,6 @@ class Packed:
     """A pickled object, to be sent to any number of receivers. Close it when it was sent to all.
 
     Attributes:
-        parcel: what goes into a message.
         names, codes: of the `MainPickler` that has pickled it.
     """
 
@@ -128,18 +124,14 @@ def pack(
 
     Args:
         value: anything. Functions and classes of ``__main__`` are pickled by value.
-        name: what to call it in an error.
         parts: what it is made of that has names of its own, by what to call these in an error.
         advice: a sentence for the error: what to write instead of a part that cannot be pickled.
         by_value: modules whose functions and classes are pickled by value too, as they are in memory here. Those of all
             other modules are imported where they are unpickled.
-        globals_there: of functions of ``__main__``, where they are unpickled.
-        limit: bytes to copy, at most.
         references: what the receivers have. They call `unpack_numbered`, and not `unpack`.
 
     Raises:
         ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
-        TooLargeError: it is larger than `limit`.
     """
     buffers: list[pickle.PickleBuffer] = []
 

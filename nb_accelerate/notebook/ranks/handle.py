@@ -22,12 +22,10 @@ class RankHandle(ABC):
 
     Attributes:
         mark: mark of its output frames, see `notebook.protocol.output`.
-        page: the progress page on which it says how far it is.
         stdout: descriptor with what Python prints and C code writes to descriptor 1.
         stderr: descriptor with what C code writes to descriptor 2.
         stacks: descriptor with the stack of its main thread, after `dump_stacks`.
         status: descriptor that becomes readable when the rank has ended; see `read_end`.
-        pid: its process id; None until it is ready.
         ended: whether it has ended, or was given up.
         exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
         lost: why its exit code is not known.

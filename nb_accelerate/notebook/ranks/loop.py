@@ -30,12 +30,11 @@ from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.failing.shortage import oom_kills
 from nb_accelerate.notebook.ranks.input_requests import PendingInput
-from nb_accelerate.notebook.ranks.output.guard import OutputGuard, short_text
+from nb_accelerate.notebook.ranks.output.guard import short_text
 from nb_accelerate.notebook.ranks.posted import PostedActions
 from nb_accelerate.notebook.ranks.process_watch import ProcessWatch
-from nb_accelerate.notebook.ranks.reader import RankEvents, RankReader, close_fds, kill
+from nb_accelerate.notebook.ranks.reader import RankReader, close_fds, kill
 from nb_accelerate.notebook.ranks.request import Awaits
-from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 from nb_accelerate.notebook.ranks.waiting import ask_user, interrupts_call, wait
@@ -43,9 +42,6 @@ from nb_accelerate.notebook.ranks.waiting import ask_user, interrupts_call, wait
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.notebook.protocol.messages import Display
-    from nb_accelerate.notebook.protocol.output import StreamName
-    from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
     from nb_accelerate.notebook.ranks.proxy import RankProxy
     from nb_accelerate.notebook.ranks.request import Request
 
@@ -62,7 +58,7 @@ _JOIN_TIMEOUT = 5.0
 """Seconds in which `close` waits for the thread to end."""
 
 
-class RankLoop(RankEvents):
+class RankLoop(RankReader):
     """Waits for ranks that were added, and carries requests to them. `close` it.
 
     Args:
@@ -72,11 +68,7 @@ class RankLoop(RankEvents):
         on_rank_end: called, in the thread, when a rank has ended.
 
     Attributes:
-        ranks: those that were added, by rank.
-        output: shows what the ranks print.
         requests: those that were begun and are not done.
-        failure: the exception that has ended its thread, if there was one.
-        post: runs an action in the thread; see `PostedActions.post`.
         observers: called in the thread after each event, before deadlines are checked: for tests, and for whoever
             wants to act when something has happened and not at a time.
     """
@@ -90,23 +82,20 @@ class RankLoop(RankEvents):
         monitor: Callable[[], object] = lambda: None,
         on_rank_end: Callable[[RankProxy], object] = lambda _: None,
     ) -> None:
+        super().__init__(lambda: self._posted.run())  # noqa: PLW0108 - which it has not yet
         self.ranks: dict[int, RankProxy] = {}
-        self.output: RequestOutput | None = None
         self.requests: list[Request] = []
         self.failure: BaseException | None = None
         self._processes = ProcessWatch(monitor_interval, monitor)
         self._on_rank_end = on_rank_end
         self._hangs: dict[Request, HangWatch] = {}
-        self._guard_without_output = OutputGuard()
         self._ending = False
         self._is_closed = False
         self._last_small_read = 0.0
         self._oom_kills = 0
         self._oom_kills_read_at = -NEVER
         self._thread: HelperThread | None = None
-        self._sources = Sources(lambda: self._posted.run())  # noqa: PLW0108 - which it has not yet
         self._posted = PostedActions(self._sources.ring)
-        self._reader = RankReader(self._sources, self)
         self.post = self._posted.post
 
     # For other threads.
@@ -234,7 +223,8 @@ class RankLoop(RankEvents):
         until_read = read_shell_channel()
         seconds = self._next_deadline() - time.monotonic()
         self._sources.wait(min(seconds, until_read))
-        self._finish_requests()
+        for request in [request for request in self.requests if not request.waiting]:
+            self._finish(request)
         if seconds <= 0:  # what had come by then has been read, so that it is not late
             self._act_on_deadlines()
         for observer in self.observers:
@@ -243,19 +233,19 @@ class RankLoop(RankEvents):
 
     def _space_small_reads(self) -> None:
         """Wait a moment if output is read in small pieces one right after the other."""
-        if not self._reader.has_read_little:
+        if not self.has_read_little:
             return
         now = time.monotonic()
         if now - self._last_small_read < _MIN_READ_INTERVAL:
             time.sleep(_MIN_READ_INTERVAL)
-        self._last_small_read, self._reader.has_read_little = now, False
+        self._last_small_read, self.has_read_little = now, False
 
     def _add(self, rank: RankProxy) -> None:
-        self._reader.add(rank)
+        self._read_from(rank)
         self.ranks[rank.rank] = rank
 
     def _remove(self, rank: RankProxy) -> None:
-        self._reader.drop(rank)
+        self._read_no_more(rank)
         self._close_rank(rank)
 
     def _close_rank(self, rank: RankProxy) -> None:
@@ -295,19 +285,21 @@ class RankLoop(RankEvents):
                 request.is_unwanted = True
                 return
 
-    def _finish_requests(self) -> None:
-        for request in [request for request in self.requests if not request.waiting]:
-            for rank in request.ranks:
-                self.show(rank.output.finish)
-            for callback in request.callbacks:
-                self._attempt(f"what follows {request.wording.what}", callback)
-            if self.output is not None:
-                self.output.finish()
-            self.show(_finish_panel, request)
-            self._hangs.pop(request, None)
-            request.take_note()
-            self.requests.remove(request)  # only now: if `take_note` fails, so does the request
-            request.finish()
+    def _finish(self, request: Request) -> None:
+        """End a request whose ranks have all answered or ended."""
+        for rank in request.ranks:
+            self.show(rank.output.finish)
+        for callback in request.callbacks:
+            self._attempt(f"what follows {request.wording.what}", callback)
+        if self.output is not None:
+            self.output.finish()
+        panel = request.panel
+        if panel is not None and not request.keeps_panel:
+            self.show(lambda: panel.finish(*outcome_of(request)))
+        self._hangs.pop(request, None)
+        request.take_note()
+        self.requests.remove(request)  # only now: if `take_note` fails, so does the request
+        request.finish()
 
     def _request_of(self, rank: RankProxy) -> Request | None:
         """Return the request that a message of this rank is about."""
@@ -368,11 +360,6 @@ class RankLoop(RankEvents):
     # Called by the reader.
 
     @override
-    def show(self, action: Callable[..., object], *arguments: Any) -> None:
-        with self._guard_without_output if self.output is None else self.output.guard:
-            action(*arguments)
-
-    @override
     def on_message(self, rank: RankProxy, message: Any, fds: tuple[int, ...]) -> None:
         request = self._request_of(rank)
         if isinstance(message, Ready):
@@ -402,16 +389,6 @@ class RankLoop(RankEvents):
         pending.answer(None)
 
     @override
-    def on_text(self, rank: RankProxy, stream: StreamName, text: str) -> None:
-        if self.output is not None:
-            self.output.text(rank.rank, stream, text)
-
-    @override
-    def on_display(self, rank: RankProxy, display: Display) -> None:
-        if self.output is not None:
-            self.output.display(rank.rank, display)
-
-    @override
     def on_output(self, rank: RankProxy) -> None:
         for hang in self._hangs.values():
             hang.printed()
@@ -428,9 +405,3 @@ class RankLoop(RankEvents):
         for request in self.requests:
             if rank in request.ranks:
                 request.ended(rank)
-
-
-def _finish_panel(request: Request) -> None:
-    """Have the panel of a request show its end, unless the panel outlives it."""
-    if request.panel is not None and not request.keeps_panel:
-        request.panel.finish(*outcome_of(request))

@@ -29,20 +29,16 @@ class RankProxy:
     """Owns a rank's handle, and keeps what came from the rank until it is wanted. `RankLoop.add` has it read.
 
     Attributes:
-        output: splits what it prints into lines.
         displays: displays that have come and whose places in the output have not.
         inbox: other messages that have come, each with its descriptors.
         stacks: what it has written since `ask_for_stacks`.
         has_stacks: set when all of that has come, or the rank has ended.
         stacks_due: `time.monotonic` of `ask_by_signal`.
-        is_ready: it has been set up.
         is_stopped: it was suspended (SIGSTOP) when it was looked at last.
-        is_leaving: it was told to end.
         why_lost: why it is of no use any more although its process may live; "" for one that is of use.
         lost_by: the exception behind `why_lost`, if there is one; the cause of the error about this rank.
         alarm: over it, a rank of a pool is taken out of a collective; None before it was asked to join one.
         has_joined: it has been in the process group of a pool, so that it may have variables.
-        device: what a rank of a pool computes on, as text.
         steps: number of collectives that each of its process groups had seen at the end of its last cell, by group.
     """
 

@@ -2,12 +2,12 @@
 
 ::
 
-    channel --------> messages other than displays --> inbox --> RankEvents.on_message, after the output before it
-    stdout, stderr --> RankOutput --> whole lines --> RankEvents.on_text
+    channel --------> messages other than displays --> inbox --> RankReader.on_message, after the output before it
+    stdout, stderr --> RankOutput --> whole lines --> RequestOutput.text
                           |
-                          +--> place of a display --> the next display of the channel --> RankEvents.on_display
+                          +--> place of a display --> the next display of the channel --> RequestOutput.display
     stacks ---------> RankProxy.take_stacks
-    status ---------> RankEvents.on_end
+    status ---------> RankReader.on_end
 
 A rank sends a message after what it has printed before, but over another descriptor. So before a message is handed on,
 the rank's output is read as far as it has come.
@@ -18,17 +18,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import RemoteError
 from nb_accelerate.notebook.protocol.messages import Display, ThreadFailed
+from nb_accelerate.notebook.ranks.output.guard import OutputGuard
+from nb_accelerate.notebook.ranks.sources import Sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.notebook.protocol.output import StreamName
+    from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
     from nb_accelerate.notebook.ranks.proxy import RankProxy
-    from nb_accelerate.notebook.ranks.sources import Sources
 
 logger = logging.getLogger(__name__)
 
@@ -36,48 +39,45 @@ _LARGE_READ = 1 << 13
 """Bytes. After a read of stdout that returns fewer, `RankLoop` may pause, so that the next read returns more."""
 
 
-class RankEvents(Protocol):
-    """What the reader calls. All of it runs in the thread of the loop."""
-
-    def show(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Call what shows output of ranks; an error in it is told and logged, and ends nothing else."""
-
-    def on_message(self, rank: RankProxy, message: Any, fds: tuple[int, ...]) -> None:
-        """Handle a message that is no `Display`; its descriptors are taken over."""
-
-    def on_text(self, rank: RankProxy, stream: StreamName, text: str) -> None:
-        """Show whole lines."""
-
-    def on_display(self, rank: RankProxy, display: Display) -> None:
-        """Show a display."""
-
-    def on_output(self, rank: RankProxy) -> None:
-        """Note that a rank has printed something, perhaps part of a line."""
-
-    def drops_stderr(self) -> bool:
-        """Return whether connections were broken on purpose: C++ code complains about that at length."""
-        raise NotImplementedError
-
-    def on_end(self, rank: RankProxy) -> None:
-        """Note that a rank has ended, or that it is of no use any more. Called once."""
-
-
-class RankReader:
-    """Reads the descriptors of ranks that were added.
+class RankReader(ABC):
+    """Reads the descriptors of ranks, and shows what they print. `RankLoop` handles the rest, in the same thread.
 
     Attributes:
+        output: shows what the ranks print.
         has_read_little: stdout of a rank was read, and only a few bytes were there. Whoever waits resets it.
     """
 
-    def __init__(self, sources: Sources, events: RankEvents) -> None:
-        self._sources = sources
-        self._events = events
+    def __init__(self, on_ring: Callable[[], object]) -> None:
+        self.output: RequestOutput | None = None
         self.has_read_little = False
+        self._guard_without_output = OutputGuard()
+        self._sources = Sources(on_ring)
 
-    def add(self, rank: RankProxy) -> None:
+    @abstractmethod
+    def on_message(self, rank: RankProxy, message: Any, fds: tuple[int, ...]) -> None:
+        """Handle a message that is no `Display`; its descriptors are taken over."""
+
+    @abstractmethod
+    def on_output(self, rank: RankProxy) -> None:
+        """Note that a rank has printed something, perhaps part of a line."""
+
+    @abstractmethod
+    def drops_stderr(self) -> bool:
+        """Return whether connections were broken on purpose: C++ code complains about that at length."""
+
+    @abstractmethod
+    def on_end(self, rank: RankProxy) -> None:
+        """Note that a rank has ended, or that it is of no use any more. Called once."""
+
+    def show(self, action: Callable[..., object], *arguments: Any) -> None:
+        """Call what shows output of ranks; an error in it is told and logged, and ends nothing else."""
+        with self._guard_without_output if self.output is None else self.output.guard:
+            action(*arguments)
+
+    def _read_from(self, rank: RankProxy) -> None:
         """Read from a rank from now on."""
         handle = rank.handle
-        rank.output.emit = functools.partial(self._events.on_text, rank)
+        rank.output.emit = functools.partial(self._show_text, rank)
         rank.output.on_display = functools.partial(self._show_next_display, rank)
         try:
             for source, action in (
@@ -89,21 +89,26 @@ class RankReader:
             ):
                 self._sources.add(source, functools.partial(action, rank))
         except BaseException:
-            self.drop(rank)
+            self._read_no_more(rank)
             raise
 
-    def drop(self, rank: RankProxy) -> None:
+    def _read_no_more(self, rank: RankProxy) -> None:
         """Read nothing more from a rank, whose descriptors are still open."""
         handle = rank.handle
         for source in (handle.channel, handle.stdout, handle.stderr, handle.stacks, handle.status):
             self._sources.drop(source)
 
+    def _show_text(self, rank: RankProxy, stream: StreamName, text: str) -> None:
+        if self.output is not None:
+            self.output.text(rank.rank, stream, text)
+
     def _show_next_display(self, rank: RankProxy) -> None:
         """Show the next display of a rank, whose place in its output has come."""
         if not rank.displays:
             self._receive(rank)  # a rank sends a display before it marks the place, so it has arrived
-        if rank.displays:
-            self._events.on_display(rank, rank.displays.popleft())
+        display = rank.displays.popleft() if rank.displays else None
+        if display is not None and self.output is not None:
+            self.output.display(rank.rank, display)
 
     def _on_channel(self, rank: RankProxy) -> None:
         self._receive(rank)
@@ -133,22 +138,22 @@ class RankReader:
             if isinstance(message, ThreadFailed):
                 self._thread_failed(rank, message)
             else:
-                self._events.on_message(rank, message, fds)
+                self.on_message(rank, message, fds)
 
     def _on_stdout(self, rank: RankProxy) -> None:
         data = self._read(rank.handle.stdout)
-        self._events.show(rank.output.feed, data)
+        self.show(rank.output.feed, data)
         self.has_read_little = self.has_read_little or len(data) < _LARGE_READ
-        self._events.on_output(rank)
+        self.on_output(rank)
         self._hand_on_messages(rank)  # `_show_next_display` may have received some
 
     def _on_stderr(self, rank: RankProxy) -> None:
         self._take_stderr(rank, self._read(rank.handle.stderr))
-        self._events.on_output(rank)
+        self.on_output(rank)
 
     def _take_stderr(self, rank: RankProxy, data: bytes) -> None:
-        if not self._events.drops_stderr():
-            self._events.show(rank.output.feed_stderr, data)
+        if not self.drops_stderr():
+            self.show(rank.output.feed_stderr, data)
 
     def _on_stacks(self, rank: RankProxy) -> None:
         rank.take_stacks(self._read(rank.handle.stacks))
@@ -161,15 +166,15 @@ class RankReader:
             rank.handle.read_end()
         except OSError:  # it has ended all the same, and its exit code is not known
             rank.handle.ended = True
-        self._events.show(rank.output.finish)
+        self.show(rank.output.finish)
         if not rank.why_lost:  # else `_cannot_read` has called `on_end`
-            self._events.on_end(rank)
+            self.on_end(rank)
 
     def _read_output(self, rank: RankProxy) -> None:
         """Read what a rank has written until now, and no more: a rank may print faster than it is read here."""
         handle = rank.handle
         for fd, take in (
-            (handle.stdout, functools.partial(self._events.show, rank.output.feed)),
+            (handle.stdout, functools.partial(self.show, rank.output.feed)),
             (handle.stderr, functools.partial(self._take_stderr, rank)),
             (handle.stacks, rank.take_stacks),
         ):
@@ -205,7 +210,7 @@ class RankReader:
         rank.why_lost, rank.lost_by = why, error
         self._sources.drop(rank.handle.channel)
         kill(rank)
-        self._events.on_end(rank)
+        self.on_end(rank)
 
 
 def kill(rank: RankProxy) -> None:

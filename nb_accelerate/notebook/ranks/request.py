@@ -65,9 +65,6 @@ class Request:
     """Something that ranks are asked. `RankLoop.begin` begins it; it is over when `done` is set.
 
     Attributes:
-        ranks: the ranks that are asked.
-        send: sends the message to one of them.
-        steps: the steps by which it is ended early, in their order.
         world_size: number of ranks in all, of which `ranks` may be some.
         start: seconds in which all ranks must become ready, for a request that does not itself wait for `Awaits.READY`.
         timeout: seconds in which all ranks must answer; None for no limit.
@@ -80,17 +77,11 @@ class Request:
         idle: returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
         exit_returns: whether a rank whose process ends with exit code 0 has answered None. A script may do that, by
             ``os._exit(0)``, where a function would lose its value.
-        attended: whether somebody waits for it and can be asked for input.
         is_raised: whether its error is raised in the cell that shows its panel; if not, the panel shows the traceback.
-        answers: the answers that have come, with their descriptors, by rank.
-        cell_ends: what else cells reported at their end, by rank.
-        incidents: what went wrong, in the order in which it was noticed.
         failure: the error of the loop, if that has ended before the ranks have answered.
-        step: the current step; None as long as nothing went wrong.
         taken: kinds of the steps that have acted on a rank.
         callbacks: called just before it is done. An error in one is shown to the user or logged, and otherwise ignored.
         take_note: called just before it is done, after `callbacks`. An error in it fails the request.
-        is_unwanted: whether it was interrupted before it has begun.
         steering: held by whoever steers its training, since its ranks take one command at a time.
         done: set when every rank has answered or ended, or the loop has ended.
     """
@@ -384,7 +375,7 @@ class Request:
         if waiting:
             self.taken.add(step.kind)
         for rank in waiting:
-            _try(step.act, rank)
+            _try(step.take, rank)
         if step.answered is not None:
             for rank in self.ranks:
                 if rank.rank in self.answers:

@@ -1,13 +1,13 @@
 """The steps by which a request is ended early, after a failure, a timeout or an interrupt.
 
 Each kind of request has a table of steps. Ranks of a launch are terminated; ranks of a pool are taken out of their
-collectives and keep their variables (`notebook.pool.ending`).
+collectives and keep their variables.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import Phase
@@ -53,27 +53,25 @@ def saves(sample: Sample) -> bool:
     return saves_in_call(sample) or saves_in_background(sample)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Step:
     """One row of a table.
 
     Attributes:
-        kind: what it does.
-        act: called with each rank that has not answered.
-        seconds: from this step to the next.
-        for_user: the same if the user has interrupted; None if that makes no difference.
+        act: called with each rank that has not answered; by default what the kind says.
+        for_user: seconds if the user has interrupted; None if that makes no difference.
         on_interrupt: the step that another interrupt leads to; None ignores it.
         answered: called with each rank that has answered, or answers during this step.
         save: seconds in which ranks may finish writing a checkpoint, unless the user interrupts what ends already.
-        is_saving: tells these ranks by what their progress pages say.
         cause: seconds from the first failure in which the real cause is waited for, if all failures so far only say
             that another rank was lost.
         notice: a line for the user if ranks have not answered when the step begins; ``{ranks}`` stands for them.
     """
 
     kind: StepKind
-    act: Callable[[RankProxy], object]
     seconds: float = NEVER
+    _: KW_ONLY
+    act: Callable[[RankProxy], object] | None = None
     for_user: float | None = None
     on_interrupt: StepKind | None = None
     answered: Callable[[RankProxy], object] | None = None
@@ -82,6 +80,10 @@ class Step:
     cause: float = 0.0
     notice: str = ""
 
+    def take(self, rank: RankProxy) -> None:
+        """Do to a rank what the step does."""
+        (self.act or _ACTS[self.kind])(rank)
+
 
 def ask_for_stacks(rank: RankProxy) -> None:
     """Have a rank write its stacks, unless it cannot: it is not ready, or suspended."""
@@ -89,55 +91,54 @@ def ask_for_stacks(rank: RankProxy) -> None:
         rank.ask_for_stacks()
 
 
-def interrupt(rank: RankProxy) -> None:
-    """Raise KeyboardInterrupt in users' code."""
+def _interrupt(rank: RankProxy) -> None:
     rank.handle.interrupt()
     if not rank.is_ready:  # it runs no users' code yet that KeyboardInterrupt could end
         rank.quit()
 
 
-def terminate(rank: RankProxy) -> None:
-    """Send SIGTERM to a rank."""
-    rank.handle.terminate()
+def _interrupt_or_kill(rank: RankProxy) -> None:
+    if rank.has_joined:
+        _interrupt(rank)
+    else:  # it has no variables yet
+        rank.handle.kill()
 
 
-def kill(rank: RankProxy) -> None:
-    """Send SIGKILL to a rank."""
-    rank.handle.kill()
-
-
-def leave_alone(_: RankProxy) -> None:
-    """Do nothing: the rank gets time."""
-
-
-def give_up(rank: RankProxy) -> None:
-    """Wait for the end of a rank no longer."""
+def _give_up(rank: RankProxy) -> None:
     rank.why_lost = rank.why_lost or "its process did not end when it was killed"
+
+
+_ACTS: dict[StepKind, Callable[[RankProxy], object]] = {
+    StepKind.ASK: ask_for_stacks,
+    StepKind.INTERRUPT: _interrupt,
+    StepKind.WAIT: lambda _: None,
+    StepKind.TERMINATE: lambda rank: rank.handle.terminate(),
+    StepKind.KILL: lambda rank: rank.handle.kill(),
+    StepKind.GIVE_UP: _give_up,
+}
+
+_BUSY = (
+    "rank {ranks} runs C code that cannot be interrupted; the cell ends when that returns. Interrupt once more to kill "
+    "the rank and lose its variables"
+)
 
 
 def call_steps(timeouts: Timeouts) -> tuple[Step, ...]:
     """Return the steps that end the call of a launch early. Ranks that have answered may leave."""
     done = RankProxy.quit
     return (
-        Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
+        Step(StepKind.ASK, timeouts.ask, cause=timeouts.cause),
         Step(
-            kind=StepKind.INTERRUPT,
-            act=interrupt,
-            seconds=timeouts.unwind,
+            StepKind.INTERRUPT,
+            timeouts.unwind,
             for_user=timeouts.interrupt,
             save=timeouts.save,
             is_saving=saves,
             on_interrupt=StepKind.KILL,
             answered=done,
         ),
-        Step(
-            kind=StepKind.TERMINATE,
-            act=terminate,
-            seconds=timeouts.terminate,
-            on_interrupt=StepKind.KILL,
-            answered=done,
-        ),
-        Step(kind=StepKind.KILL, act=kill, answered=done),
+        Step(StepKind.TERMINATE, timeouts.terminate, on_interrupt=StepKind.KILL, answered=done),
+        Step(StepKind.KILL, answered=done),
     )
 
 
@@ -145,13 +146,45 @@ def quit_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
     """Return the steps that end the ranks of a launch, which have so many seconds to leave by themselves."""
     return (
         Step(
-            kind=StepKind.WAIT,
-            act=leave_alone,
-            seconds=seconds,
+            StepKind.WAIT,
+            seconds,
             save=timeouts.save,
             is_saving=saves_in_background,
             on_interrupt=StepKind.TERMINATE,
         ),
-        Step(kind=StepKind.TERMINATE, act=terminate, seconds=timeouts.terminate, on_interrupt=StepKind.KILL),
-        Step(kind=StepKind.KILL, act=kill),
+        Step(StepKind.TERMINATE, timeouts.terminate, on_interrupt=StepKind.KILL),
+        Step(StepKind.KILL),
     )
+
+
+def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
+    """Return the steps that end a cell early, or the set-up or a rendezvous of ranks of a pool.
+
+    A rank that has variables is killed only if the user interrupts again, or ``timeouts.wait`` is over.
+    """
+    notice = _BUSY if timeouts.wait == NEVER else ""
+    return (
+        Step(StepKind.ASK, timeouts.ask, cause=timeouts.cause),
+        Step(
+            StepKind.INTERRUPT,
+            timeouts.unwind,
+            act=_interrupt_or_kill,
+            for_user=timeouts.interrupt,
+            save=timeouts.save,
+        ),
+        Step(StepKind.CUT, timeouts.cut, act=cut),
+        Step(StepKind.WAIT, timeouts.wait, on_interrupt=StepKind.KILL, notice=notice),
+        Step(StepKind.KILL, timeouts.kill),
+        Step(StepKind.GIVE_UP),
+    )
+
+
+def stop_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
+    """Return the steps that end ranks of a pool, which have so many seconds to leave; 0 if they were not told to."""
+    by_signal = Step(StepKind.KILL, timeouts.kill), Step(StepKind.GIVE_UP)
+    if not seconds:
+        return by_signal
+    by_itself = Step(
+        StepKind.WAIT, seconds, save=timeouts.save, is_saving=saves_in_background, on_interrupt=StepKind.KILL
+    )
+    return by_itself, *by_signal

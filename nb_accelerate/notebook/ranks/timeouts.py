@@ -10,7 +10,7 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Timeouts in seconds. The steps they are for are in `notebook.ranks.steps` and `notebook.pool.ending`.
+    """Timeouts in seconds. The steps they are for are in `notebook.ranks.steps`.
 
     Attributes:
         start: from the start of ranks until all are ready. Importing torch from a slow disk takes most of it.

@@ -9,8 +9,7 @@ import multiprocessing.reduction
 from collections import ChainMap
 from typing import IO, Any
 
-from nb_accelerate.notebook.protocol.main_module import Globals, MainPickler
-from nb_accelerate.notebook.protocol.reducers import CODE_REDUCERS
+from nb_accelerate.notebook.protocol.main_module import CODE_REDUCERS, Globals, MainPickler
 
 
 class _ByValuePickler(MainPickler):
