@@ -30,7 +30,7 @@ from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatc
 from nb_accelerate.training.data.loader import DataLoaderShard
 from nb_accelerate.training.data.plan.plan import rows_per_rank
 from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.training.data.plan.shuffling import RNGSync, SharedStart, sampler_sync
+from nb_accelerate.training.data.plan.shuffling import EpochStart, sampler_sync
 from nb_accelerate.training.data.plan.skipping import split_skip
 from nb_accelerate.training.data.reading.iterable import MarkingCollate, MarkingShard
 from nb_accelerate.training.data.reading.reader import Reader
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data.dispatching.dispatcher import SliceFunction
-    from nb_accelerate.training.data.plan.samplers import MakeSync
+    from nb_accelerate.training.data.plan.shuffling import SamplerSync
     from nb_accelerate.training.data.tracker import LoaderView
 
 
@@ -119,7 +119,7 @@ class ReaderArguments:
         # Where no sampler is cut into parts, ranks that share all rows still have to draw them in one order.
         order = self._make_sync() if self.kind is Reader and self.ranks == 1 else None
         in_step = order(outer, inner) if order is not None and self.shares else None
-        parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._on_start(self._global_sync(), in_step)}
+        parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._on_start(in_step=in_step)}
         if self.ranks > 1:
             even, sync = self.config.even_batches, self._make_sync()
             if batches:
@@ -141,7 +141,7 @@ class ReaderArguments:
         parts: dict[str, Any] = {
             "dataset": loader.dataset,
             "batch_size": loader.batch_size,
-            "on_start": self._on_start(self._global_sync(getattr(loader.dataset, "generator", None))),
+            "on_start": self._on_start(getattr(loader.dataset, "generator", None)),
             "total_batch_size": self._total(loader.batch_size),
         }
         if batched:
@@ -203,24 +203,20 @@ class ReaderArguments:
             data_seed=seed,
         )
 
-    def _make_sync(self) -> MakeSync | None:
+    def _make_sync(self) -> Callable[[Any, Any], SamplerSync | None] | None:
         if RNGType.GENERATOR not in self.rng_types:
             return None
         return partial(_order_sync, broadcast=partial(self.collectives.broadcast, source=0))
 
-    def _global_sync(self, generator: torch.Generator | None = None) -> Callable[[], None] | None:
-        types = [kind for kind in self.rng_types if kind is not RNGType.GENERATOR or generator is not None]
-        if self.collectives.world_size == 1 or not types:
-            return None
-        if RNGType.GENERATOR not in types:
-            generator = None
-        return RNGSync(types, partial(self.collectives.broadcast, source=0), generator)
-
-    def _on_start(self, *before: Callable[[], None] | None) -> Callable[[], None] | None:
+    def _on_start(
+        self, generator: torch.Generator | None = None, in_step: SamplerSync | None = None
+    ) -> EpochStart | None:
         """Return what is called before each epoch."""
-        if self.shares:
-            return SharedStart(self.collectives, *before)
-        return next((sync for sync in before if sync is not None), None)
+        types = [kind for kind in self.rng_types if kind is not RNGType.GENERATOR or generator is not None]
+        types = types if self.collectives.world_size > 1 else []
+        if not types and not self.shares:
+            return None
+        return EpochStart(types, self.collectives, generator if RNGType.GENERATOR in types else None, in_step)
 
     def _total(self, batch_size: int | None) -> int | None:
         if batch_size is None or self.config.split_batches:
@@ -228,7 +224,7 @@ class ReaderArguments:
         return batch_size * self.collectives.world_size
 
 
-def _order_sync(outer: Any, inner: Any, *, broadcast: Callable[[Tensor], Tensor]) -> Callable[[], None] | None:
+def _order_sync(outer: Any, inner: Any, *, broadcast: Callable[[Tensor], Tensor]) -> SamplerSync | None:
     if isinstance(inner, SeedableRandomSampler):
         return None  # its seed is in step
     return sampler_sync(inner, broadcast) or sampler_sync(outer, broadcast)

@@ -21,12 +21,23 @@ from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.options import note_use
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
+from nb_accelerate.training.process.devices import device_kind
 from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
+from nb_accelerate.training.strategies.blocks import find_blocks
 from nb_accelerate.training.strategies.dtensors import DTensorStrategy, has_groups, use_shards
 from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.training.strategies.model_memory import measure
 from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
-from nb_accelerate.training.strategies.sharding import is_sharded, shard_model
+from nb_accelerate.training.strategies.sharding import (
+    CheckpointedForward,
+    Filler,
+    Policies,
+    check_weights,
+    ignored_parameters,
+    is_sharded,
+    kept_precise,
+    note_replaced,
+)
 from nb_accelerate.training.strategies.shards import is_shard
 from nb_accelerate.training.strategies.unwrapping import flattened, innermost
 
@@ -103,20 +114,52 @@ class FSDPStrategy(DTensorStrategy):
         if is_sharded(inner):
             _check_group(inner)
             return model
-        mesh = self.mesh
-        names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
-        shard_model(
-            inner,
-            mesh=mesh[names],
-            options=self._options,
-            dtype=self._dtype,
-            collectives=self.collectives,
-            device=self.device,
-            parallelize=TensorParallelizer(mesh["tp"], self._plan).parallelize if self.layout.tp > 1 else None,
-        )
+        self._shard(inner)
         share_random_numbers(self.data_collectives)
         note_use(self._options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         return model
+
+    def _shard(self, model: nn.Module) -> None:
+        """Shard a model in place, a block at a time, and then the rest. Collective.
+
+        Each block gets memory on the device and the weights of rank 0, and is sharded: no model needs to fit there.
+        """
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        options, mesh = self._options, self.mesh
+        check_weights(model, self.collectives)
+        blocks = find_blocks(model, options)
+        fill = Filler(self.collectives, self.device)
+        with note_replaced(model):
+            if self.layout.tp > 1:
+                TensorParallelizer(mesh["tp"], self._plan).parallelize(model, fill)
+            names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+            arguments: dict[str, Any] = {"mesh": mesh[names], "ignored_params": ignored_parameters(model, options)}
+            if isinstance(options.cpu_offload, CPUOffloadPolicy):
+                arguments["offload_policy"] = options.cpu_offload
+            elif options.cpu_offload:
+                arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_kind(self.device.type).pins_memory)
+            policies = Policies(options, self._dtype)
+            reshard = options.reshard_after_forward
+            of_blocks = arguments if reshard is None else {**arguments, "reshard_after_forward": reshard}
+            for block in (*blocks, model):
+                for part in kept_precise(block, policies.converts):
+                    fill(part)
+                    fully_shard(part, mp_policy=policies.precise, **of_blocks)
+                fill(block)
+                if block is model:  # what is outside of blocks stays gathered
+                    fully_shard(block, mp_policy=policies.of_root, **arguments)
+                    continue
+                if options.activation_checkpointing:
+                    offload = bool(options.activation_checkpointing_offload)
+                    block.forward = CheckpointedForward(
+                        block.forward, offload=offload, kind=device_kind(self.device.type)
+                    )
+                fully_shard(block, mp_policy=policies.of_blocks, **of_blocks)
+        if options.forward_prefetch:
+            order = [part for part in model.modules() if part is not model and is_sharded(part)]
+            for block, following in itertools.pairwise(order):
+                block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # FSDPModule's
 
     # -- gradients
 

@@ -1,16 +1,8 @@
-"""Shard a model in place: fill it with the weights of rank 0, block by block, and hand each block to ``fully_shard``.
-
-A block is whole on the device only until it has been sharded, so a model needs not fit there::
-
-    for each block, then for the rest:  on meta? -> memory on the device -> weights of rank 0 -> fully_shard
-
-Layers of a tensor-parallel plan are filled and parallelized before.
-"""
+"""What it takes to replace the parameters of a model by shards: weights of rank 0, policies, what stays whole."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm import operations
-from nb_accelerate.training.process.devices import device_kind
-from nb_accelerate.training.strategies.blocks import find_blocks
 from nb_accelerate.training.strategies.shards import is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.base.devices import DeviceKind
@@ -46,56 +35,7 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def shard_model(
-    model: nn.Module,
-    *,
-    mesh: DeviceMesh,
-    options: FullyShardedDataParallelPlugin,
-    dtype: torch.dtype | None,
-    collectives: Collectives,
-    device: torch.device,
-    parallelize: Callable[[nn.Module, Filler], object] | None = None,
-) -> None:
-    """Shard a model in place, over a mesh whose first dimension may have ranks that each hold all of it. Collective.
-
-    Blocks compute in ``dtype``; None: in that of the parameters. ``parallelize`` applies tensor parallelism before.
-    """
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-    check_weights(model, collectives)
-    blocks = find_blocks(model, options)
-    fill = Filler(collectives, device)
-    with note_replaced(model):
-        if parallelize is not None:
-            parallelize(model, fill)
-        ignored = ignored_parameters(model, options)
-        arguments: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
-        if isinstance(options.cpu_offload, CPUOffloadPolicy):
-            arguments["offload_policy"] = options.cpu_offload
-        elif options.cpu_offload:
-            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_kind(device.type).pins_memory)
-        policies = _Policies(options, dtype)
-        reshard = options.reshard_after_forward
-        of_blocks = arguments if reshard is None else {**arguments, "reshard_after_forward": reshard}
-        for block in (*blocks, model):
-            for part in _kept_precise(block, policies.converts):
-                fill(part)
-                fully_shard(part, mp_policy=policies.precise, **of_blocks)
-            fill(block)
-            if block is model:  # what is outside of blocks stays gathered
-                fully_shard(block, mp_policy=policies.of_root, **arguments)
-                continue
-            if options.activation_checkpointing:
-                offload = bool(options.activation_checkpointing_offload)
-                block.forward = CheckpointedForward(block.forward, offload=offload, kind=device_kind(device.type))
-            fully_shard(block, mp_policy=policies.of_blocks, **of_blocks)
-    if options.forward_prefetch:
-        order = [part for part in model.modules() if part is not model and is_sharded(part)]
-        for block, following in itertools.pairwise(order):
-            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # FSDPModule's
-
-
-class _Policies:
+class Policies:
     """The `MixedPrecisionPolicy` of blocks, of the rest of the model, and of what computes in float32 anyway.
 
     Autocast surrounds the forward of the model, and converts what is not in its dtype where an operation needs it. So
@@ -119,7 +59,7 @@ class _Policies:
         self.converts = self.of_blocks.param_dtype not in {None, torch.float32}
 
 
-def _kept_precise(block: nn.Module, converts: bool) -> Iterator[nn.Module]:
+def kept_precise(block: nn.Module, converts: bool) -> Iterator[nn.Module]:
     """Yield the parts that compute in float32 in every precision: torch refuses batch norm with 16-bit weights."""
     for part in block.modules():
         is_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - the base of all of them

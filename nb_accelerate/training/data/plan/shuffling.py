@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,35 +61,30 @@ class SamplerSync:
         self.sampler.generator.manual_seed(int(self.broadcast(seed).item()))
 
 
-class RNGSync:
-    """Give global random states, and the generator of a dataset if it has one, the states of rank 0's."""
+class EpochStart:
+    """Give ranks the random states of rank 0 at the start of each epoch, and all of them to ranks that share rows.
 
-    def __init__(self, rng_types: Sequence[RNGType], broadcast: Broadcast, generator: torch.Generator | None) -> None:
-        self.rng_types = rng_types
-        self.broadcast = broadcast
-        self.generator = generator
+    Those of ``rng_types``, with the ``generator`` of a dataset if it has one, and that of a sampler: ``in_step``.
+    """
 
-    def __call__(self) -> None:
-        """Send the states of rank 0 to all ranks. All ranks call it together."""
-        synchronize(self.rng_types, self.broadcast, self.generator)
-
-
-class SharedStart:
-    """Give ranks that read the same rows the same random states at the start of each epoch, after ``others``."""
-
-    def __init__(self, collectives: Collectives, *others: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        rng_types: Sequence[RNGType],
+        collectives: Collectives,
+        generator: torch.Generator | None,
+        in_step: SamplerSync | None,
+    ) -> None:
+        self._rng_types = rng_types
         self._collectives = collectives
-        self._others = [sync for sync in others if sync is not None]
-
-    @property
-    def generator(self) -> Any:
-        """The generator that one of them sets; None if none does."""
-        return next((found for sync in self._others if (found := getattr(sync, "generator", None)) is not None), None)
+        self._in_step = in_step
+        self.generator = generator if in_step is None else in_step.generator
 
     def __call__(self) -> None:
         """Set the states. All ranks call it together."""
-        for sync in self._others:
-            sync()
+        if self._rng_types:
+            synchronize(self._rng_types, partial(self._collectives.broadcast, source=0), self.generator)
+        if self._in_step is not None:
+            self._in_step()
         share_random_numbers(self._collectives)
 
 
