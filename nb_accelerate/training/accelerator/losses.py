@@ -102,7 +102,11 @@ class LossReport:
         self._held.report()
         if self._utilisation is not None and now >= self._ask_at:
             self._ask_at = now + _UTILISATION_SECONDS
-            self._ask(self._utilisation)
+            try:
+                self._page.utilisation(self._utilisation())
+            except Exception as error:  # those of NVML and amdsmi have no common base, and neither need be installed
+                logger.debug("The utilisation of %s is not known: %s", self._kind.name, error)
+                self._utilisation = None  # a missing driver or package stays missing
 
     def _report_loss(self, loss: Tensor) -> None:
         pins = self._kind.pins_memory and not loss.is_cpu
@@ -115,16 +119,6 @@ class LossReport:
             self._arrived.copy_(loss, non_blocking=True)
             self._copying = torch.Event(loss.device)
             self._copying.record()
-
-    def _ask(self, utilisation: Callable[[], int]) -> None:
-        """Query the utilisation; after one failure never again, since a missing driver or package stays missing."""
-        try:
-            percent = utilisation()
-        except Exception as error:  # those of NVML and amdsmi have no common base, and neither need be installed
-            logger.debug("The utilisation of %s is not known: %s", self._kind.name, error)
-            self._utilisation = None
-        else:
-            self._page.utilisation(percent)
 
 
 _WHAT = "the figure of memory"

@@ -76,7 +76,12 @@ class PreparingMixin(CoreMixin):
                 "Write one for each object."
             )
         for item in args:
-            _check_kind(item)
+            if not isinstance(item, _KINDS):
+                raise ConfigError(
+                    f"prepare was given a {type(item).__name__}, which is not a model (torch.nn.Module), an optimizer "
+                    "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
+                    "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
+                )
         models = [index for index, item in enumerate(args) if isinstance(item, nn.Module)]
         optimizers = [index for index, item in enumerate(args) if isinstance(item, torch.optim.Optimizer)]
         loaders = [index for index, item in enumerate(args) if isinstance(item, DataLoader)]
@@ -386,15 +391,6 @@ class PreparingMixin(CoreMixin):
     def clear(self, *objects: Any) -> list[None]:
         """Do what `free_memory` does; both names are in use."""
         return self.free_memory(*objects)
-
-
-def _check_kind(item: Any) -> None:
-    if not isinstance(item, _KINDS):
-        raise ConfigError(
-            f"prepare was given a {type(item).__name__}, which is not a model (torch.nn.Module), an optimizer "
-            "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
-            "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
-        )
 
 
 def _has_device_map(model: nn.Module) -> bool:

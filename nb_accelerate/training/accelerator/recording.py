@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-_TRACE = "profile_{rank}.json"
-
 
 class RecordingMixin(CoreMixin):
     """The methods of `Accelerator` about trackers, folders and profiles."""
@@ -206,5 +204,5 @@ class RecordingMixin(CoreMixin):
             return
         folder = Path(options.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / _TRACE.format(rank=self.core.process.topology.rank)))
+        profiler.export_chrome_trace(str(folder / f"profile_{self.core.process.topology.rank}.json"))
         self.core.collectives.barrier()  # afterwards every process can read all traces

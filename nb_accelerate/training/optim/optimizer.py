@@ -206,11 +206,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Switch a schedule-free optimizer to training; does nothing for others."""
-        getattr(self.optimizer, "train", _nothing)()
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
 
     def eval(self) -> None:
         """Switch a schedule-free optimizer to evaluation; does nothing for others."""
-        getattr(self.optimizer, "eval", _nothing)()
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
 
     def __getattr__(self, name: str) -> Any:
         # Hooks and attributes of the optimizer inside; it is missing while this object is made.
@@ -246,7 +248,3 @@ def _completed(closure: Callable[[], float], complete_gradients: Callable[[bool]
         return loss
 
     return completed
-
-
-def _nothing() -> None:
-    """Do nothing, as optimizers that have no ``train`` and ``eval`` would."""

@@ -112,7 +112,14 @@ class FSDPStrategy(DTensorStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         inner = innermost(model)
         if is_sharded(inner):
-            _check_group(inner)
+            meshes = (getattr(weight, "device_mesh", None) for weight in inner.parameters())
+            mesh = next((mesh for mesh in meshes if mesh is not None), None)
+            if mesh is not None and not has_groups(mesh):  # shards of ranks that are gone are lost
+                raise ConfigError(
+                    f"This {type(inner).__name__} was sharded over a process group that has ended, so its shards "
+                    "cannot be gathered. Make the model anew and load a checkpoint: model = "
+                    "accelerator.prepare(Model()), accelerator.load_state(...)."
+                )
             return model
         self._shard(inner)
         share_random_numbers(self.data_collectives)
@@ -259,17 +266,6 @@ def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> No
             f"FSDP was asked for (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) on CPUs with PyTorch "
             f"{torch.__version__}, which adds up the gradients of ranks there instead of averaging them, so the model "
             "would train wrongly. Install a newer one (pip install 'torch>=2.9'), or leave FSDP out and train with DDP."
-        )
-
-
-def _check_group(model: nn.Module) -> None:
-    """Refuse a model whose process group has ended: shards of ranks that are gone are lost."""
-    meshes = [mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None)) is not None]
-    if meshes and not has_groups(meshes[0]):
-        raise ConfigError(
-            f"This {type(model).__name__} was sharded over a process group that has ended, so its shards cannot be "
-            "gathered. Make the model anew and load a checkpoint: model = accelerator.prepare(Model()), "
-            "accelerator.load_state(...)."
         )
 
 

@@ -105,7 +105,7 @@ class BlankTracker(GeneralTracker):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _nothing
+        return lambda *_args, **_kwargs: None
 
 
 class LibraryTracker(GeneralTracker):
@@ -219,7 +219,3 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def is_number(value: Any) -> bool:
     """Return whether a tracker can draw a value as a point of a curve."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, with any arguments."""
