@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.checkpoint.host_copies import HostCopies
     from nb_accelerate.training.checkpoint.registry import Progress
     from nb_accelerate.training.checkpoint.sharded import ShardedFolder
-    from nb_accelerate.training.checkpoint.shared_staging import SharedStaging, ThisRank
+    from nb_accelerate.training.checkpoint.shared_staging import GathersObjects, SharedStaging, ThisRank
     from nb_accelerate.training.comm import Collectives
 
 RANDOM_NUMBERS = f"{RNG_STATE_NAME}_{{}}.pkl"
@@ -196,7 +196,7 @@ def publish(
 def save_state(
     shared: SharedStaging,
     collect: Callable[[], Content],
-    collectives: Collectives,
+    collectives: GathersObjects,
     *,
     when_published: Callable[[], object],
 ) -> None:
@@ -233,19 +233,11 @@ def save_state_in_background(
     """
     handle = CheckpointHandle(folder)
     ranks: SaveGroup | None = None
-
-    def write_all(ranks: SaveGroup, content: Content) -> None:
-        try:
-            written = gather_from_all_ranks(ranks, lambda: write_content(content, shared))
-            run_on_all_ranks(ranks, lambda: publish(content, shared, written, when_published))
-        except BaseException:
-            shared.discard()
-            raise
-
     try:
         ranks = SaveGroup(shared.name, collectives.world_size)
         content = run_on_all_ranks(collectives, lambda: copied(collect(), copies))
-        saves.start(handle, functools.partial(write_all, ranks, content), ranks)
+        write = functools.partial(save_state, shared, lambda: content, ranks, when_published=when_published)
+        saves.start(handle, write, ranks)
     except BaseException:
         if handle.claim():
             saves.drop()
