@@ -11,8 +11,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.training.checkpoint.background import saves
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
@@ -42,7 +40,7 @@ class CheckpointSchedule:
         self._received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._asks = core.collectives.world_size > 1 and (
-            bool(signals) or project.async_save or (interval is not None and interval.unit == "seconds")
+            bool(signals) or (interval is not None and interval.unit == "seconds")
         )
         self.is_due = False
         self.is_asked_to_end = False
@@ -84,7 +82,7 @@ class CheckpointSchedule:
             self.is_due |= self._step - self._saved_at_step >= interval.amount
         self._steps_to_question -= 1
         if not self._asks:
-            self._decide_alone()
+            self._decide(self._time_is_over(), self._received is not None)
         elif self._steps_to_question <= 0:
             self._ask()
 
@@ -101,7 +99,7 @@ class CheckpointSchedule:
         if self._asks:
             self._ask()
         else:
-            self._decide_alone()
+            self._decide(self._time_is_over(), self._received is not None)
 
     def saved(self) -> None:
         """Note that a checkpoint was saved, and end training as before the handler if a signal has asked for that."""
@@ -125,28 +123,15 @@ class CheckpointSchedule:
             return False
         return time.monotonic() - self._saved_at >= interval.amount
 
-    def _decide_alone(self) -> None:
-        """Decide for this rank alone, where no other could come to another decision."""
-        self._decide(self._time_is_over(), self._received is not None)
-        if saves.has_failed:
-            saves.join()
-
     def _ask(self) -> None:
         """Ask all ranks; the clock is that of rank 0, and so is the number of steps until the next question."""
         now = time.monotonic()
         seconds_per_step = (now - self._asked_at) / max(self._steps_since, 1)
         steps = min(max(int(_ASK_EVERY / max(seconds_per_step, 1e-9)), 1), _MOST_STEPS)
-        failed = saves.has_failed
-        told = self._core.collectives.all_gather_object(
-            (steps, self._time_is_over(), self._received is not None, failed)
-        )
+        told = self._core.collectives.all_gather_object((steps, self._time_is_over(), self._received is not None))
         self._asked_at, self._steps_since = now, 0
         self._steps_to_question = told[0][0]
-        self._decide(told[0][1], any(signalled for _, _, signalled, _ in told))
-        if any(
-            has_failed for *_, has_failed in told
-        ):  # of all ranks at the same step: none waits for another that has raised
-            saves.join()
+        self._decide(told[0][1], any(signalled for _, _, signalled in told))
 
     def _decide(self, time_is_over: bool, signalled: bool) -> None:
         self.is_due |= time_is_over or signalled

@@ -90,12 +90,10 @@ class CheckpointHandle:
 
     Attributes:
         folder: where it will be.
-        was_told: it has failed, and `wait` has raised that.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.was_told = False
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._claimed = threading.Lock()
@@ -131,14 +129,8 @@ class CheckpointHandle:
             raise TimeoutError(f"{self.folder} has not been written within {timeout} s; it goes on.")
         self.join()
         if self._error is not None:
-            self.was_told = True
             raise self._error
         return self.folder
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended with an error that nobody was told."""
-        return self._ended.is_set() and self._error is not None and not self.was_told
 
     def join(self) -> None:
         """Wait until it has ended, well or not."""
@@ -179,11 +171,6 @@ class BackgroundSaves:
         """Forget a save that never began."""
         self._handle = None
         here().save_in_background(False)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the save under way has ended with an error that nobody was told."""
-        return self._handle is not None and self._handle.has_failed
 
     def join(self) -> Path | None:
         """Wait for the save under way, and return its folder; None if there is none."""
