@@ -9,7 +9,6 @@ import pytest
 from fixtures.kernels import Kernel
 
 from nb_accelerate.notebook.protocol.output import StreamName
-from nb_accelerate.notebook.ranks.output.rank_output import prefixed
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.output.sinks import Sink
 
@@ -204,11 +203,6 @@ def test_text_of_any_kind_arrives(notebook: Kernel) -> None:
 
 def test_reading_input_ends_at_once(notebook: Kernel) -> None:
     assert notebook.run("launch(lambda: input())").error == "EOFError"
-
-
-def test_a_prefix_is_put_in_front_of_every_line() -> None:
-    assert prefixed("a\nb\n", "<3> ") == "<3> a\n<3> b\n"
-    assert prefixed("a\n", "") == "a\n"
 
 
 class Page(Sink):

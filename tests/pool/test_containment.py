@@ -18,7 +18,6 @@ from nb_accelerate.notebook.pool import CellHandle, CellOptions, Pool, PoolOptio
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.loop import RankLoop
-from nb_accelerate.notebook.ranks.output.guard import guarded
 from nb_accelerate.notebook.ranks.output.merge import Merge
 from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
@@ -92,7 +91,11 @@ def fault(
         then()
         raise error or Fault(name)
 
-    inside: Any = guarded(fail) if place is RequestOutput else fail  # its methods guard themselves
+    def guarded(output: RequestOutput, *given: Any) -> None:  # its methods guard themselves
+        with output.guard:
+            fail(output, *given)
+
+    inside: Any = guarded if place is RequestOutput else fail
     setattr(place, name, property(fail) if isinstance(original, property) else inside)
     try:
         yield raised

@@ -85,36 +85,26 @@ def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]
         ]
     found = []
     fits = rows_that_fit(held, rows=rows, wanted=wanted)
-    needed = held.states + held.pending
-    if fits is not None and 0 < fits < rows:
-        steps = math.ceil(rows / fits)
+    if fits and fits < rows:
         found.append(
             f"Try at most {words.plural(fits, 'row')} in a batch of each rank, instead of {rows:,}: batch_size={fits} "
-            f"and gradient_accumulation_steps={steps} train as before."
+            f"and gradient_accumulation_steps={math.ceil(rows / fits)} train as before."
         )
-    elif rows > 1:
+    elif rows > 1 and fits is None:
         found.append(f"Use smaller batches: each rank had {words.plural(rows, 'row')}.")
+    needed = held.states + held.pending
     spread = _spreading(held, needed, ranks) if needed >= _WORTH_SHARDING * held.limit else []
-    of_activations = (
-        "Compute activations again in backward instead of keeping them: "
-        + (
-            "FullyShardedDataParallelPlugin(activation_checkpointing=True)"
-            if held.sharding.startswith("FSDP")
-            else "model.gradient_checkpointing_enable() of transformers, or torch.utils.checkpoint"
-        )
-        + '; and mixed_precision="bf16", if it is off.'
+    checkpointing = (
+        "FullyShardedDataParallelPlugin(activation_checkpointing=True)"
+        if held.sharding.startswith("FSDP")
+        else "model.gradient_checkpointing_enable() of transformers, or torch.utils.checkpoint"
     )
-    if held.limit and needed + held.base > held.limit:
-        found = [
-            f"No batch is small enough: parameters, gradients and optimizer take {words.size(needed)} on each rank, "
-            f"which has room for {words.size(max(0, held.limit - held.base))}.",
-            *spread,
-        ]
-    elif needed >= _MOSTLY * (needed + held.activations + wanted):
-        found += [*spread, of_activations]
-    else:
-        found += [of_activations, *spread]
-    return found
+    activations = (
+        f"Compute activations again in backward instead of keeping them: {checkpointing}; and "
+        'mixed_precision="bf16", if it is off.'
+    )
+    holds_mostly_states = needed >= _MOSTLY * (needed + held.activations + wanted)
+    return [*found, *spread, activations] if holds_mostly_states else [*found, activations, *spread]
 
 
 def rows_that_fit(held: RankMemory, *, rows: int, wanted: int) -> int | None:

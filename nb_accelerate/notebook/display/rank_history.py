@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
+from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from nb_accelerate.base.progress_page import Collective, Phase, Sample
+from nb_accelerate.errors.traceback_lines import line_in_cell
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.code_lines import CodeLines, short_location
 from nb_accelerate.notebook.display.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from nb_accelerate.base.progress_page import CodeLine
 
 _WINDOW = 4.0
 """Seconds of samples from which the rate is computed."""
@@ -85,6 +88,33 @@ class RankStatus:
     state: str = "running"  # or ``starting``, ``stopped`` (SIGSTOP), ``returned``, ``failed``, ``ended``
     memory: int = 0  # bytes of its process
     pid: int | None = None  # None while it starts
+
+
+_KEPT_LINES = 10
+"""Lines. The most frequent one is shown: what changes each time is no news, but flicker."""
+
+
+class CodeLines:
+    """The lines of the user's code that a rank was seen at lately, and the one to show."""
+
+    def __init__(self) -> None:
+        self._recent: deque[CodeLine] = deque(maxlen=_KEPT_LINES)
+
+    def add(self, line: CodeLine | None) -> None:
+        """Add what a sample says; the same one counts once."""
+        if line is None:  # of a call or cell that has just begun
+            self._recent.clear()
+        elif not self._recent or line.number != self._recent[-1].number:
+            self._recent.append(line)
+
+    def at(self, phase: Phase) -> CodeLine | None:
+        """Return the line that it was at most often in a phase, the newest one of equals; None if in none."""
+        seen = [line for line in reversed(self._recent) if line.phase == phase]
+        counted = Counter((line.filename, line.lineno, line.called) for line in seen)
+        if not counted:
+            return None
+        most = counted.most_common(1)[0][0]
+        return next(line for line in seen if (line.filename, line.lineno, line.called) == most)
 
 
 class RankHistory:
@@ -222,7 +252,9 @@ class RankHistory:
     def location(self) -> str:
         """Return the line of the user's code that it is at while it does that; "" if none is known."""
         line = self.lines.at(self.phase)
-        return short_location(line) if line is not None else ""
+        if line is None:
+            return ""
+        return line_in_cell(line.filename, line.lineno) or f"{PurePath(line.filename).name}:{line.lineno}"
 
     @property
     def samples_in_loop(self) -> int:

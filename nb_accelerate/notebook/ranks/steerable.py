@@ -205,7 +205,6 @@ class _GivenCommand:
         self._command = command
         self._timeout = timeout
         self._deadline = deadline
-        self._have_agreed: set[int] = set()  # in any attempt
         self._pages: dict[int, CommandWriter] = {rank.rank: rank.handle.page.commands for rank in request.ranks}
 
     def give(self) -> list[str]:
@@ -247,13 +246,12 @@ class _GivenCommand:
                 page.write(number, self._command, after=after)
             while True:
                 states = self._states(number)
-                self._have_agreed |= {rank for rank, state in zip(self._pages, states, strict=True) if state.has_agreed}
                 if all(state.has_agreed for state in states):
                     holds = True
                     return True
                 now = time.monotonic()
                 if now > self._deadline:
-                    late = [rank for rank in self._pages if rank not in self._have_agreed]
+                    late = [rank for rank, state in zip(self._pages, states, strict=True) if not state.has_agreed]
                     what = f"{named(late)} began no batch of training" if late else "the ranks came to no step together"
                     raise DeadlineError(
                         f"{capitalized(what)} within {self._timeout:g} s. The command ({_named(self._command)}) was "

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Concatenate, Protocol, TypeVar
-
-from typing_extensions import ParamSpec
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 logger = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
-
 _RETRY_INTERVAL = 0.5
 """Seconds until output that could not be shown is tried again."""
 
 _MAX_TEXT = 300
 """Characters of an error's text that are shown."""
-
-
-class _HasGuard(Protocol):
-    guard: OutputGuard
-
-
-_T = TypeVar("_T", bound="_HasGuard")
 
 
 class OutputGuard:
@@ -71,17 +58,6 @@ class OutputGuard:
                 self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
             except Exception:
                 logger.warning(line)
-
-
-def guarded(method: Callable[Concatenate[_T, _P], None]) -> Callable[Concatenate[_T, _P], None]:
-    """Decorate a method of an object that has a `guard`: errors in it go no further."""
-
-    @functools.wraps(method)
-    def call(self: _T, /, *arguments: _P.args, **options: _P.kwargs) -> None:
-        with self.guard:
-            method(self, *arguments, **options)
-
-    return call
 
 
 def _line(error: Exception) -> str:

@@ -172,11 +172,3 @@ def last_drawing(line: str) -> str:
     shown = line.rstrip("\r\t ")
     rest = line[len(shown) :]
     return shown[shown.rfind("\r") + 1 :] + ("\r" if "\r" in rest else rest)
-
-
-def prefixed(text: str, prefix: str) -> str:
-    """Return whole lines with `prefix` in front of each."""
-    if not prefix:
-        return text
-    *whole, rest = text.split("\n")  # not splitlines(), which also ends a line at a carriage return
-    return "".join(f"{prefix}{line}\n" for line in whole) + (prefix + rest if rest else "")

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
-from nb_accelerate.notebook.ranks.output.guard import OutputGuard, guarded
+from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.merge import Merge
-from nb_accelerate.notebook.ranks.output.rank_output import prefixed
 from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
 
 if TYPE_CHECKING:
@@ -93,68 +92,65 @@ class RequestOutput:
             due = min(self._sink.due, self._merge.due)
         return max(due, self.guard.retry_at)
 
-    @guarded
     def text(self, rank: int, stream: StreamName, text: str) -> None:
         """Show text of a rank: whole lines, or anything at all if it is `alone`."""
-        if self._quiet:
-            return
-        if self.alone and rank in self._ranks:
-            self._sink.write("stdout" if stream == "for_all" else stream, text)
-            self._is_in_line = not text.endswith("\n")
-            return
-        if self._raw:
-            self._sink.write("stdout" if stream == "for_all" else stream, prefixed(text, self._prefix((rank,))))
-            return
-        self._add(rank, list(zip(repeat(stream), _lines(text), strict=False)))
+        with self.guard:
+            if self._quiet:
+                return
+            if self.alone and rank in self._ranks:
+                self._sink.write("stdout" if stream == "for_all" else stream, text)
+                self._is_in_line = not text.endswith("\n")
+                return
+            self._add(rank, list(zip(repeat(stream), _lines(text), strict=False)))
 
-    @guarded
     def display(self, rank: int, display: Display) -> None:
         """Show a display of a rank."""
-        if self._quiet:
-            return
-        content = _as_message(display)
-        if self.alone and rank in self._ranks:
-            self._publish((rank,), [_Shown(display.kind, "", content)])
-            return
-        own = content["transient"].get("display_id")
-        order = "" if own is None else self._ids.order(rank, own)
-        appearance = json.dumps([order, content["data"], content["metadata"]], sort_keys=True)
-        self._add(rank, [_Shown(display.kind, appearance, content)])
+        with self.guard:
+            if self._quiet:
+                return
+            content = _as_message(display)
+            if self.alone and rank in self._ranks:
+                self._publish((rank,), [_Shown(display.kind, "", content)])
+                return
+            own = content["transient"].get("display_id")
+            order = "" if own is None else self._ids.order(rank, own)
+            appearance = json.dumps([order, content["data"], content["metadata"]], sort_keys=True)
+            self._add(rank, [_Shown(display.kind, appearance, content)])
 
-    @guarded
     def say(self, line: str) -> None:
         """Show a line of this package's own on stderr."""
-        self._merge.flush(time.monotonic())
-        self._sink.write("stderr", line + "\n")
+        with self.guard:
+            self._merge.flush(time.monotonic())
+            self._sink.write("stderr", line + "\n")
 
-    @guarded
     def note(self, line: str) -> None:
         """Show a line of this package's own as a display, which front ends do not draw in red."""
-        self._merge.flush(time.monotonic())
-        if self._sink.own_stream == "stderr":
-            self._sink.write("stderr", line + "\n")
-        else:
-            self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
+        with self.guard:
+            self._merge.flush(time.monotonic())
+            if self._sink.own_stream == "stderr":
+                self._sink.write("stderr", line + "\n")
+            else:
+                self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
 
-    @guarded
     def flush(self) -> None:
         """Show what has waited long enough."""
-        now = time.monotonic()
-        self._merge.flush(now)
-        if self._sink.due <= now:
-            self._sink.flush()
+        with self.guard:
+            now = time.monotonic()
+            self._merge.flush(now)
+            if self._sink.due <= now:
+                self._sink.flush()
 
-    @guarded
     def finish(self) -> None:
         """Show everything: the request is done. Threads of the ranks may still print afterwards."""
-        self._merge.finish()
-        self._sink.flush()
+        with self.guard:
+            self._merge.finish()
+            self._sink.flush()
 
-    @guarded
     def close(self) -> None:
         """Show everything, and close the sink. Nothing follows."""
-        self.finish()
-        self._sink.close()
+        with self.guard:
+            self.finish()
+            self._sink.close()
 
     def _add(self, rank: int, items: list[_Item]) -> None:
         if rank not in self._ranks:
