@@ -17,7 +17,7 @@ from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError
 from nb_accelerate.notebook.display.frontend import choose_front_end
 from nb_accelerate.notebook.launch.description import announce
 from nb_accelerate.notebook.launch.launch import Launch
-from nb_accelerate.notebook.launch.neighbours import gpu_warnings
+from nb_accelerate.notebook.launch.machine import gpu_warnings
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.sinks import StreamSink
 
@@ -46,7 +46,7 @@ def run(job: Job, options: LaunchOptions, plan: LaunchPlan) -> int:
     front_end = choose_front_end(options.progress)
     if front_end != "off":
         announce(plan, sink, front_end)
-        for warning in (*plan.warnings, *gpu_warnings(plan)):
+        for warning in (*plan.warnings, *gpu_warnings(plan.kind, plan.device_names)):
             sink.write("stderr", warning + "\n")
     launch = Launch(options, plan, sink, front_end, name=Path(job.target).name, exit_returns=True)
     sink.on_closed = launch.stop

@@ -19,8 +19,7 @@ from nb_accelerate.base.devices.xla import XLA
 from nb_accelerate.cli.wording import in_flags
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch.environ import rank_environ
-from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, facts_here, interface_of
-from nb_accelerate.notebook.launch.neighbours import warnings_from
+from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, facts_here, interface_of, warnings_from
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous, open_rendezvous
 from nb_accelerate.notebook.ranks.failing.shortage import oom_kills

@@ -15,8 +15,7 @@ from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kern
 from nb_accelerate.notebook.launch.description import announce
 from nb_accelerate.notebook.launch.inline import run_inline
 from nb_accelerate.notebook.launch.launch import Launch
-from nb_accelerate.notebook.launch.machine import facts_here
-from nb_accelerate.notebook.launch.neighbours import gpu_warnings
+from nb_accelerate.notebook.launch.machine import facts_here, gpu_warnings
 from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.launch.servers import warm_server
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
@@ -219,7 +218,7 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
                 said = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
                 sink.write("stdout", f"{said}: from {origin}\n")
             display_id = announce(plan, sink, front_end if plan.method.starter else "text")
-        for warning in (*plan.warnings, *gpu_warnings(plan)):
+        for warning in (*plan.warnings, *gpu_warnings(plan.kind, plan.device_names)):
             with guard:
                 sink.write("stderr", warning + "\n")
     try:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from nb_accelerate.base.devices import DeviceKind
 
 
+_MIN_MEMORY = 512
+"""MiB of GPU memory from which a process is named. A driver context or a desktop has less."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisibleDevices:
     """The devices of one type that ranks could see."""
@@ -119,3 +123,29 @@ def interface_of(address: str) -> str | None:
             if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
                 return name
     return None
+
+
+def gpu_warnings(kind: DeviceKind, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a line for each process that holds much GPU memory. None on a CPU, or where nobody can be asked."""
+    return warnings_from(kind.memory_users(names))
+
+
+def warnings_from(table: str) -> tuple[str, ...]:
+    """Return a line about each process in a table with lines of ``pid, MiB``."""
+    said = []
+    for line in table.splitlines():
+        pid, _, memory = line.partition(",")
+        if not pid.strip().isdigit() or not memory.strip().isdigit() or int(memory) < _MIN_MEMORY:
+            continue
+        said.append(f"{_owner(int(pid))} holds {int(memory) / 1024:.1f} GiB of GPU memory")
+    return tuple(said)
+
+
+def _owner(pid: int) -> str:
+    if pid == os.getpid():
+        return "this notebook itself"
+    try:
+        process = psutil.Process(pid)
+        return f"process {pid} ({process.name()} of {process.username()})"
+    except psutil.Error:
+        return f"process {pid}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.diagnostics.stacks import has_one_thread, main_thread
-from nb_accelerate.notebook.diagnostics.waits import in_exchange
+from nb_accelerate.notebook.diagnostics.stacks import has_one_thread, in_exchange, main_thread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

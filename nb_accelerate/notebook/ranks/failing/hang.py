@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.errors import DeadlockError
-from nb_accelerate.notebook.diagnostics.stacks import where
-from nb_accelerate.notebook.diagnostics.waits import in_exchange, who_waits
+from nb_accelerate.notebook.diagnostics.stacks import in_exchange, where, who_waits
 from nb_accelerate.notebook.ranks.failing.deadlock import DeadlockWatch
 from nb_accelerate.notebook.ranks.steps import ask_for_stacks
 from nb_accelerate.notebook.ranks.timeouts import NEVER
