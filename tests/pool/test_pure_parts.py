@@ -33,7 +33,7 @@ class Story:
     def __init__(self, count: int) -> None:
         self.lines: list[str] = []
         self.everybody = tuple(range(count))
-        self.merge: Merge[str] = Merge(range(count), self.show, hold=0.3)
+        self.merge: Merge[str] = Merge(range(count), self.show, hold=0.3, kind=self.kind)
 
     @staticmethod
     def kind(item: str) -> str | None:
@@ -97,6 +97,24 @@ class TestMerge:
         story.say(1, "c", "a", "b")
         story.merge.finish()
         assert story.lines == ["rank 0: a", "rank 1: c", "a", "b"]
+
+    def test_equal_figures_of_different_epochs_are_not_shown_as_one(self):
+        story = Story(2)
+        story.say(0, "loss 0.9", "loss 0.5", "loss 0.4", "done")
+        story.say(1, "loss 0.8", "loss 0.6", "loss 0.5", "done")
+        story.merge.finish()
+        said_alone = ["rank 0: loss 0.9", "rank 0: loss 0.5", "rank 0: loss 0.4"]
+        said_alone += ["rank 1: loss 0.8", "rank 1: loss 0.6", "rank 1: loss 0.5"]
+        assert story.lines == [*said_alone, "done"]
+
+    def test_figures_are_compared_with_those_of_the_same_epoch_also_if_one_rank_is_late(self):
+        story = Story(2)
+        story.say(0, "loss 0.5")
+        story.merge.flush(0.3)
+        story.say(0, "loss 0.4", when=1.0)
+        story.say(1, "loss 0.4", "loss 0.4", when=1.0)
+        story.merge.finish()
+        assert story.lines == ["rank 0: loss 0.5", "rank 1: loss 0.4", "loss 0.4"]
 
     def test_a_rank_that_says_less_loses_nothing(self):
         story = Story(2)

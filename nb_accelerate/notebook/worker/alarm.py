@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import threading
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.notebook.protocol.channel import Channel
+
+
+_MAX_FILES = 1 << 16
+"""Descriptors that are looked at, one after the other, where the system does not list those in use. It takes 0.1 s."""
 
 
 class Alarm:
@@ -83,15 +88,33 @@ class Alarm:
 
 def cut_connections(peers: tuple[int, ...]) -> int:
     """Break every TCP connection between this process and others, and return how many were broken."""
-    theirs = set()
-    for pid in peers:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            theirs |= {connection.laddr for connection in connections(psutil.Process(pid))}
-    own = connections(psutil.Process()) if theirs else []
+    try:
+        own = connections(psutil.Process())
+    except psutil.Error:  # the system lists none, as Linux without /proc
+        found = _within_this_machine()
+    else:
+        theirs = set()
+        for pid in peers:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                theirs |= {connection.laddr for connection in connections(psutil.Process(pid))}
+        found = [connection.fd for connection in own if connection.raddr in theirs and connection.fd >= 0]
     cut = 0
-    for fd in [connection.fd for connection in own if connection.raddr in theirs and connection.fd >= 0]:
+    for fd in found:
         with contextlib.suppress(OSError):  # closed meanwhile
             with socket.socket(fileno=os.dup(fd)) as copy:
                 copy.shutdown(socket.SHUT_RDWR)
             cut += 1
     return cut
+
+
+def _within_this_machine() -> list[int]:
+    """Return the descriptors of the TCP connections from this machine to itself, of which those to ranks are some."""
+    found = []
+    for fd in range(_MAX_FILES):
+        with contextlib.suppress(OSError):  # not open, or not connected
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    is_tcp = copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and copy.getsockname()[0] == copy.getpeername()[0]:
+                        found.append(fd)
+    return found

@@ -5,16 +5,20 @@ once, as in an ordinary cell. Where they differ, each rank's items are shown as 
 to the next item that all ranks have; blocks of different ranks may differ in length. Equal blocks are shown once, for
 all their ranks. What was shown is not moved: an item that other ranks have not printed in time is shown for those that
 have, and theirs follows when it comes.
+
+A line like ``loss 0.5`` comes in every epoch, with other figures, and two ranks may have the same figures in different
+epochs. So lines that differ in their figures only are counted: the first of one rank is compared with the first of the
+others, the second with the second, from the last item on that all ranks had.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
 T = TypeVar("T", bound="Hashable")
 
@@ -22,8 +26,10 @@ T = TypeVar("T", bound="Hashable")
 class _Queue(Generic[T]):
     """Items of one rank that were not shown yet. Times are kept for batches of items, not for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[[T], Hashable | None]) -> None:
         self.items: deque[T] = deque()
+        self.shown: Counter[Hashable] = Counter()
+        self._kind = kind
         self._batches: deque[tuple[int, float]] = deque()
 
     @property
@@ -35,6 +41,21 @@ class _Queue(Generic[T]):
         if items:
             self.items.extend(items)
             self._batches.append((len(items), when))
+
+    def numbered(self) -> Iterator[tuple[T, int]]:
+        """Yield each item, and how many of its kind came before it since the last item that all ranks had."""
+        counts = self.shown.copy()
+        for item in self.items:
+            kind = self._kind(item)
+            yield item, counts[kind]
+            if kind is not None:
+                counts[kind] += 1
+
+    def show(self, number: int) -> list[T]:
+        """Remove, count and return the first `number` of them."""
+        taken = self.take(number)
+        self.shown.update(kind for kind in map(self._kind, taken) if kind is not None)
+        return taken
 
     def take(self, number: int) -> list[T]:
         """Remove and return the first `number` of them, or as many as there are."""
@@ -56,6 +77,7 @@ class Merge(Generic[T]):
         hold: seconds that an item waits for an equal one of the other ranks; infinity waits until `finish`. Ranks
             that do the same are milliseconds apart.
         apart: whether an item of the first rank waits for no other one and is compared with none.
+        kind: returns what an item has in common with those that are counted with it; None for one that is not counted.
     """
 
     def __init__(
@@ -65,11 +87,12 @@ class Merge(Generic[T]):
         *,
         hold: float,
         apart: Callable[[T], bool] = lambda _: False,
+        kind: Callable[[T], Hashable | None] = lambda _: None,
     ) -> None:
         self._show = show
         self._hold = hold
         self._apart = apart
-        self._waiting: dict[int, _Queue[T]] = {rank: _Queue() for rank in sorted(ranks)}
+        self._waiting: dict[int, _Queue[T]] = {rank: _Queue(kind) for rank in sorted(ranks)}
 
     @property
     def due(self) -> float:
@@ -112,14 +135,21 @@ class Merge(Generic[T]):
             if said.count(said[0]) < len(said):
                 break
             agreed += 1
-        if agreed:
-            self._show(tuple(self._waiting), [queue.take(agreed) for queue in queues])
+        if not agreed:
+            return
+        if any(queue.shown for queue in queues):
+            (_, first), *others = (next(queue.numbered()) for queue in queues)
+            if any(number != first for _, number in others):
+                return
+            for queue in queues:
+                queue.shown.clear()
+        self._show(tuple(self._waiting), [queue.take(agreed) for queue in queues])
 
     def _show_block(self) -> None:
         """Show what comes before the next item that all ranks have: of each rank in turn, equal blocks once."""
         blocks: dict[tuple[T, ...], tuple[list[int], list[list[T]]]] = {}
         for (rank, queue), length in zip(self._waiting.items(), self._lengths_until_equal(), strict=True):
-            said = queue.take(length)
+            said = queue.show(length)
             if said:
                 ranks, items = blocks.setdefault(tuple(said), ([], []))
                 ranks.append(rank)
@@ -134,8 +164,8 @@ class Merge(Generic[T]):
         The same place on all ranks is preferred. Otherwise it is the item that the last of them reaches first.
         """
         queues = list(self._waiting.values())
-        first_positions: dict[T, dict[int, int]] = {}
-        for position, column in enumerate(zip_longest(*(queue.items for queue in queues))):
+        first_positions: dict[tuple[T, int], dict[int, int]] = {}
+        for position, column in enumerate(zip_longest(*(queue.numbered() for queue in queues))):
             if column.count(column[0]) == len(column):
                 return [position] * len(queues)
             for number, item in enumerate(column):

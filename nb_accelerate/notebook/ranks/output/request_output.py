@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _LINES_AT_ONCE = 200
 """Lines that are given to the sink together. It looks at its limits in between."""
+
+_NUMBER = re.compile(r"\d[\d.]*(?:e[-+]?\d+)?")
 
 _Line: TypeAlias = "tuple[StreamName, str]"
 """The name of a stream, and a line with its newline. A tuple, because there may be very many."""
@@ -82,7 +85,7 @@ class RequestOutput:
         self._is_in_line = False
         hold = NEVER if style == "group" else hold
         apart = _never if style == "group" or prefix is not None else _is_for_all
-        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=hold, apart=apart)
+        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=hold, apart=apart, kind=_without_figures)
 
     @property
     def due(self) -> float:
@@ -233,6 +236,14 @@ def _as_message(display: Display) -> dict[str, Any]:
 
 def _is_for_all(item: _Item) -> bool:
     return isinstance(item, tuple) and item[0] == "for_all"
+
+
+def _without_figures(item: _Item) -> str | None:
+    """Return a line without its numbers; None for one that has no number, and for a display."""
+    if isinstance(item, _Shown):
+        return None
+    text, numbers = _NUMBER.subn("0", item[1])
+    return text if numbers else None
 
 
 def _never(_: _Item) -> bool:
