@@ -17,7 +17,7 @@ from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from nbformat import NotebookNode
 
@@ -62,7 +62,6 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
         metavar="NAME=VALUE",
         help="another value of a name in the cell with the tag 'parameters'; again for more",
     )
-    group.add_argument("-f", "--parameters-file", type=Path, metavar="FILE", help="YAML file of such values")
     group.add_argument(
         "--function",
         metavar="NAME",
@@ -73,7 +72,7 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.target.endswith(".ipynb") and not (arguments.module or arguments.no_python):
         return _run_notebook(arguments)
-    for name in ("output_dir", "html", "parameter", "parameters_file", "function"):
+    for name in ("output_dir", "html", "parameter", "function"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for notebooks, but {arguments.target!r} is none.")
     job = _job(arguments)
@@ -94,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
             is_for_gpus = file.get("distributed_type") in ("MULTI_GPU", "FSDP", "DEEPSPEED") and not file.get("use_cpu")
             wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (is_for_gpus and not arguments.cpu)
-            print("\n".join([*_sources(arguments, file), *describe(job, options, wants_gpus=wants_gpus)]))
+            print("\n".join(describe(job, options, wants_gpus=wants_gpus)))
             return 0
         from nb_accelerate.notebook.launch.machine import facts_here
 
@@ -208,23 +207,6 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
     }
 
 
-def _sources(arguments: argparse.Namespace, file: ConfigFile) -> Iterator[str]:
-    """Return what comes from elsewhere than flags, a line for each place, for ``--dry_run``."""
-    named = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NB_ACCELERATE_")
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(named) and value]
-    if variables:
-        yield f"# from the environment: {', '.join(variables)}"
-    if file is not NO_FILE:
-        said = [
-            f"{key}={value}"
-            for key, value in sorted(file.values.items())
-            if value not in (None, [], {}, "")
-            and getattr(arguments, key, None) is None
-            and not os.environ.get(f"ACCELERATE_{key.upper()}")
-        ]
-        yield f"# from {file.path}: {', '.join(said)}"
-
-
 def _gpu_numbers(text: str, processes: int | None) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -294,7 +276,7 @@ def _change_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Callab
     """Return the changes that the flags make to the copy of the notebook that is executed."""
     from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters
 
-    values = read_parameters(arguments.parameter or (), arguments.parameters_file)
+    values = read_parameters(arguments.parameter or ())
     said = "".join(f", {name}={value!r}" for name, value in options.items())
     call = f"from nb_accelerate import notebook_launcher\n\nnotebook_launcher({arguments.function}{said})"
 

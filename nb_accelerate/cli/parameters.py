@@ -14,30 +14,17 @@ from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from nbformat import NotebookNode
 
 _DEFAULTS, _INJECTED = "parameters", "injected-parameters"
 
 
-def read_parameters(pairs: Sequence[str], file: Path | None) -> dict[str, Any]:
-    """Return parameters by name.
-
-    Args:
-        pairs: such as ``lr=0.1``; values are YAML. They count more than those of the file.
-    """
+def read_parameters(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the values of pairs such as ``lr=0.1`` by name. They are YAML."""
     import yaml
 
     found: dict[str, Any] = {}
-    if file is not None:
-        try:
-            read = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"the file of parameters {str(file)!r} cannot be read: {error}") from None
-        if not isinstance(read, dict):
-            raise ConfigError(f"the file of parameters {str(file)!r} has no lines such as 'lr: 0.1'")
-        found |= read
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:

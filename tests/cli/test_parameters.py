@@ -32,13 +32,10 @@ def sources(book: nbformat.NotebookNode) -> list[str]:
     return [cell.source for cell in book.cells]
 
 
-def test_values_are_yaml_and_those_of_the_command_line_count_more_than_the_file(tmp_path: Path):
-    file = tmp_path / "a.yaml"
-    file.write_text("lr: 1.0\nepochs: 7\n")
-    found = read_parameters(["lr=0.5", "name=b c", "sizes=[1, 2]", "flag=true", "empty=", "odd=a: b: c"], file)
+def test_values_are_yaml():
+    found = read_parameters(["lr=0.5", "name=b c", "sizes=[1, 2]", "flag=true", "empty=", "odd=a: b: c"])
     assert found == {
         "lr": 0.5,
-        "epochs": 7,
         "name": "b c",
         "sizes": [1, 2],
         "flag": True,
@@ -61,7 +58,7 @@ def test_values_follow_the_defaults_and_replace_those_of_an_earlier_run():
 )
 def test_what_is_no_parameter_is_refused(pairs: list[str], words: str):
     with pytest.raises(ConfigError, match=words):
-        read_parameters(pairs, None)
+        read_parameters(pairs)
 
 
 def test_a_name_that_the_notebook_does_not_know_is_refused_with_those_it_knows():
@@ -101,7 +98,6 @@ def test_one_function_of_a_notebook_runs_on_all_ranks(tmp_path: Path, capsys: py
         (["--num_processes", "2"], "--function NAME"),
         (["--function", "nothing"], "defines a function 'nothing'"),
         (["-p", "nothing=1"], "no parameter 'nothing'"),
-        (["-f", "nothing.yaml"], "cannot be read"),
     ],
 )
 def test_flags_that_do_not_fit_the_notebook_are_refused_before_it_runs(

@@ -280,20 +280,6 @@ def test_a_wrong_command_line_is_refused_in_one_sentence(
     assert shown.out == ""
 
 
-def test_a_dry_run_says_what_is_from_elsewhere_than_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    text = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: fp16\ndebug: true\ntpu_env: []\n"
-    file = write(tmp_path, text, "config.yaml")
-    script = write(tmp_path, "")
-    assert main(["launch", "--config_file", str(file), "--num_processes=1", "--dry_run", str(script)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("# from the environment: ")
-    assert "ACCELERATE_MIXED_PRECISION=bf16" in lines[0]
-    assert lines[1] == f"# from {file}: debug=True, distributed_type=MULTI_CPU"
-
-
 def test_a_file_for_what_is_not_here_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = write(tmp_path, "distributed_type: MEGATRON_LM\nnum_processes: 2\n", "config.yaml")
     command = ["launch", "--config_file", str(file), "--dry_run", str(write(tmp_path, ""))]

@@ -13,6 +13,7 @@ from typing_extensions import override
 from nb_accelerate.base.config.checks import check_choice, check_flag, check_options, check_whole, described, shown
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.base.config.options import fields_in, levels_to_the_user
+from nb_accelerate.base.config.variables import FSDP, USES
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,19 +30,8 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _OF_VERSION_1 = ("limit_all_gathers", "state_dict_config", "optim_state_dict_config", "param_init_fn")
 """Fields that FSDP2 has nothing for; their defaults, None or True, are accepted without effect."""
 
-_FROM_ENVIRONMENT = (
-    "backward_prefetch",
-    "auto_wrap_policy",
-    "ignored_modules",
-    "state_dict_type",
-    "use_orig_params",
-    "sync_module_states",
-    "forward_prefetch",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "cpu_ram_efficient_loading",
-)
-"""Fields whose variables have their names, with ``FSDP_`` before. The others depend on one another."""
+_DEPENDENT = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_min_num_params")
+"""Variables that are not read by themselves: which of them count depends on other options."""
 
 
 @dataclass
@@ -284,11 +274,11 @@ def resolve_fsdp(
 ) -> FullyShardedDataParallelPlugin | None:
     """Choose how models are sharded: the plugin, then ``FSDP_*`` variables; None if nothing asks for it."""
     given = check_options("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
-    if given is None and not environment.flag("ACCELERATE_USE_FSDP"):
+    if given is None and not environment.flag(USES["FSDP"]):
         return None
     given = given or FullyShardedDataParallelPlugin()
-    variables = {"fsdp_version": "FSDP_VERSION", **{name: f"FSDP_{name.upper()}" for name in _FROM_ENVIRONMENT}}
-    found = fields_in(environment, given, variables)
+    variables = {key.removeprefix("fsdp_"): name for key, name in FSDP.items() if key not in _DEPENDENT}
+    found = fields_in(environment, given, {"fsdp_version": FSDP["fsdp_version"], **variables})
     if given.cpu_offload is None:
         found["cpu_offload"] = environment.flag("FSDP_OFFLOAD_PARAMS")
     # accelerate's launcher always sets both, and looks at the strategy with version 1 only.

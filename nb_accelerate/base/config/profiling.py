@@ -65,16 +65,13 @@ class ProfileKwargs(KwargsHandler):
         """Return the profiler: a context manager, with ``step()`` to call at each step."""
         from torch import profiler
 
-        wanted = [_activities()[activity.lower()] for activity in self.activities or ()]
+        options = self.to_dict()
+        del options["output_trace_dir"]
+        activities, schedule = options.pop("activities") or (), options.pop("schedule_option")
         return profiler.profile(
-            activities=wanted or None,
-            schedule=profiler.schedule(**self.schedule_option) if self.schedule_option else None,
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
+            activities=[_activities()[name.lower()] for name in activities] or None,
+            schedule=profiler.schedule(**schedule) if schedule else None,
+            **options,
         )
 
 

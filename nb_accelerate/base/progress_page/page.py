@@ -50,8 +50,8 @@ class ProgressPage:
         self._memory = memoryview(memory if memory is not None else bytearray(layout.SIZE)).cast("B")
         self._words = self._memory[: 8 * layout.NUM_WORDS].cast("q")
         self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")
-        self._clock = clock_of(self._words)
-        self.enter: Callable[[int], None] = self._clock.enter
+        self.enter: Callable[[int], None]
+        self.enter, self._exchange, self._forget_times = clock_of(self._words)
         self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
         self.times_waits: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.WAITS_TIMED, 1)
@@ -97,7 +97,7 @@ class ProgressPage:
         self._reals[layout.LOSS] = layout.NO_LOSS
         words[layout.TOTAL] = -1
         words[layout.UTILISATION] = -1
-        self._clock.forget()
+        self._forget_times()
         self.enter(Phase.RUNNING)
         words[layout.REQUEST] = request
 
@@ -244,7 +244,7 @@ class ProgressPage:
         """Begin to wait for the exchange of gradients; not in another backward through the same loss, of the user."""
         if self._words[layout.PHASE] == Phase.BACKWARD:
             self._words[layout.COLLECTIVES] += 1
-            self._clock.exchange()
+            self._exchange()
 
     # Bars.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
@@ -35,26 +34,15 @@ _WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)
 """With the word that has the time of each."""
 
 
-@dataclass(frozen=True)
-class PhaseClock:
-    """Functions that write the times of a page. Closures, since loops call them several times a step.
-
-    Attributes:
-        enter: notes which phase begins, and how long the one before took; takes about 0.17 µs, a third of it for the
-            system's clock.
-        exchange: begins to wait for the exchange of gradients.
-        forget: forgets all times.
-    """
-
-    enter: Callable[[int], None]
-    exchange: Callable[[], None]
-    forget: Callable[[], None]
-
-
-def clock_of(words: memoryview[int]) -> PhaseClock:
-    """Return a clock that writes to the words of a page, and forget what times stood there.
+def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[], None], Callable[[], None]]:
+    """Return functions that write the times of a page, and forget what times stood there.
 
     The beginning of the current phase is not written: it is that of the counting, and all times later. See `_open`.
+
+    Returns:
+        Closures, since loops call them several times a step. The first notes which phase begins, and how long the one
+        before took: about 0.17 µs, a third of it for the system's clock. The second begins to wait for the exchange of
+        gradients; the third forgets all times.
     """
     spent = [0] * layout.NUM_WORDS
     slot, since = layout.NANOSECONDS, 0
@@ -83,7 +71,7 @@ def clock_of(words: memoryview[int]) -> PhaseClock:
         words[layout.SINCE] = since = clock()
 
     forget()
-    return PhaseClock(enter, exchange, forget)
+    return enter, exchange, forget
 
 
 def seconds_in(words: Sequence[int], now: int) -> dict[Phase, float]:
