@@ -122,15 +122,15 @@ def _check_checkpoint(accelerator: Accelerator) -> str:
     with tempfile.TemporaryDirectory(prefix="nb-accelerate-test-") as mine:
         folder[0] = mine
         shared = Path(broadcast_object_list(folder)[0]) / "checkpoint"
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        saved = [parameter.detach().clone() for parameter in model.parameters()]
         accelerator.save_state(str(shared))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         accelerator.load_state(str(shared))
-        after = [parameter.detach() for parameter in model.parameters()]
+        loaded = [parameter.detach() for parameter in model.parameters()]
         accelerator.wait_for_everyone()  # before the folder goes
-    if not all(torch.equal(one, other) for one, other in zip(before, after, strict=True)):
+    if not all(map(torch.equal, saved, loaded)):
         raise CheckFailed("weights that were loaded are not those that were saved")
     return "saved and loaded"
 

@@ -51,13 +51,7 @@ def _machines(text: str) -> tuple[int, int]:
     return int(fewest), int(most or fewest)
 
 
-def _yes_or_no(text: str) -> str:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower()
-
-
-_BOOL = "true|false"
+_BOOL = ("true", "false")
 _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 _FILE_HELP = "what `nb-accelerate config` has written (its --help says where the default file lies)"
 _PROCESSES_HELP = "number of processes, on all machines together; one for each GPU by default"
@@ -96,20 +90,20 @@ _MACHINES = (
 _FSDP = (
     Flag("use_fsdp", "shard models over the processes; also with --cpu"),
     Flag("fsdp_version", "version of FSDP: 2", str, "N"),
-    Flag("fsdp_reshard_after_forward", "free gathered parameters after the forward", str.lower, _BOOL),
-    Flag("fsdp_offload_params", "keep parameters and gradients in host memory", _yes_or_no, _BOOL),
+    Flag("fsdp_reshard_after_forward", "free gathered parameters after the forward", str.lower, "true|false"),
+    Flag("fsdp_offload_params", "keep parameters and gradients in host memory", str.lower, choices=_BOOL),
     Flag("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP", str, "POLICY"),
     Flag("fsdp_transformer_layer_cls_to_wrap", "classes of blocks, as BertLayer,T5Block", str, "NAMES"),
     Flag("fsdp_min_num_params", "parameters of a block with SIZE_BASED_WRAP", int, "N"),
     Flag("fsdp_state_dict_type", "FULL_STATE_DICT or SHARDED_STATE_DICT in checkpoints", str, "TYPE"),
-    Flag("fsdp_cpu_ram_efficient_loading", "only rank 0 reads the weights of a model", _yes_or_no, _BOOL),
-    Flag("fsdp_activation_checkpointing", "compute activations again in the backward", _yes_or_no, _BOOL),
-    Flag("fsdp_activation_checkpointing_offload", "keep inputs of blocks in host memory", _yes_or_no, _BOOL),
+    Flag("fsdp_cpu_ram_efficient_loading", "only rank 0 reads the weights of a model", str.lower, choices=_BOOL),
+    Flag("fsdp_activation_checkpointing", "compute activations again in the backward", str.lower, choices=_BOOL),
+    Flag("fsdp_activation_checkpointing_offload", "keep inputs of blocks in host memory", str.lower, choices=_BOOL),
     Flag("fsdp_sharding_strategy", "of version 1: FULL_SHARD ...", str, "NAME"),
     Flag("fsdp_backward_prefetch", "of version 1: BACKWARD_PRE ...", str, "NAME"),
-    Flag("fsdp_forward_prefetch", "gather the next block during the forward", _yes_or_no, _BOOL),
-    Flag("fsdp_use_orig_params", "of version 1: keep parameters as they are", _yes_or_no, _BOOL),
-    Flag("fsdp_sync_module_states", "all ranks get the weights of rank 0", _yes_or_no, _BOOL),
+    Flag("fsdp_forward_prefetch", "gather the next block during the forward", str.lower, choices=_BOOL),
+    Flag("fsdp_use_orig_params", "of version 1: keep parameters as they are", str.lower, choices=_BOOL),
+    Flag("fsdp_sync_module_states", "all ranks get the weights of rank 0", str.lower, choices=_BOOL),
 )
 _MESH = (
     Flag("use_parallelism_config", _MESH_HELP),
@@ -128,8 +122,8 @@ _DEEPSPEED = (
     Flag("offload_optimizer_nvme_path", "folder for optimizer states on nvme", str, "PATH"),
     Flag("offload_param_nvme_path", "folder for parameters on nvme", str, "PATH"),
     Flag("gradient_clipping", "largest norm of all gradients", float, "NORM"),
-    Flag("zero3_init_flag", "shard models of stage 3 while they are built", _yes_or_no, _BOOL),
-    Flag("zero3_save_16bit_model", "save models of stage 3 in 16 bits", _yes_or_no, _BOOL),
+    Flag("zero3_init_flag", "shard models of stage 3 while they are built", str.lower, choices=_BOOL),
+    Flag("zero3_save_16bit_model", "save models of stage 3 in 16 bits", str.lower, choices=_BOOL),
     Flag("deepspeed_moe_layer_cls_names", "classes of mixture-of-experts blocks", str, "NAMES"),
 )
 _TPU = (

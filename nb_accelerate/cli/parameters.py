@@ -42,13 +42,13 @@ def read_parameters(pairs: Sequence[str]) -> dict[str, Any]:
 def set_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
     """Add the cell with the values of this run, in place of one that an earlier run has added."""
     cells = notebook.cells
-    place = next((index for index, cell in enumerate(cells) if _DEFAULTS in _tags(cell)), None)
-    if place is None:
+    defaults = next((index for index, cell in enumerate(cells) if _DEFAULTS in _tags(cell)), None)
+    if defaults is None:
         raise ConfigError(
             "the notebook has no parameters: none of its cells has the tag 'parameters'. Add the tag to the cell that "
             "assigns the defaults"
         )
-    known = sorted(_assigned(cells[place].source))
+    known = sorted(_assigned(cells[defaults].source))
     for name in values:
         if name not in known:
             raise ConfigError(
@@ -56,7 +56,7 @@ def set_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
             )
     cells[:] = [cell for cell in cells if _INJECTED not in _tags(cell)]
     lines = ["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())]
-    cells.insert(place + 1, _code_cell("\n".join(lines), tags=[_INJECTED]))
+    cells.insert(defaults + 1, _code_cell("\n".join(lines), tags=[_INJECTED]))
 
 
 def keep_function(notebook: NotebookNode, name: str, call: str) -> None:

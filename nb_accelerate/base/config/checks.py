@@ -41,22 +41,21 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 def check_whole(name: str, value: object, *, at_least: int) -> int:
     """Return ``value`` if it is a whole number of at least ``at_least``; True and False are none."""
+    whole = f"Write an integer of at least {at_least}."
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(
-            f"{name}={shown(value)} is {described(value)}, not a whole number. Write an integer such as "
-            f"{name}={at_least}."
-        )
+        raise ConfigError(f"{name}={shown(value)} is {described(value)}, not a whole number. {whole}")
     if value < at_least:
-        raise ConfigError(f"{name}={value} is too small. Write an integer of at least {at_least}.")
+        raise ConfigError(f"{name}={value} is too small. {whole}")
     return value
 
 
 def check_number(name: str, value: object, *, above: float) -> float:
     """Return ``value`` if it is a number greater than ``above``."""
+    number = f"Write a number above {above}."
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name}={shown(value)} is {described(value)}, not a number. Write a number above {above}.")
+        raise ConfigError(f"{name}={shown(value)} is {described(value)}, not a number. {number}")
     if not value > above:
-        raise ConfigError(f"{name}={value} is too small. Write a number above {above}.")
+        raise ConfigError(f"{name}={value} is too small. {number}")
     return value
 
 

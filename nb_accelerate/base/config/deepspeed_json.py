@@ -112,14 +112,11 @@ def read_deepspeed_config(given: Any) -> dict[str, Any]:
     text = str(given)
     path = Path(given).expanduser()
     is_file = len(text) < 4096 and path.is_file()
-    with contextlib.suppress(ValueError):
-        found = json.loads(path.read_text(encoding="utf-8") if is_file else text)
-        if isinstance(found, dict):
-            return found
-    with contextlib.suppress(ValueError):
-        found = json.loads(base64.urlsafe_b64decode(text))
-        if isinstance(found, dict):
-            return found
+    for read in (lambda: path.read_text(encoding="utf-8") if is_file else text, lambda: base64.urlsafe_b64decode(text)):
+        with contextlib.suppress(ValueError):
+            found = json.loads(read())
+            if isinstance(found, dict):
+                return found
     raise ConfigError(
         f"hf_ds_config={text[:200]!r} is {'not a file with' if is_file else 'no file, and'} no JSON object either. "
         "Write the path of a DeepSpeed configuration, or the configuration as a dict."

@@ -7,7 +7,7 @@ import os
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_choice, check_number, check_whole, described, shown
@@ -28,10 +28,6 @@ _CHOICES = {
 }
 
 
-def _nothing() -> Mapping[str, Any]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """The arguments of one launch, checked. `notebook.launch.notebook_launcher` describes each of them.
@@ -42,7 +38,7 @@ class LaunchOptions:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=_nothing)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     num_processes: int | None = None
     mixed_precision: str = "no"
     use_port: str | int | None = None
@@ -61,7 +57,7 @@ class LaunchOptions:
     devices: str | Sequence[int] | None = None
     timeout: float | None = None
     progress: str = "auto"
-    env: Mapping[str, str] = field(default_factory=_nothing)
+    env: Mapping[str, str] = field(default_factory=dict)
     by_value: Sequence[ModuleType] = ()
     fold_output: bool = False
 
