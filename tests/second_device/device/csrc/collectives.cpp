@@ -95,35 +95,35 @@ struct Running {
   WorkPointer by_gloo;
   Tensors results;        // on the device
   Tensors host_results;
-  int64_t divide_by = 1;  // for the mean, which gloo has not
+  int64_t divide_by = 1;  // number of ranks for a mean, which gloo does not compute
   Aborted aborted;
-  std::atomic<bool> is_waited_for{false};
-  std::atomic<bool> has_come{false};
+  std::atomic<bool> has_thread{false};
+  std::atomic<bool> thread_has_ended{false};
   std::atomic<bool> is_done{false};
   std::exception_ptr error;
 
-  // A message of gloo ends when somebody waits for it only. This must not be the host, which may have others to send.
+  // gloo ends a message only while somebody waits for it. The host does not: it may have to send what the other rank needs.
   static void wait_in_thread(const std::shared_ptr<Running>& state) {
-    state->is_waited_for = true;
+    state->has_thread = true;
     std::thread([state, work = state->by_gloo] {
       try {
         work->wait();
       } catch (...) {
         state->error = std::current_exception();
       }
-      state->has_come = true;
+      state->thread_has_ended = true;
     }).detach();
   }
 
-  bool has_ended() const { return is_waited_for ? has_come.load() : by_gloo->isCompleted(); }
+  bool has_ended() const { return has_thread ? thread_has_ended.load() : by_gloo->isCompleted(); }
 
-  // As far as it can end now. After an abort nothing is waited for, and the numbers stay what they were, as with NCCL.
+  // Returns false while other ranks are missing. After an abort it waits for nobody, and the numbers stay as they were.
   bool try_finish() {
     if (is_done) return true;
     if (!*aborted) {
       if (!has_ended()) return false;
       try {
-        if (!is_waited_for) by_gloo->wait();
+        if (!has_thread) by_gloo->wait();
         if (!error) copy_back();
       } catch (...) {
         error = std::current_exception();
@@ -197,8 +197,8 @@ struct DeviceWork final : c10d::Work {
     TORCH_CHECK_WITH(DistBackendError, !*running->aborted, "simccl communicator was aborted");
   }
 
-  // The future is complete at once, with an event of the collective's stream: who waits for it waits by their stream. It
-  // has the tensors of the device, which DistributedDataParallel uses.
+  // The future is complete at once, with an event of the collective's stream for which waiting streams wait. Its value are
+  // the tensors on the device: DistributedDataParallel reads them.
   void complete_future() {
     c10::Device where(kDeviceType, device);
     c10::impl::VirtualGuardImpl guard(kDeviceType);
@@ -226,7 +226,7 @@ class Backend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "simccl"; }
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return number; }
+  uint64_t getSequenceNumberForGroup() override { return sequence_number; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo->setTimeout(timeout); }
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
@@ -426,7 +426,7 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer queue(std::shared_ptr<Running> running, Tensors tensors, c10::DeviceIndex device, c10d::OpType type) {
-    number++;
+    sequence_number++;
     running->aborted = aborted;
     if (type == c10d::OpType::SEND || type == c10d::OpType::RECV) Running::wait_in_thread(running);
     return c10::make_intrusive<DeviceWork>(
@@ -435,7 +435,7 @@ class Backend final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo;
   Aborted aborted = std::make_shared<std::atomic<bool>>(false);
-  std::atomic<uint64_t> number{0};
+  std::atomic<uint64_t> sequence_number{0};
   std::set<c10::DeviceIndex> connected;
 };
 
