@@ -350,18 +350,38 @@ def test_results_outlive_what_they_were_made_of(in_rank):
     assert in_rank(run) == 40.0
 
 
-def test_it_computes_what_the_cpu_does(in_rank):
+def _convolution_and_attention() -> tuple[Any, Any]:
+    import torch
+
+    layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(2)]
+    encoder = torch.nn.TransformerEncoderLayer(36, 2, 8, dropout=0, batch_first=True)
+    return torch.nn.Sequential(*layers, encoder), torch.randn(2, 3, 8, 8)
+
+
+def _lstm() -> tuple[Any, Any]:
+    import torch
+
+    return torch.nn.LSTM(3, 4, num_layers=2, bidirectional=True), torch.randn(5, 2, 3)
+
+
+def _gru() -> tuple[Any, Any]:
+    import torch
+
+    return torch.nn.GRU(3, 4, bias=False), torch.randn(5, 2, 3)
+
+
+@pytest.mark.parametrize("make", [_convolution_and_attention, _lstm, _gru])
+def test_it_computes_what_the_cpu_does(in_rank, make):
     def run() -> float:
         import torch
 
         torch.manual_seed(0)
-        layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(2)]
-        model = torch.nn.Sequential(*layers, torch.nn.TransformerEncoderLayer(36, 2, 8, dropout=0, batch_first=True))
-        inputs = torch.randn(2, 3, 8, 8)
+        model, inputs = make()
         gradients = []
         for device in ("cpu", "simgpu:1"):
             model.to(device).zero_grad()
-            model(inputs.to(device)).square().sum().backward()
+            outputs = model(inputs.to(device))
+            (outputs[0] if isinstance(outputs, tuple) else outputs).square().sum().backward()
             gradients.append(torch.cat([p.grad.cpu().flatten() for p in model.parameters()]))
         return (gradients[0] - gradients[1]).abs().max().item()
 
