@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from nb_accelerate.errors import NotPreparedError
@@ -222,24 +223,45 @@ class LossScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Do what torch does, with two exceptions.
 
-        It takes no mix of DTensors and others: the gradients on each mesh are unscaled by themselves. Gradients that
-        another optimizer has unscaled are only searched for infinite ones.
+        It takes no mix of DTensors and others, and exchanges what it found on the host if shards are offloaded to it,
+        where nccl cannot. So each rank unscales its shards as plain tensors, and what is found is exchanged afterwards,
+        once for each mesh. Gradients that another optimizer has unscaled are only searched for infinite ones.
         """
         done = self._ids_of_unscaled(besides=optimizer)
-        alike: dict[tuple[Any, bool], list[Tensor]] = {}
+        alike: dict[tuple[Any, torch.device, bool], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    key = getattr(parameter.grad, "device_mesh", None), id(parameter) in done
+                    mesh = getattr(parameter.grad, "device_mesh", None)
+                    key = mesh, parameter.grad.device, id(parameter) in done
                     alike.setdefault(key, []).append(parameter)
         found: dict[torch.device, Tensor] = {}
-        for (_, is_done), parameters in alike.items():
-            part: Any = SimpleNamespace(param_groups=[{"params": parameters}])  # all that torch reads
-            inverse = torch.ones_like(inv_scale) if is_done else inv_scale
-            parts = super()._unscale_grads_(part, inverse, torch.zeros_like(found_inf), allow_fp16)
-            for device, value in parts.items():
+        for (mesh, device, is_done), parameters in alike.items():
+            own = parameters if mesh is None else [_with_own_gradient(parameter.grad) for parameter in parameters]
+            part: Any = SimpleNamespace(param_groups=[{"params": own}])  # all that torch reads
+            # On the device of the gradients, and waited for: torch's own copies would be read before they are there.
+            inverse, none = inv_scale.to(device), torch.zeros_like(found_inf, device=device)
+            parts = super()._unscale_grads_(part, torch.ones_like(inverse) if is_done else inverse, none, allow_fp16)
+            for here in parts.values():
+                value = here if mesh is None else _largest(here, mesh)
                 found[device] = torch.maximum(found[device], value) if device in found else value
         return found
+
+
+def _with_own_gradient(gradient: Any) -> Tensor:
+    """Return a tensor that has this rank's shard of a gradient as its own gradient."""
+    shard: Tensor = gradient.to_local()
+    holder = shard.detach()
+    holder.grad = shard
+    return holder
+
+
+def _largest(value: Tensor, mesh: Any) -> Tensor:
+    """Return the largest value on the ranks of a mesh. Collective."""
+    largest = value.to(mesh.device_type)
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+    return largest.to(value.device)
 
 
 def _values(gradient: Tensor) -> Tensor:
