@@ -320,4 +320,5 @@ def test_batch_sizes_get_smaller_until_they_fit(run_ranks):
         train()
         return tried
 
-    assert run_ranks(search, env={"SIMGPU_MEMORY": "2000000"}, world_size=1) == [[1024, 921, 828, 745, 670, 603, 542, 487]]
+    [tried] = run_ranks(search, env={"SIMGPU_MEMORY": "2000000"}, world_size=1)
+    assert tried == [1024, 921, 828, 745, 670, 603, 542, 487]
