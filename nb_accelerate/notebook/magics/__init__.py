@@ -6,6 +6,7 @@ from, which takes some seconds to import PyTorch, so that the first cell for the
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from nb_accelerate.notebook.magics.auto import AutoMode
 from nb_accelerate.notebook.magics.cells import Cells
 from nb_accelerate.notebook.magics.commands import Commands
 from nb_accelerate.notebook.magics.names import RankNames
-from nb_accelerate.notebook.magics.seeding import Seeding
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -31,11 +31,11 @@ class _Extension:
         self._shell = shell
         self._auto = AutoMode(shell)
         self._names = RankNames(shell, self._auto)
-        self._seeding = Seeding(shell, self._auto)
+        self._cells = Cells(shell, self._auto, SESSION_DEFAULTS)
 
     def register(self) -> None:
         """Add the magics; take the place of those that are there."""
-        cells = Cells(self._shell, self._auto, self._seeding, SESSION_DEFAULTS)
+        cells = self._cells
         commands = Commands(self._shell, self._auto, SESSION_DEFAULTS)
         manager = self._shell.magics_manager
         manager.register_function(cells.distributed, magic_kind="cell", magic_name="distributed")
@@ -44,7 +44,7 @@ class _Extension:
         manager.register_function(commands.run, magic_kind="line", magic_name="distributed")
         self._auto.register()
         self._names.register()
-        self._seeding.register()
+        self._shell.events.register("post_run_cell", cells.note_seeds)
         if Environment().keep_warm:
             from nb_accelerate.notebook.launch.servers import warm_server
 
@@ -54,7 +54,8 @@ class _Extension:
         """Take everything back, and end the ranks."""
         self._auto.unregister()
         self._names.unregister()
-        self._seeding.unregister()
+        with contextlib.suppress(ValueError):
+            self._shell.events.unregister("post_run_cell", self._cells.note_seeds)
         SESSION_DEFAULTS.clear()
         for kind, names in (("cell", ("distributed", "rank", "local")), ("line", ("distributed",))):
             for name in names:

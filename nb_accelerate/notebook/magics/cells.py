@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -16,23 +17,27 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nb_accelerate.notebook.magics.auto import AutoMode
-    from nb_accelerate.notebook.magics.seeding import Seeding
     from nb_accelerate.notebook.pool.handle import CellHandle
     from nb_accelerate.notebook.pool.pool import Pool
 
 _POOL = args.names_of(args.POOL)
 
+_SEEDS = re.compile(r"seed\w*\s*\(")
+"""``torch.manual_seed(0)``, ``np.random.seed(0)``, ``set_seed(0)``, ``seed_everything(0)`` ... States are not compared:
+when the same seed is set again, the state can be equal to the one that ranks began with."""
+
 
 class Cells:
     """The cell magics."""
 
-    def __init__(self, shell: InteractiveShell, auto: AutoMode, seeding: Seeding, defaults: dict[str, Any]) -> None:
+    def __init__(self, shell: InteractiveShell, auto: AutoMode, defaults: dict[str, Any]) -> None:
         self._shell = shell
         self._auto = auto
-        self._seeding = seeding
         self._defaults = defaults
         self._search_path: list[str] = []
         self._autoreloads = False
+        self._is_seeded = False
+        """Whether a cell of the notebook has seeded random numbers since ranks were given their states."""
 
     def distributed(self, line: str, cell: str) -> CellHandle | None:
         """Run the cell on every rank; replaced below by the whole help."""
@@ -49,6 +54,12 @@ class Cells:
                 return
         with self._auto.paused():
             self._shell.run_cell(cell).raise_error()  # type: ignore[no-untyped-call]
+
+    def note_seeds(self, result: Any) -> None:
+        """Note, after a cell of the notebook, whether it has seeded random numbers: the seed is for the ranks too."""
+        cell = result.info.raw_cell or ""
+        seeds = any(_SEEDS.search(line.partition("#")[0]) for line in cell.splitlines())
+        self._is_seeded = self._is_seeded or (seeds and self._auto.runs_here(cell))
 
     distributed.__doc__ = args.DISTRIBUTED_CELL.format_help()
     rank.__doc__ = args.RANK_CELL.format_help()
@@ -96,6 +107,7 @@ class Cells:
         """Give ranks the search path, the autoreload and the seeds of the notebook; busy ones with a later cell."""
         if not pool.is_idle or pool.lost:
             return
+        from nb_accelerate.notebook.protocol.random_states import RandomStates
         from nb_accelerate.notebook.worker.autoreload import Autoreload, use_autoreload
         from nb_accelerate.notebook.worker.namespace import use_search_path
 
@@ -106,7 +118,9 @@ class Cells:
         if self._autoreloads or autoreload != Autoreload():  # each time, as some of the modules may be new
             pool.call(use_autoreload, autoreload)
             self._autoreloads = autoreload != Autoreload()
-        self._seeding.send(pool)
+        if self._is_seeded:
+            pool.call(RandomStates.here().use)
+            self._is_seeded = False
 
     def _have_ranks(self, pool: Pool, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook.display.frontend import choose_front_end
@@ -117,7 +131,7 @@ class Cells:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
             options = PoolOptions(**{**defaults, **asked})
             self._search_path = list(sys.path)
-            self._seeding.sent()
+            self._is_seeded = False
             if choose_front_end(given.get("progress", self._defaults.get("progress", "auto"))) == "widget":
                 place = {"display_id": uuid.uuid4().hex}
                 publish = self._shell.display_pub.publish

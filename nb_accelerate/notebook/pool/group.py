@@ -161,7 +161,8 @@ class RankGroup:
 
     def _cut(self, rank: RankProxy) -> None:
         """Take a rank out of a collective, by breaking its connections to other ranks."""
-        others = tuple(other.handle.pid for other in self.ranks.values() if other.handle.pid and other is not rank)
+        handles = [other.handle for other in self.ranks.values() if other is not rank]
+        others = tuple(handle.pid for handle in handles if handle.pid and not handle.ended)
         if rank.alarm is not None:  # else it has not been asked to join yet
             with contextlib.suppress(OSError):  # it has just ended
                 rank.alarm.send(CutOff(rendezvous=self._rendezvous_count, peers=others))

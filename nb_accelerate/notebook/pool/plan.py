@@ -46,6 +46,7 @@ class CellPlan:
 
     Attributes:
         syncs: what each rank that runs the cell has, by rank.
+        send: names whose values are sent, by rank.
         changed: objects that the rank has and that the notebook has changed in place, by name, by rank.
         own: names that are not sent because cells on the ranks have bound them, with the notebook's values.
         conflicts: names that are not sent because both the notebook and the ranks have changed the value.

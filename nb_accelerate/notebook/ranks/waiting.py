@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def ask_user(prompt: str) -> str | None:
     """Return the line that the user types; None at the end of input. SIGINT raises KeyboardInterrupt."""
-    with _handler(signal.default_int_handler):
+    with interrupts_call(lambda: signal.default_int_handler(signal.SIGINT, None)):
         try:
             return input(prompt)
         except EOFError:
@@ -52,20 +52,16 @@ def goes_on_if_interrupted(what: str, *, ends_by: str) -> Iterator[None]:
         raise interrupted(f"only the wait was interrupted: {what} goes on. {ends_by} ends it") from None
 
 
-def interrupts_call(action: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which SIGINT calls `action` and raises nothing.
+@contextlib.contextmanager
+def interrupts_call(action: Callable[[], object]) -> Iterator[None]:
+    """Have SIGINT call `action` inside the block, and raise nothing.
 
     It does nothing in other threads than the main one, which get no signals.
     """
-    return _handler(lambda *_: action())
-
-
-@contextlib.contextmanager
-def _handler(handler: Callable[..., object]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGINT, handler)
+    previous = signal.signal(signal.SIGINT, lambda *_: action())
     try:
         yield
     finally:
