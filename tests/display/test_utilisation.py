@@ -13,9 +13,9 @@ from nb_accelerate.base.progress_page import ProgressPage, layout
 from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.training.accelerator import losses
 from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
-from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.comm.collectives import SingleCollectives
 from nb_accelerate.training.process.devices import CPU, device_kind
+from nb_accelerate.training.state.choices import Prepared
 from nb_accelerate.training.strategies.strategy import Strategy
 
 

@@ -31,7 +31,6 @@ from nb_accelerate.training.accelerator.core import Core
 from nb_accelerate.training.accelerator.identity import IdentityMixin
 from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
 from nb_accelerate.training.accelerator.options import OptionsMixin
-from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.accelerator.preparing import PreparingMixin
 from nb_accelerate.training.accelerator.recording import RecordingMixin
 from nb_accelerate.training.accelerator.resuming import ResumingMixin
@@ -41,7 +40,7 @@ from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, watch_
 from nb_accelerate.training.precision import select_precision
 from nb_accelerate.training.process.rng import resolve_rng_types
 from nb_accelerate.training.process.setup import setup_process
-from nb_accelerate.training.state.choices import inherited, remember, shared_training
+from nb_accelerate.training.state.choices import Prepared, inherited, remember, shared_training
 from nb_accelerate.training.strategies import select_strategy
 from nb_accelerate.training.strategies.select import resolve_engines
 from nb_accelerate.training.tracking import resolve_recording

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nb_accelerate.training.accelerator.prepared import Prepared
     from nb_accelerate.training.data import LoaderTracker
+    from nb_accelerate.training.state.choices import Prepared
     from nb_accelerate.training.strategies import Strategy
 
 

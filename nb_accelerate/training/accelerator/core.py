@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.config.handlers import Handlers
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.training.accelerator.losses import LossReport
-from nb_accelerate.training.accelerator.prepared import Prepared
 from nb_accelerate.training.checkpoint.registry import Registry
-from nb_accelerate.training.state.choices import Choices
+from nb_accelerate.training.state.choices import Choices, Prepared
 from nb_accelerate.training.tracking import Recording
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.devices import DeviceKind
     from nb_accelerate.base.progress_page import ProgressPage
-    from nb_accelerate.training.accelerator.prepared import Prepared
+    from nb_accelerate.training.state.choices import Prepared
     from nb_accelerate.training.strategies.strategy import Strategy
 
 

@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.project import ProjectConfiguration
     from nb_accelerate.base.progress_page.commands import Command, CommandReader
-    from nb_accelerate.training.accelerator.prepared import Prepared
     from nb_accelerate.training.data.loader import DataLoaderShard
     from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler
-    from nb_accelerate.training.state.choices import SharedTraining
+    from nb_accelerate.training.state.choices import Prepared, SharedTraining
 
 _DECISION_INTERVAL = 0.001
 """Seconds between two reads of the notebook's decision. Memory that is shared tells no events."""

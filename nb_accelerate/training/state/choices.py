@@ -29,10 +29,26 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.distributed import DistributedType
     from nb_accelerate.base.config.dynamo import TorchDynamoPlugin
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.optim import AcceleratedOptimizer
+    from nb_accelerate.training.data import DataLoaderShard
+    from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.training.precision.scaler import LossScaler
     from nb_accelerate.training.process.context import ProcessContext
     from nb_accelerate.training.strategies.select import EngineOptions
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """Objects that went through ``prepare``, in order."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    loaders: list[DataLoaderShard] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget all objects."""
+        for things in (self.models, self.optimizers, self.loaders, self.schedulers):
+            things.clear()
 
 
 @dataclass(kw_only=True)
