@@ -88,17 +88,17 @@ class Manifest:
             found = content.pop("format")
             if found in (2, 3, _FORMAT) and content.pop("crc32") != _checksum_of({"format": found, **content}):
                 raise ValueError("its checksum is not that of its content")
+            if found in (1, 2, 3, _FORMAT):  # a list, say, is in no set
+                return _checked(content, has_crc32=found != 3)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_ANOTHER}") from error
-        if found not in (1, 2, 3, _FORMAT):  # a list, say, is in no set
             raise CheckpointError(
-                f"{path} is of format {found!r}, which nb_accelerate {__version__} does not know. It is damaged, or a "
-                "newer nb_accelerate has written it, which can read it."
-            )
-        try:
-            return _checked(content, has_crc32=found != 3)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_ANOTHER}") from error
+                f"{path} is damaged ({type(error).__name__}: {error}). Load another checkpoint, or an intact copy of "
+                "this one."
+            ) from error
+        raise CheckpointError(
+            f"{path} is of format {found!r}, which nb_accelerate {__version__} does not know. It is damaged, or a "
+            "newer nb_accelerate has written it, which can read it."
+        )
 
 
 def examine(folder: Path) -> tuple[Path, Manifest | None, list[str]]:
@@ -112,9 +112,6 @@ def examine(folder: Path) -> tuple[Path, Manifest | None, list[str]]:
     except CheckpointError as error:
         return where, None, [str(error)]
     return where, manifest, [] if manifest is None else obvious_damage(where, manifest.files)
-
-
-_ANOTHER = "Load another checkpoint, or an intact copy of this one."
 
 
 def _checksum_of(content: Mapping[str, Any]) -> int:

@@ -64,9 +64,11 @@ def engine_config(
         "bf16.enabled": run.precision == "bf16",
         "fp16.enabled": run.precision == "fp16",
         **_of_size(run.hidden_size),
-        **_of_optimizer(optimizer),
         **_of_schedulers(schedulers, run),
     }
+    if isinstance(optimizer, DummyOptim):
+        own = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+        values |= {f"optimizer.params.{name}": value for name, value in own.items()}
     config = filled(given, values)
     sizes = {"gradient_accumulation_steps": run.accumulation_steps}
     micro = config.get("train_micro_batch_size_per_gpu", batch)
@@ -167,15 +169,8 @@ def _of_size(hidden_size: int | None) -> dict[str, Any]:
     }
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    if not isinstance(optimizer, DummyOptim):
-        return {}
-    values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
-    return {f"optimizer.params.{name}": value for name, value in values.items()}
-
-
 def _of_schedulers(schedulers: Sequence[Any], run: Run) -> dict[str, Any]:
-    scheduler = next((one for one in schedulers if isinstance(one, DummyScheduler)), None)
+    scheduler = next((known for known in schedulers if isinstance(known, DummyScheduler)), None)
     if scheduler is None:
         return {}
     total = scheduler.total_num_steps
@@ -193,7 +188,7 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     It is refused if there are several, if it trains other models too, or has a state that the engine would lose.
     """
     own = {id(parameter) for parameter in model.parameters()}
-    mine = [one for one in optimizers if not own.isdisjoint(map(id, parameters_of(one)))]
+    mine = [known for known in optimizers if not own.isdisjoint(map(id, parameters_of(known)))]
     if not mine:
         return None
     if len(mine) > 1:

@@ -182,7 +182,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _initialize(self, request: ModelRequest, optimizer: torch.optim.Optimizer | None) -> Any:
         """Make an engine of a model and its optimizer. Collective."""
-        schedulers = [one for one in request.schedulers if optimizer is not None and one.optimizer is optimizer]
+        schedulers = [own for own in request.schedulers if optimizer is not None and own.optimizer is optimizer]
         run = Run(
             precision=self._precision,
             world_size=self.collectives.world_size,
@@ -197,9 +197,9 @@ class DeepSpeedStrategy(Strategy):
         arguments: dict[str, Any] = {"model": request.model, "config": config}
         if isinstance(optimizer, DummyOptim):
             arguments["model_parameters"] = optimizer.params
-            made = [one.lr_scheduler_callable for one in schedulers if one.lr_scheduler_callable is not None]
-            if made:
-                arguments["lr_scheduler"] = made[0]
+            makers = [own.lr_scheduler_callable for own in schedulers if own.lr_scheduler_callable is not None]
+            if makers:
+                arguments["lr_scheduler"] = makers[0]
         elif optimizer is not None:
             arguments["optimizer"] = optimizer
         with self._surroundings():
@@ -208,9 +208,9 @@ class DeepSpeedStrategy(Strategy):
             engines.add(engine)
             engine.set_gradient_accumulation_boundary(True)
             engine.register_forward_hook(mark_outputs)
-        for one in schedulers:
-            if isinstance(one, DummyScheduler):
-                self._schedulers[one] = scheduler
+        for own in schedulers:
+            if isinstance(own, DummyScheduler):
+                self._schedulers[own] = scheduler
         return engine
 
     def _surroundings(self) -> contextlib.AbstractContextManager[None]:
