@@ -187,11 +187,12 @@ class TestCellSink:
         monkeypatch.setattr(sinks, "_unless_kernels", lambda _: None)
 
     @pytest.mark.may_leave("files")
-    def test_a_log_on_a_full_disk_ends_there_and_the_cell_goes_on(self):
+    def test_a_log_on_a_full_disk_ends_there_and_the_cell_goes_on(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(sinks, "LINE_LIMIT", 10)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN  # so Python gets an error
         kernel = Kernel()
-        sink = CellSink(kernel, line_limit=10)
+        sink = CellSink(kernel)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
         try:
             for number in range(20_000):
@@ -209,9 +210,10 @@ class TestCellSink:
         Path(text.split()[6]).unlink()
 
     @pytest.mark.may_leave("files")
-    def test_a_bar_that_goes_on_for_long_is_one_line_of_the_tail(self):
+    def test_a_bar_that_goes_on_for_long_is_one_line_of_the_tail(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(sinks, "SIZE_LIMIT", 100)
         kernel = Kernel()
-        sink = CellSink(kernel, size_limit=100)
+        sink = CellSink(kernel)
         for number in range(1000):
             sink.write("stderr", f"\r{number:4} of 1000")
         sink.close()

@@ -115,7 +115,7 @@ class CellSink(Sink):
     What the cell has redirected, with ``%%capture`` or `contextlib.redirect_stdout`, goes where its own prints go.
     """
 
-    def __init__(self, kernel: Any, line_limit: int = LINE_LIMIT, size_limit: int = SIZE_LIMIT) -> None:
+    def __init__(self, kernel: Any) -> None:
         self.due = float("inf")
         self._is_first = True
         self.kernel = kernel
@@ -129,8 +129,6 @@ class CellSink(Sink):
         self._pending_size = 0
         self._lines = 0
         self._size = 0
-        self._line_limit = line_limit
-        self._size_limit = size_limit
         self._kept: list[str] = []
         self._overflow: Overflow | None = None
 
@@ -150,7 +148,7 @@ class CellSink(Sink):
             self._overflow.write(text)
             self.due = self._overflow.due
             return
-        text, rest = _cut(text, self._line_limit - self._lines, self._size_limit - self._size)
+        text, rest = _cut(text, LINE_LIMIT - self._lines, SIZE_LIMIT - self._size)
         self._lines += text.count("\n")
         self._size += len(text)
         self._kept.append(text)
