@@ -38,8 +38,9 @@ class CodeLine:
         number, phase, lineno, filename, called, number_behind = _LAYOUT.unpack_from(memory, at)
         if number <= 0 or number != number_behind or lineno <= 0:
             return None
-        return cls(number=number, phase=phase, filename=_text(filename), lineno=lineno, called=_text(called))
+        return cls(number=number, phase=phase, filename=text_of(filename), lineno=lineno, called=text_of(called))
 
 
-def _text(raw: bytes) -> str:
+def text_of(raw: bytes) -> str:
+    """Return the text of some bytes of a progress page, which a zero ends. A letter that was cut is dropped."""
     return raw.split(b"\0", 1)[0].decode(errors="ignore")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.progress_page import layout
+from nb_accelerate.base.progress_page.code_line import text_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -32,7 +33,7 @@ _COMMAND = 0  # number of the newest command; 0 if there is none
 _KIND = 1  # a `CommandKind`
 _VALUE = 2  # a float
 _AFTER = 3  # the number of the command, and the optimizer step after which it is to be obeyed: see `_STEP_BITS`
-_DECISION = 4  # the number of the command, and a `_Decision`
+_DECISION = 4  # the number of the command, and whether it holds: see `_decided`
 # Written by the rank:
 _STEPS = 5  # optimizer steps of this call or cell
 _AGREED = 6  # number of the command that the rank agrees to obey
@@ -47,6 +48,8 @@ _NUM_WORDS = 13
 _TEXT_AT, _ANSWER_AT = _AT + 128, _AT + 576
 _TEXT_SIZE = 448
 """Bytes of the text of a command, and of that of an answer, each with a zero at its end."""
+
+_HOLDS, _WITHDRAWN = 1, 2
 
 _STEP_BITS = 40
 """Bits of a word that hold the number of an optimizer step; that of the command is above them."""
@@ -66,9 +69,9 @@ NO_EPOCH_LOOP = (
 )
 """Why training cannot be ended after an epoch."""
 
-_WORD = struct.Struct("q")  # native: eight bytes in one piece
 _WORDS = struct.Struct(f"{_NUM_WORDS}q")
 _REAL = struct.Struct("d")
+_TEXT = struct.Struct(f"{_TEXT_SIZE}s")
 
 assert _AT + 8 * _NUM_WORDS <= _TEXT_AT
 assert _TEXT_AT + _TEXT_SIZE <= _ANSWER_AT
@@ -83,11 +86,6 @@ class CommandKind(enum.IntEnum):
     SAVE = 3
     LEARNING_RATE = 4
     STOP = 5
-
-
-class _Decision(enum.IntEnum):
-    HOLDS = 1
-    WITHDRAWN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +129,7 @@ class CommandReader:
         given, after = divmod(words[_AFTER], 1 << _STEP_BITS)
         if given != number:  # it is being written
             return False
-        if words[_DECISION] == _decided(number, _Decision.WITHDRAWN):
+        if words[_DECISION] == _decided(number, _WITHDRAWN):
             self._done = number
             return False
         if words[_AGREED] != number:
@@ -143,10 +141,10 @@ class CommandReader:
     def holds(self, number: int) -> bool | None:
         """Return whether a command is to be obeyed; None if that is not decided yet."""
         decision = self._words[_DECISION]
-        if decision == _decided(number, _Decision.HOLDS):
+        if decision == _decided(number, _HOLDS):
             return True
         # The call or cell may have ended for the notebook, which clears nothing: only a new command is written.
-        if decision == _decided(number, _Decision.WITHDRAWN) or self._words[_COMMAND] != number:
+        if decision == _decided(number, _WITHDRAWN) or self._words[_COMMAND] != number:
             self._done = number
             return False
         return None
@@ -154,8 +152,8 @@ class CommandReader:
     def read(self) -> Command:
         """Return the command."""
         (value,) = _REAL.unpack_from(self._memory, _AT + 8 * _VALUE)
-        text = bytes(self._memory[_TEXT_AT : _TEXT_AT + _TEXT_SIZE]).split(b"\0", 1)[0].decode(errors="replace")
-        return Command(kind=CommandKind(self._words[_KIND]), value=value, text=text)
+        (text,) = _TEXT.unpack_from(self._memory, _TEXT_AT)
+        return Command(kind=CommandKind(self._words[_KIND]), value=value, text=text_of(text))
 
     def answer(self, number: int, text: str, *, failed: bool) -> None:
         """Say that a command was obeyed, or why it could not be."""
@@ -209,30 +207,27 @@ class CommandWriter:
 
     def decide(self, number: int, *, holds: bool) -> None:
         """Have a rank obey a command, or withdraw it."""
-        self._set(_DECISION, _decided(number, _Decision.HOLDS if holds else _Decision.WITHDRAWN))
+        self._set(_DECISION, _decided(number, _HOLDS if holds else _WITHDRAWN))
 
     def look(self, number: int) -> CommandState:
         """Return what the rank says about a command."""
         answered, has_failed = divmod(self._get(_ANSWERED), 2)
-        answer = None
-        if answered == number:
-            raw = struct.unpack_from(f"{_TEXT_SIZE}s", self._memory, _ANSWER_AT)[0]
-            answer = raw.split(b"\0", 1)[0].decode(errors="replace")
+        (answer,) = _TEXT.unpack_from(self._memory, _ANSWER_AT)
         return CommandState(
             is_there=self._get(_COMMAND) == number,
             steps=self._get(_STEPS),
             is_paused=bool(self._get(_PAUSED)),
             has_agreed=self._get(_AGREED) == number,
-            answer=answer,
+            answer=text_of(answer) if answered == number else None,
             has_failed=bool(has_failed),
         )
 
     def _get(self, index: int) -> int:
-        value: int = _WORD.unpack_from(self._memory, _AT + 8 * index)[0]
+        value: int = layout.WORD.unpack_from(self._memory, _AT + 8 * index)[0]
         return value
 
     def _set(self, index: int, value: int) -> None:
-        _WORD.pack_into(self._memory, _AT + 8 * index, value)
+        layout.WORD.pack_into(self._memory, _AT + 8 * index, value)
 
 
 def training_state(memory: Buffer) -> dict[str, Any]:
@@ -258,9 +253,9 @@ def _known(word: int) -> bool | None:
     return word == 2 if word in (1, 2) else None
 
 
-def _decided(number: int, decision: _Decision) -> int:
+def _decided(number: int, decision: int) -> int:
     return 4 * number + decision
 
 
 def _write_text(memory: Buffer, at: int, text: str) -> None:
-    struct.pack_into(f"{_TEXT_SIZE}s", memory, at, text.encode(errors="replace")[: _TEXT_SIZE - 1])
+    _TEXT.pack_into(memory, at, text.encode(errors="replace")[: _TEXT_SIZE - 1])

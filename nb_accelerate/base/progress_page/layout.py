@@ -48,6 +48,7 @@ NUM_WORDS = 47
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN, which is a value that a loss may have and that has to be shown."""
 
+WORD = struct.Struct("q")  # native: eight bytes in one piece
 HEADER = struct.Struct(f"={LOSS}qd{NUM_WORDS - LOSS - 1}q")
 
 # Logged values: a name of up to 24 bytes and a float, each.

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.progress_page.code_line import text_of
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_NUMBERS = 8
-_LAYOUT = struct.Struct(f"={_NUMBERS}q{96}s")
+_LAYOUT = struct.Struct("=8q96s")
 SIZE = _LAYOUT.size
 """Bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RankMemory:
     """What a rank held in memory when it was measured last. All numbers are bytes; 0 also means not known."""
 
@@ -49,12 +49,6 @@ class RankMemory:
     @classmethod
     def read(cls, memory: Buffer, at: int) -> RankMemory:
         """Read what `write` wrote; values that make no sense are 0."""
-        return _rank_memory(*_LAYOUT.unpack_from(memory, at))
-
-
-@functools.lru_cache(maxsize=256)  # measured every few seconds, and read several times a second
-def _rank_memory(*values: Any) -> RankMemory:
-    *numbers, sharding = values
-    names = [field.name for field in dataclasses.fields(RankMemory)][:_NUMBERS]
-    known = {name: max(0, number) for name, number in zip(names, numbers, strict=True)}
-    return RankMemory(**known, sharding=sharding.split(b"\0", 1)[0].decode(errors="ignore"))
+        *numbers, sharding = _LAYOUT.unpack_from(memory, at)
+        values: list[Any] = [*(max(0, number) for number in numbers), text_of(sharding)]
+        return cls(*values)

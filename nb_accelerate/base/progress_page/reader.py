@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
@@ -34,13 +33,12 @@ class PageReader:
     @property
     def request(self) -> int:
         """Return the number of the call or cell, see `base.progress_page.sample.Sample`."""
-        start = 8 * layout.REQUEST
-        return int.from_bytes(self._memory[start : start + 8], sys.byteorder)
+        number: int = layout.WORD.unpack_from(self._memory, 8 * layout.REQUEST)[0]
+        return number
 
     def want_rows(self, wanted: bool) -> None:
         """Ask for progress bars as rows, or as text; see `base.progress_page.ProgressPage.wants_rows`."""
-        start = 8 * layout.ROWS_WANTED
-        self._memory[start : start + 8] = int(wanted).to_bytes(8, sys.byteorder)
+        layout.WORD.pack_into(self._memory, 8 * layout.ROWS_WANTED, wanted)
 
     @property
     def commands(self) -> CommandWriter:

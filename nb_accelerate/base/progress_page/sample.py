@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.base.progress_page import layout
-from nb_accelerate.base.progress_page.code_line import CodeLine
+from nb_accelerate.base.progress_page.code_line import CodeLine, text_of
 from nb_accelerate.base.progress_page.commands import training_state
 from nb_accelerate.base.progress_page.layout import Collective, Phase
 from nb_accelerate.base.progress_page.phase_times import seconds_exchanging, seconds_in
@@ -158,13 +157,13 @@ def _scalars(memory: Buffer) -> dict[str, float]:
         name, value = layout.SCALAR.unpack_from(memory, layout.SCALARS_AT + index * layout.SCALAR.size)
         if not name[0]:
             break
-        found[_text(name)] = value
+        found[text_of(name)] = value
     return found
 
 
 def _warning(memory: Buffer) -> str:
     (raw,) = layout.WARNING.unpack_from(memory, layout.WARNING_AT)
-    return _text(raw) if raw[0] else ""
+    return text_of(raw) if raw[0] else ""
 
 
 def _bars(memory: Buffer) -> tuple[Bar, ...]:
@@ -175,7 +174,7 @@ def _bars(memory: Buffer) -> tuple[Bar, ...]:
         if state:
             seconds = (changed if state == 2 else now) - began
             bar = Bar(
-                label=_text(label),
+                label=text_of(label),
                 count=count if 0 <= count < _ENDLESS else 0.0,
                 total=total if 0 <= total < _ENDLESS else None,
                 seconds=seconds if 0 <= seconds < _ENDLESS else 0.0,
@@ -184,8 +183,3 @@ def _bars(memory: Buffer) -> tuple[Bar, ...]:
             )
             found.append(bar)
     return tuple(sorted(found, key=lambda bar: bar.level))
-
-
-@functools.lru_cache(maxsize=256)  # of few names and labels, read several times a second
-def _text(raw: bytes) -> str:
-    return raw.split(b"\0", 1)[0].decode(errors="ignore")
