@@ -33,7 +33,7 @@ class StartMethod:
 
     Attributes:
         starter: ``module:function`` that takes the `LaunchOptions` and returns a context manager with the `RankServer`;
-            "" for the method that runs its one rank in this process.
+            "" for the method that runs its one rank in this process, which ``"auto"`` does not choose.
         device: torch's name of the only type of device that it is for; "" for all types.
         forks: ranks are forked from a process that has imported torch.
         copies_notebook: that process is the notebook. Its data is shared, so that nothing is pickled. Ranks have one
@@ -43,7 +43,6 @@ class StartMethod:
 
     name: str
     starter: str = ""
-    is_automatic: bool = False
     device: str = ""
     forks: bool = False
     copies_notebook: bool = False
@@ -68,32 +67,17 @@ class StartMethod:
         return conditions.forbids_fork if self.forks else ""
 
 
+_STARTERS = "nb_accelerate.notebook.launch.starters"
+
+_FORK = f"{_STARTERS}:fork"
+
 START_METHODS: dict[str, StartMethod] = {
     method.name: method
     for method in (
-        StartMethod(
-            name="xla",
-            starter="nb_accelerate.notebook.launch.starters:fork",
-            is_automatic=True,
-            device="xla",
-            forks=True,
-            copies_notebook=True,
-            max_nodes=1,
-        ),
-        StartMethod(
-            name="fork",
-            starter="nb_accelerate.notebook.launch.starters:fork",
-            is_automatic=True,
-            forks=True,
-            copies_notebook=True,
-        ),
-        StartMethod(
-            name="forkserver",
-            starter="nb_accelerate.notebook.launch.starters:forkserver",
-            is_automatic=True,
-            forks=True,
-        ),
-        StartMethod(name="spawn", starter="nb_accelerate.notebook.launch.starters:spawn", is_automatic=True),
+        StartMethod(name="xla", starter=_FORK, device="xla", forks=True, copies_notebook=True, max_nodes=1),
+        StartMethod(name="fork", starter=_FORK, forks=True, copies_notebook=True),
+        StartMethod(name="forkserver", starter=f"{_STARTERS}:forkserver", forks=True),
+        StartMethod(name="spawn", starter=f"{_STARTERS}:spawn"),
         StartMethod(name="inline", max_ranks=1, max_nodes=1),
     )
 }
@@ -108,7 +92,7 @@ def choose_method(conditions: Conditions, *, may_copy: bool = True) -> tuple[Sta
     """
     reason = ""
     for method in START_METHODS.values():
-        if not method.is_automatic or method.device not in ("", conditions.device.lower()):
+        if not method.starter or method.device not in ("", conditions.device.lower()):
             continue
         # After a large operation here, a forked rank that computes on the processor would hang.
         if method.copies_notebook and (conditions.is_host or not may_copy):

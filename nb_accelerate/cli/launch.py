@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import socket
 import sys
 from dataclasses import replace
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
 """Values of ``distributed_type`` that a launch can be for."""
-
-_INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -251,7 +249,7 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
     if run.failure is not None:
         print(run.failure.render(color=sys.stderr.isatty() and "NO_COLOR" not in os.environ), file=sys.stderr)
     if run.interrupted:
-        return _INTERRUPTED
+        return 128 + signal.SIGINT
     return 0 if run.failure is None else 1
 
 

@@ -183,7 +183,7 @@ def mine() -> Iterator[None]:
     before = dict(START_METHODS)
     START_METHODS.clear()
     rows = (
-        StartMethod(name="mine", starter=f"{__name__}:open_mine", is_automatic=True),
+        StartMethod(name="mine", starter=f"{__name__}:open_mine"),
         StartMethod(name="alone", max_ranks=1, max_nodes=1),
     )
     START_METHODS.update({row.name: row for row in rows} | before)
