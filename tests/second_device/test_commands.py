@@ -35,7 +35,6 @@ def test_every_check_passes_with_a_rank_on_each_device():
     [
         ([], ["simgpu:0 0 0", "simgpu:1 1 1"]),
         (["--multi_gpu", "--num_processes=2", "--gpu_ids=1,0"], ["simgpu:0 0 1", "simgpu:1 1 0"]),
-        (["--num_processes=1"], ["simgpu 0 0"]),
         (["--cpu", "--num_processes=2"], ["cpu", "cpu"]),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_rank_without_memory_is_named_with_what_every_rank_held(places: Kernel
 def test_the_quick_tour_trains_on_both_devices_and_learns_the_digits(tmp_path: Path):
     quick_tour = nbformat.read(Path(__file__).parents[2] / "notebooks" / "00_quickstart.ipynb", as_version=4)
     changes = {
-        "def train(epochs=10)": "def train(epochs=3)",
+        "def train(epochs=10)": "def train(epochs=2)",
         "return history": "return [{**one, 'device': str(next(model.parameters()).device)} for one in history]",
     }
     for cell in quick_tour.cells:
