@@ -138,6 +138,27 @@ def test_loaders_of_every_kind_bring_the_numbers_to_the_device(run_ranks, non_bl
         assert found == dict.fromkeys(LOADERS, ({f"simgpu:{rank}"}, batches))
 
 
+def test_what_ranks_exchange_is_there_when_it_is_read(run_ranks):
+    def exchange() -> list[Any]:
+        import torch
+
+        from nb_accelerate import Accelerator
+        from nb_accelerate.utils import broadcast
+
+        accelerator = Accelerator()
+        mine = torch.full((2,), float(accelerator.process_index + 1), device=accelerator.device)
+        found = [accelerator.reduce(mine, "sum").tolist(), accelerator.reduce(mine, "mean").tolist()]
+        found += [accelerator.gather(mine).tolist(), broadcast(mine.clone()).tolist()]
+        found.append(accelerator.gather({"of the host": mine.cpu()})["of the host"].tolist())
+        found.append(accelerator.pad_across_processes(mine[: accelerator.process_index + 1], pad_index=9).tolist())
+        if accelerator.is_main_process:
+            accelerator.set_trigger()
+        return [*found, accelerator.check_trigger()]
+
+    alike = [[3.0, 3.0], [1.5, 1.5], [1.0, 1.0, 2.0, 2.0], [1.0, 1.0], [1.0, 1.0, 2.0, 2.0]]
+    assert run_ranks(exchange) == [[*alike, [1.0, 9.0], True], [*alike, [2.0, 2.0], True]]
+
+
 def _saved_and_loaded(folder: Path, in_background: bool) -> Any:
     import torch
 
@@ -147,16 +168,14 @@ def _saved_and_loaded(folder: Path, in_background: bool) -> Any:
     parts = _training(accelerator)
     _train(accelerator, *parts)
     model, optimizer, *_ = parts
-    if in_background:
-        handle = accelerator.save_state(folder, async_save=True)
+    if in_background:  # and nothing else here waits for the device
+        accelerator.save_state(folder, async_save=True).wait()
     else:
         accelerator.save_state(folder)
     weights = [weight.tolist() for weight in model.parameters()]
     moments = [state["exp_avg"].tolist() for state in optimizer.state.values()]
     drawn = torch.rand(3, device=accelerator.device).tolist()
-    _train(accelerator, *parts)  # what is saved is what was there when it was asked for
-    if in_background:
-        handle.wait()
+    _train(accelerator, *parts)
     accelerator.load_state(folder)
     places = _devices([*model.parameters(), *model.buffers(), *[s["exp_avg"] for s in optimizer.state.values()]])
     again = [weight.tolist() for weight in model.parameters()]
