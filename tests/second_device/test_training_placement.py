@@ -107,6 +107,31 @@ def test_a_model_that_is_on_the_device_already_stays_as_it_is(run_ranks, placed)
         assert moved == pytest.approx([1.0, 1.0])
 
 
+def test_an_optimizer_that_has_stepped_on_the_host_goes_on_with_its_model_on_the_device(run_ranks):
+    def train(cpu: bool) -> tuple[set[str], list[float]]:
+        import torch
+
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=cpu)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(torch.ones(1, 2, device=accelerator.device)).square().sum())
+        optimizer.step()
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        return _devices([*model.parameters(), *moments]), accelerator.unwrap_model(model).weight[0].tolist()
+
+    on_cpu = run_ranks(train, True)
+    for rank, (devices, weights) in enumerate(run_ranks(train, False)):
+        assert devices == {f"simgpu:{rank}"}
+        assert weights == pytest.approx(on_cpu[rank][1], abs=1e-6)
+
+
 LOADERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "pinned": {"pin_memory": True},

@@ -52,7 +52,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, begin: int, steps: int =
     losses = []
     for step in range(begin, begin + steps):
         rows = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))
-        mine = rows.chunk(accelerator.num_processes)[accelerator.process_index]
+        mine = rows.chunk(accelerator.num_processes)[accelerator.process_index].to(accelerator.device)
         loss = (model(mine) - mine.sum(1, keepdim=True).sin()).square().mean()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         accelerator.backward(loss)
@@ -75,7 +75,7 @@ def save(parent: Path) -> Any:
     losses = train(*prepared, begin=3)
     handle.wait()
     weights = prepared[0].get_state_dict(prepared[1])
-    return losses, {name: value.clone() for name, value in weights.items()}
+    return losses, {name: value.cpu().clone() for name, value in weights.items()}
 
 
 @pytest.fixture

@@ -246,14 +246,14 @@ def test_tied_weights_train_as_one_if_they_are_in_one_block(run_ranks):
         if sharded:
             accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(**options))
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        mine = words[accelerator.process_index :: accelerator.num_processes]
+        mine = words[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
         for _ in range(3):
             accelerator.backward(nn.functional.cross_entropy(model(mine), mine))
             optimizer.step()
             optimizer.zero_grad()
         state = accelerator.get_state_dict(model)
         assert not state or state["head.weight"] is state["words.weight"] or not sharded
-        return {name: value.clone() for name, value in state.items()}
+        return {name: value.cpu().clone() for name, value in state.items()}
 
     expected = train(False)
     ours = run_ranks(train, True)[0]

@@ -76,7 +76,7 @@ def test_a_plan_may_come_with_the_model_and_ties_stay_ties(run_ranks, plan):
         model, optimizer = accelerator.prepare(model, optimizer)
         losses, norms = [], []
         for _ in range(3):
-            loss = step_of(model, tokens)
+            loss = step_of(model, tokens.to(accelerator.device))
             accelerator.backward(loss)
             norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3).item())
             optimizer.step()
@@ -84,7 +84,13 @@ def test_a_plan_may_come_with_the_model_and_ties_stay_ties(run_ranks, plan):
             losses.append(loss.item())
         kinds = {name: type(one).__name__ for name, one in model.named_parameters()}
         state = accelerator.get_state_dict(model)
-        return losses, norms, kinds, model.head.weight is model.embed.weight, {k: v.clone() for k, v in state.items()}
+        return (
+            losses,
+            norms,
+            kinds,
+            model.head.weight is model.embed.weight,
+            {k: v.cpu() for k, v in state.items()},
+        )
 
     reference = weights().eval()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
