@@ -322,13 +322,10 @@ class Request:
     def _add(self, incident: Incident, *, goes_on: bool = False) -> None:
         self.incidents.append(incident)
         if self.step is None and not goes_on:
+            say = self.say if self.panel is None else lambda _: None  # a panel shows by itself that a rank is stopped
             for rank in self.waiting:
-                note_if_stopped(rank, self._say_without_panel)
+                note_if_stopped(rank, say)
             self._enter(self.steps[0].kind)
-
-    def _say_without_panel(self, line: str) -> None:
-        if self.panel is None:  # which shows by itself that a rank is stopped
-            self.say(line)
 
     def _lacks_a_cause(self, now: float) -> bool:
         """Return whether all failures only say that another rank was lost, and that rank's own is still waited for."""
