@@ -30,6 +30,18 @@ Report = TypeVar("Report", bound="Callable[..., None]")
 
 logger = logging.getLogger("nb_accelerate")
 
+_REPORT_SECONDS = 0.1
+"""Least time between two reports. Each copies a number from the device, and the panel is redrawn no faster."""
+
+_UTILISATION_SECONDS = 1.0
+"""Least time between two queries of the utilisation: drivers average over up to a second and answer slowly."""
+
+_WHAT = "the figure of memory"
+
+_FIRST_WAIT = 0.1
+_LONGEST_WAIT = 5.0
+"""Seconds between two measurements. A thousand tensors take some milliseconds."""
+
 
 def only_reports(what: str) -> Callable[[Report], Report]:
     """Decorate a method that reports about training, which goes on when the report fails.
@@ -53,15 +65,6 @@ def only_reports(what: str) -> Callable[[Report], Report]:
         return cast("Report", report)
 
     return decorate
-
-
-logger = logging.getLogger(__name__)
-
-_REPORT_SECONDS = 0.1
-"""Least time between two reports. Each copies a number from the device, and the panel is redrawn no faster."""
-
-_UTILISATION_SECONDS = 1.0
-"""Least time between two queries of the utilisation: drivers average over up to a second and answer slowly."""
 
 
 class LossReport:
@@ -119,13 +122,6 @@ class LossReport:
             self._arrived.copy_(loss, non_blocking=True)
             self._copying = torch.Event(loss.device)
             self._copying.record()
-
-
-_WHAT = "the figure of memory"
-
-_FIRST_WAIT = 0.1
-_LONGEST_WAIT = 5.0
-"""Seconds between two measurements. A thousand tensors take some milliseconds."""
 
 
 class MemoryReport:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+logger = logging.getLogger(__name__)
+
 
 class ModelFilesMixin(CoreMixin):
     """Files with the weights of models, as Hugging Face accelerate and transformers write them."""
@@ -88,9 +90,6 @@ class ModelFilesMixin(CoreMixin):
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
                 )
-
-
-logger = logging.getLogger(__name__)
 
 
 def save(

@@ -32,6 +32,11 @@ logger = logging.getLogger("nb_accelerate")
 _SHARDED = "DTensor"
 _AVERAGING = ("DistributedDataParallel", "FullyShardedDataParallel")
 
+MAKE_IT_INSIDE = (
+    "It knows only the process it was made in. Make it, and what it prepares, inside of the function that you launch: "
+    "def train(): accelerator = Accelerator(); model, optimizer, loader = accelerator.prepare(...)."
+)
+
 
 def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
     """Warn of optimizers that take steps though they were not prepared. Called by each `Accelerator`.
@@ -113,9 +118,6 @@ def _is_averaged(optimizer: Optimizer) -> bool:
     return any(type(item).__name__ in _AVERAGING for item in gc.get_objects())
 
 
-logger = logging.getLogger("nb_accelerate")
-
-
 def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
     """Warn of an optimizer that trains nothing. Called before its first step.
 
@@ -156,9 +158,3 @@ def foreign_accelerator() -> NotPreparedError:
         "accelerator.backward was called on an Accelerator that was made in another process, before this one was "
         f"started from it. {MAKE_IT_INSIDE}"
     )
-
-
-MAKE_IT_INSIDE = (
-    "It knows only the process it was made in. Make it, and what it prepares, inside of the function that you launch: "
-    "def train(): accelerator = Accelerator(); model, optimizer, loader = accelerator.prepare(...)."
-)

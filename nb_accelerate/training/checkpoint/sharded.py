@@ -46,6 +46,26 @@ if TYPE_CHECKING:
     from nb_accelerate.training.checkpoint.checksums import FileRecord
     from nb_accelerate.training.comm import Collectives
 
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}
+"""What the metadata of a checkpoint is made of. Nothing here runs code when it is unpickled."""
+
 
 @runtime_checkable
 class NamedOptimizer(Protocol):
@@ -204,27 +224,6 @@ def read_into(reader: ShardReader, wanted: dict[str, Any]) -> None:
             load(wanted, storage_reader=reader, planner=ShardPlanner(), no_dist=True)
     except (OSError, RuntimeError, ValueError, AssertionError, CheckpointException) as error:
         raise CheckpointError(f"The checkpoint in {reader.path} is damaged: {error}") from error
-
-
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-    "collections": {"OrderedDict"},
-}
-"""What the metadata of a checkpoint is made of. Nothing here runs code when it is unpickled."""
 
 
 class ShardReader(FileSystemReader):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger("nb_accelerate")
+
 
 class GathersObjects(Protocol):
     """`Collectives`, or those of a save in the background."""
@@ -63,9 +65,6 @@ def gather_from_all_ranks(collectives: GathersObjects, action: Callable[[], T]) 
     if failed:
         raise CheckpointError("\n".join(failed))
     return [values[0] for _, values in told]
-
-
-logger = logging.getLogger("nb_accelerate")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 _COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they may be given a generator
 
+_KNOWN_ITERATION = {DataLoader.__iter__, DataLoaderAdapter.__iter__, DataLoaderShard.__iter__}
+
 
 class ReaderArguments:
     """Choose the arguments of the new loader that differ from those of the user's.
@@ -232,9 +234,6 @@ def _order_sync(outer: Any, inner: Any, *, broadcast: Callable[[Tensor], Tensor]
 
 def _copied(sampler: Any) -> Any:
     return copy.copy(sampler) if type(sampler) in _COPIED else sampler
-
-
-_KNOWN_ITERATION = {DataLoader.__iter__, DataLoaderAdapter.__iter__, DataLoaderShard.__iter__}
 
 
 def prepare_data_loader(
