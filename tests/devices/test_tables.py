@@ -197,7 +197,7 @@ def mine() -> Iterator[None]:
 def test_a_new_start_method_is_chosen_and_starts_ranks() -> None:
     assert notebook_launcher(lambda: 7, (), 1, devices="cpu", progress="off") == [7]
     assert opened == ["in", "out"]
-    assert plan_for(MachineFacts(num_cpus=1), num_processes=2).start_method == "mine"
+    assert plan_for(MachineFacts(num_cpus=1), num_processes=2).method.name == "mine"
     assert PoolOptions(start_method="mine").start_method == "mine"
 
 

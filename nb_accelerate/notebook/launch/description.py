@@ -23,10 +23,10 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
     if front_end != "widget":
         sink.write(sink.own_stream, f"{plan.brief}{waits}\n")
         return ""
-    place = uuid.uuid4().hex
+    display_id = uuid.uuid4().hex
     data = {"text/plain": plan.brief + (waits or ": starting")}
-    sink.display("display_data", {"data": data, "metadata": {}, "transient": {"display_id": place}})
-    return place
+    sink.display("display_data", {"data": data, "metadata": {}, "transient": {"display_id": display_id}})
+    return display_id
 
 
 def facts_of(name: str, plan: LaunchPlan) -> Facts:

@@ -77,7 +77,7 @@ def refusal(here: Sequence[Machine], new: Machine) -> str:
 
 
 def not_all_came(
-    here: Sequence[Machine], gone: Sequence[Machine], expected: int, place: str, seconds: float
+    here: Sequence[Machine], gone: Sequence[Machine], expected: int, endpoint: str, seconds: float
 ) -> StartError:
     """Build the error about machines that are missing. Those in `gone` took part before."""
     numbers = {machine.node_rank for machine in here}
@@ -89,15 +89,15 @@ def not_all_came(
     verb = "is" if len(missing) == 1 else "are"
     who = f"{' and '.join(missing)} {verb} missing" if missing else f"here is {', '.join(map(str, here))}"
     return StartError(
-        f"{len(here)} of {expected} machines came to {place} within {seconds:g} s; {who}. Start the same launch on "
+        f"{len(here)} of {expected} machines came to {endpoint} within {seconds:g} s; {who}. Start the same launch on "
         f"each of them, and see that their clocks agree to some seconds"
     )
 
 
-def no_first_machine(place: str, seconds: float, error: BaseException) -> StartError:
+def no_first_machine(endpoint: str, seconds: float, error: BaseException) -> StartError:
     """Build the error about the machine that all others come to, from that of the last attempt to connect."""
     why = getattr(error, "strerror", None) or str(error).split("\n", maxsplit=1)[0]
     return StartError(
-        f"the first machine, {place}, did not answer within {seconds:g} s ({why}). Start the same launch there, and "
+        f"the first machine, {endpoint}, did not answer within {seconds:g} s ({why}). Start the same launch there, and "
         f"see that nothing blocks that port"
     )

@@ -52,11 +52,6 @@ class LaunchPlan:
         return self.kind.name
 
     @property
-    def start_method(self) -> str:
-        """Name of the method by which ranks come to be."""
-        return self.method.name
-
-    @property
     def backend(self) -> str:
         """What carries tensors between ranks."""
         return str(self.kind.backend or CPU.backend)
@@ -83,14 +78,14 @@ class LaunchPlan:
         """The plan in a few words: ``2 processes on CPU, bf16``; with the start method if there is a reason for it."""
         number = f"{self.num_processes} process{'es' if self.num_processes > 1 else ''}"
         parts = [f"{number} on {self._where}"]
-        parts += [f"{self.start_method} ({self.reason})"] if self.reason else []
+        parts += [f"{self.method.name} ({self.reason})"] if self.reason else []
         parts += [self.mixed_precision] if self.mixed_precision != "no" else []
         return ", ".join(parts)
 
     def describe(self) -> str:
         """Return the plan in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
         ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"
-        method = f"{self.start_method} ({self.reason})" if self.reason else self.start_method
+        method = f"{self.method.name} ({self.reason})" if self.reason else self.method.name
         parts = [f"{ranks} on {self._where}", method]
         if self.world_size > 1 and self.kind.start_runtime is None:
             parts.append(self.backend if self.num_nodes > 1 else f"{self.backend} on loopback")
@@ -154,12 +149,12 @@ def _choose_kind(options: LaunchOptions, facts: MachineFacts) -> VisibleDevices:
     if isinstance(options.devices, str):
         if options.devices == CPU.name:
             return _PROCESSOR
-        named = next((devices for devices in facts.accelerators if devices.kind.name == options.devices), None)
-        if named is None:
+        found = next((devices for devices in facts.accelerators if devices.kind.name == options.devices), None)
+        if found is None:
             raise ConfigError(
                 f"devices={options.devices!r}, but there is no such device here. Write devices={CPU.name!r} or None"
             )
-        return named
+        return found
     if options.devices is not None:
         if not facts.accelerators:
             raise ConfigError(
