@@ -173,4 +173,4 @@ def test_of_a_kernel_that_dies_no_block_is_left(deadly: None, launched: Terminal
     assert "cell 2 of 3" not in last
     assert "rank 1 begins 0" in last
     assert "The kernel's process ended while this cell was running." in last
-    assert [output.output_type for output in outputs(tmp_path)] == ["stream"]
+    assert {output.output_type for output in outputs(tmp_path)} == {"stream"}
