@@ -86,3 +86,21 @@ def test_the_memory_of_each_rank_is_that_of_its_own_device(cells: Kernel):
     said = cells.run("%distributed status").ok().stdout
     assert "simgpu:0" in said
     assert "simgpu:1" in said
+
+
+def test_what_did_not_fit_is_free_when_the_next_cell_begins_and_the_debugger_sees_it_before(cells: Kernel):
+    held = "%%rank 1 --quiet --out held_on_rank\ntorch.simgpu.memory_allocated()"
+    cells.run(
+        "%%distributed\ndef fill(mebibytes):\n"
+        "    kept = torch.empty(mebibytes << 20, dtype=torch.uint8, device=device)\n"
+        "    return len(kept) + len(torch.empty(1 << 30, dtype=torch.uint8, device=device))"
+    ).ok()
+    cells.run(held).ok()
+    before = cells.run("print(held_on_rank)").ok().stdout
+    failed = cells.run("%%rank 1\nfill(1200)")
+    assert failed.error == "OutOfMemoryError"
+    cells.run(held).ok()
+    assert cells.run("print(held_on_rank)").ok().stdout == before
+    cells.run("%%rank 1\nfill(500)").ok()
+    assert cells.run("%%rank 1\nfill(1200)").error == "OutOfMemoryError"
+    assert "1200" in cells.run("%%rank 1\n%debug", answers=["mebibytes", "q"]).ok().stdout

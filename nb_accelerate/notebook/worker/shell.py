@@ -6,6 +6,7 @@ import ast
 import asyncio
 import linecache
 import sys
+import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +21,8 @@ from traitlets.config import Config
 from typing_extensions import override
 
 from nb_accelerate.errors import PoolError
+from nb_accelerate.errors.out_of_memory import says_out_of_memory
+from nb_accelerate.notebook.diagnostics.report import text_of
 from nb_accelerate.notebook.worker.debugger import RankDebugger
 
 if TYPE_CHECKING:
@@ -186,6 +189,8 @@ class RankShell(InteractiveShell):
         assert self.history_manager is not None
         self.history_manager.input_hist_parsed = [cell.code]
         self._is_plain = cell.is_python
+        if cell.is_python:  # not %debug, which looks at them
+            _free_what_did_not_fit()
         try:
             result: ExecutionResult = self.run_cell(cell.code, store_history=False)  # type: ignore[no-untyped-call]
             return result
@@ -261,3 +266,11 @@ class RankShell(InteractiveShell):
                 task.cancel()
                 loop.run_until_complete(task)
             raise
+
+
+def _free_what_did_not_fit() -> None:
+    """Free the variables of functions in which memory did not suffice, or a smaller batch would not fit either."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is not None and says_out_of_memory(type(error).__name__, text_of(error)):
+        for one in (error, error.__cause__, error.__context__):
+            traceback.clear_frames(None if one is None else one.__traceback__)
