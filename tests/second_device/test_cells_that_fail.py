@@ -8,7 +8,7 @@ import pytest
 from pool.test_failures import (  # noqa: F401
     TestDeath,
     TestExceptions,
-    TestInterrupts,
+    TestInterrupts as Interrupts,
     _variables_stay_and_ranks_are_in_step,
     notebook,
 )
@@ -19,3 +19,9 @@ pytestmark = pytest.mark.usefixtures("simgpu")
 @pytest.fixture(scope="module")
 def ranks(simgpu: Mapping[str, str]) -> int:
     return 2
+
+
+class TestInterrupts:
+    """What is different where ranks wait for each other on devices."""
+
+    test_an_interrupt_ends_the_cell_on_all_ranks = Interrupts.test_an_interrupt_ends_the_cell_on_all_ranks
