@@ -47,6 +47,7 @@ MODULES = {
 }
 
 LEFT_OUT = {
+    "workers": "a worker forked of a process that uses the device may hang; test_training_placement has others",
     "test_objects_are_prepared_and_loaders_get_shorter": "says that the device is the CPU",
     "test_accelerate_loads_what_we_saved_and_we_what_it_saved": "accelerate knows no such device",
     "test_checkpoints_of_fsdp_in_accelerate_are_loaded": "computes with torch on the CPU",
@@ -57,9 +58,6 @@ LEFT_OUT = {
     "test_tensors_of_varying_size_are_refused_in_the_last_round_as_in_all_others": "as above",
 }
 """Tests, and why they are not about a device."""
-
-FORKS_A_WORKER = "test_kinds_of_batches.py::test_an_evaluation_has_each_row_once_whatever_batches_look_like[workers]"
-"""A worker that is forked of a process which uses the device may hang. Workers of ranks: test_training_placement.py."""
 
 
 class Outcome(NamedTuple):
@@ -81,7 +79,6 @@ def outcomes(
     command = [sys.executable, "-m", "pytest", "-q", "-p", "suites_on_device", "-m", "not slow", "--tb=short"]
     command += ["--disable-warnings", f"--junitxml={report}", "-o", "junit_logging=no", "-n", "0"]
     command += ["-k", " and ".join(f"not {name}" for name in LEFT_OUT)]
-    command += ["--deselect", f"tests/training/{FORKS_A_WORKER}"]
     command += [str(ROOT / "tests" / "training" / module) for module in MODULES.values()]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert report.exists(), ran.stdout + ran.stderr  # it ended at the limit of a test that could not be interrupted
