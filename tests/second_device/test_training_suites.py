@@ -39,11 +39,9 @@ MODULES = {
     "wrappers made by users": "strategies/test_wrappers_by_hand.py",
     "checkpoints": "checkpoint/test_checkpoints.py",
     "checkpoints of shards": "checkpoint/test_sharded_checkpoints.py",
-    "memory of shards": "strategies/test_memory_of_shards.py",
     "saves in the background": "checkpoint/test_background_saves.py",
     "saved models": "checkpoint/test_saved_models.py",
     "numbers of resumed runs": "data/test_resumed_numbers.py",
-    "random numbers in step": "data/test_shared_random_numbers.py",
 }
 
 LEFT_OUT = {
