@@ -37,13 +37,11 @@ EPOCH_OF_RUN = 22  # the current one of that loop, from 1
 COMPILED = 23  # programs that were compiled for the device
 COMPILING_MS = 24  # milliseconds that took
 NANOSECONDS = 25  # 16 words: time spent in each `Phase`, that which is on left out
-EXCHANGING = 41  # nanoseconds of WAITING, in the same way, that were spent in `Collective.backward`
-SINCE = 42  # `time.monotonic_ns` when counting times began; 0 if nothing is to be added for the current phase
-WORKERS = 43  # `num_workers` of the current loop's loader, and 1 more; 0 if not known
-WAITS_TIMED = 44  # backward is over when the gradients of this rank are computed: what follows is WAITING
-SPANS_EPOCHS = 45  # the current loop goes over all epochs of the run, and its steps are those of the run
-OTHER_GROUP = 46  # this process has made a process group at another address than that of its launch, since it began
-NUM_WORDS = 47
+SINCE = 41  # `time.monotonic_ns` when counting times began; 0 if nothing is to be added for the current phase
+WORKERS = 42  # `num_workers` of the current loop's loader, and 1 more; 0 if not known
+SPANS_EPOCHS = 43  # the current loop goes over all epochs of the run, and its steps are those of the run
+OTHER_GROUP = 44  # this process has made a process group at another address than that of its launch, since it began
+NUM_WORDS = 45
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN, which is a value that a loss may have and that has to be shown."""
@@ -102,7 +100,7 @@ class Phase(enum.IntEnum):
     TRAINING = 12  # forward and backward, where the program does not say which
 
 
-assert NANOSECONDS + len(Phase) <= EXCHANGING
+assert NANOSECONDS + len(Phase) <= SINCE
 
 
 class Collective(enum.IntEnum):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.progress_page import layout
 from nb_accelerate.base.progress_page.code_line import CodeLine
 from nb_accelerate.base.progress_page.commands import CommandReader
-from nb_accelerate.base.progress_page.layout import Phase
+from nb_accelerate.base.progress_page.layout import Collective, Phase
 from nb_accelerate.base.progress_page.phase_times import clock_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from nb_accelerate.base.progress_page.layout import Collective
     from nb_accelerate.base.progress_page.rank_memory import RankMemory
 
 
@@ -42,7 +41,6 @@ class ProgressPage:
         is_read: somebody may read it: it lies in memory that was given.
         saw_forward: whether a prepared model has said, in this call or cell, that it was called; None if none is to.
         trains: says that the current loop trains. Other loops evaluate, or do something else.
-        times_waits: says that what follows the computation of gradients in backward is `Phase.WAITING`.
     """
 
     def __init__(self, memory: Buffer | None = None) -> None:
@@ -51,10 +49,9 @@ class ProgressPage:
         self._words = self._memory[: 8 * layout.NUM_WORDS].cast("q")
         self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")
         self.enter: Callable[[int], None]
-        self.enter, self._exchange, self._forget_times = clock_of(self._words)
+        self.enter, self._forget_times = clock_of(self._words)
         self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
-        self.times_waits: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.WAITS_TIMED, 1)
         self.outlet: Callable[[bytes], object] = _drop
         self.commands = CommandReader(self._memory)
         self.measure: Callable[[], object] = lambda: None
@@ -243,8 +240,7 @@ class ProgressPage:
     def wait_after_backward(self) -> None:
         """Begin to wait for the exchange of gradients; not in another backward through the same loss, of the user."""
         if self._words[layout.PHASE] == Phase.BACKWARD:
-            self._words[layout.COLLECTIVES] += 1
-            self._exchange()
+            self.wait_in(Collective.backward)
 
     # Bars.
 

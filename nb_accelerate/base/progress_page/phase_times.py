@@ -6,12 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
-from nb_accelerate.base.progress_page.layout import Collective, Phase
+from nb_accelerate.base.progress_page.layout import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_TIMES = slice(layout.NANOSECONDS, layout.EXCHANGING + 1)
+_TIMES = slice(layout.NANOSECONDS, layout.SINCE)
 """Words with the nanoseconds of phases."""
 
 _ENDLESS = 10**18
@@ -34,15 +34,15 @@ _WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)
 """With the word that has the time of each."""
 
 
-def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[], None], Callable[[], None]]:
+def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
     """Return functions that write the times of a page, and forget what times stood there.
 
     The beginning of the current phase is not written: it is that of the counting, and all times later. See `_open`.
 
     Returns:
         Closures, since loops call them several times a step. The first notes which phase begins, and how long the one
-        before took: about 0.17 µs, a third of it for the system's clock. The second begins to wait for the exchange of
-        gradients; the third forgets all times.
+        before took: about 0.17 µs, a third of it for the system's clock. The second forgets all
+        times.
     """
     spent = [0] * layout.NUM_WORDS
     slot, since = layout.NANOSECONDS, 0
@@ -57,44 +57,28 @@ def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[]
         words[phase_word] = phase
         slot = first_slot + phase
 
-    def exchange() -> None:
-        nonlocal slot
-        enter(Phase.WAITING)
-        words[layout.WAITS_IN] = Collective.backward
-        slot = layout.EXCHANGING
-
     def forget() -> None:
         nonlocal slot, since
-        for index in range(first_slot, layout.EXCHANGING + 1):
+        for index in range(first_slot, layout.SINCE):
             words[index] = spent[index] = 0
         slot = first_slot
         words[layout.SINCE] = since = clock()
 
     forget()
-    return enter, exchange, forget
+    return enter, forget
 
 
 def seconds_in(words: Sequence[int], now: int) -> dict[Phase, float]:
     """Return the seconds that were spent in each phase of `WORK` that took any; `now` is a `time.monotonic_ns`."""
     found = {}
-    current, waiting = layout.NANOSECONDS + words[layout.PHASE], Phase.WAITING
+    current = layout.NANOSECONDS + words[layout.PHASE]
     for phase, slot in _WORK_SLOTS:
         spent = words[slot]
-        if phase is waiting:
-            spent += words[layout.EXCHANGING]
         if slot == current:
             spent += _open(words, now)
         if 0 < spent < _ENDLESS:
             found[phase] = spent / 1e9
     return found
-
-
-def seconds_exchanging(words: Sequence[int], now: int) -> float:
-    """Return the seconds spent in the exchange of gradients that were counted, see `seconds_in`."""
-    spent = words[layout.EXCHANGING]
-    if words[layout.PHASE] == Phase.WAITING and words[layout.WAITS_IN] == Collective.backward:
-        spent += _open(words, now)
-    return spent / 1e9 if 0 < spent < _ENDLESS else 0.0
 
 
 def _open(words: Sequence[int] | memoryview[int], now: int) -> int:

@@ -10,7 +10,7 @@ from nb_accelerate.base.progress_page import layout
 from nb_accelerate.base.progress_page.code_line import CodeLine, text_of
 from nb_accelerate.base.progress_page.commands import training_state
 from nb_accelerate.base.progress_page.layout import Collective, Phase
-from nb_accelerate.base.progress_page.phase_times import seconds_exchanging, seconds_in
+from nb_accelerate.base.progress_page.phase_times import seconds_in
 from nb_accelerate.base.progress_page.rank_memory import RankMemory
 
 if TYPE_CHECKING:
@@ -79,8 +79,6 @@ class Sample:
 
     # Where its time goes, and where it is: not compared, because they differ from sample to sample.
     seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)
-    exchanging: float = field(default=0.0, compare=False)  # seconds of `Phase.WAITING`: exchange of gradients
-    times_waits: bool = False  # the exchange is a part of `Phase.WAITING`; else of `Phase.BACKWARD`
     line: CodeLine | None = field(default=None, compare=False)
 
     @property
@@ -136,10 +134,8 @@ def read(memory: Buffer) -> Sample:
         **training_state(memory),
         held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),
-        exchanging=seconds_exchanging(words, now),
         num_workers=words[layout.WORKERS] - 1 if words[layout.WORKERS] > 0 else None,
         spans_epochs=bool(words[layout.SPANS_EPOCHS]),
-        times_waits=bool(words[layout.WAITS_TIMED]),
         compiled=max(0, words[layout.COMPILED]),
         compiling=max(0, words[layout.COMPILING_MS]) / 1000,
         warning=_warning(memory),

@@ -66,7 +66,6 @@ def time_exchange(loss: Tensor, page: ProgressPage) -> None:
     asynchronously the times say nothing.
     """
     if loss.requires_grad:
-        page.times_waits()
 
         @unserializable_hook  # type: ignore[untyped-decorator]
         def queue(_: Tensor) -> None:  # a loss that is returned is pickled without it, and without a warning
