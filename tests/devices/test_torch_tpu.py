@@ -40,7 +40,8 @@ def test_it_is_found_with_its_package_and_chips(four_chips: None, monkeypatch: p
     assert row is not None
     assert row.find(None, False) == ("0", "1", "2", "3")
     assert row.is_available()
-    assert row.backend == "tpu_dist"
+    assert row.backend is not None
+    assert row.backend.name == "tpu_dist"
     monkeypatch.setattr(tpu, "num_chips", lambda: 0)
     assert not row.is_available()
 

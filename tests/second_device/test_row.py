@@ -1,4 +1,4 @@
-"""The device is one file with two rows, and the package needs no more to know it."""
+"""The device is one file with one row, and the package needs no more to know it."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import sys
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.devices.backend import Backend
 from nb_accelerate.base.devices.kind import DeviceKind, by_name, name_and_memory
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _supports_fp8() -> bool:
 CUDA = DeviceKind(
     name="cuda",
     distributed_type="MULTI_GPU",
-    backend="nccl",
+    backend=Backend(name="nccl", binds_device=True, can_abort=True),
     passes_device_ids=True,
     pins_memory=True,
     mixed_precision=("fp16", "bf16", "fp8"),

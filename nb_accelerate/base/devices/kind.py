@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from nb_accelerate.base.devices.backend import Backend
+
 
 def by_name(dotted: str) -> Callable[..., Any]:
     """Return a function that looks up ``module:function`` when it is called, and calls it.
@@ -97,7 +99,7 @@ class DeviceKind:
 
     name: str
     distributed_type: str
-    backend: str | None
+    backend: Backend | None
     is_host: bool = False
     passes_device_ids: bool = False
     pins_memory: bool = False

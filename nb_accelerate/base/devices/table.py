@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nb_accelerate.base.devices.backend import GLOO, Backend
 from nb_accelerate.base.devices.cuda import CUDA
 from nb_accelerate.base.devices.host import memory_left, memory_peak, memory_used
 from nb_accelerate.base.devices.kind import DeviceKind
@@ -13,7 +14,7 @@ from nb_accelerate.base.devices.xpu import XPU
 CPU = DeviceKind(
     name="cpu",
     distributed_type="MULTI_CPU",
-    backend="gloo",
+    backend=GLOO,
     is_host=True,
     mixed_precision=("fp16", "bf16", "fp8"),
     memory_used=memory_used,
@@ -31,3 +32,10 @@ def find_kind(name: str) -> DeviceKind | None:
         if kind.name == name:
             return kind
     return None
+
+
+def backend_named(name: str) -> Backend:
+    """Return the backend of torch.distributed with a name; one with the defaults where no type of device has it."""
+    return next(
+        (kind.backend for kind in DEVICE_KINDS if kind.backend and kind.backend.name == name), Backend(name=name)
+    )

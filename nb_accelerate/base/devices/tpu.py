@@ -14,6 +14,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.devices.backend import Backend
 from nb_accelerate.base.devices.kind import DeviceKind
 from nb_accelerate.base.devices.xla import num_chips
 
@@ -59,7 +60,7 @@ def _launch_variables(number: int) -> tuple[tuple[str, str], ...]:
 TPU = DeviceKind(
     name="tpu",
     distributed_type="XLA",
-    backend="tpu_dist",
+    backend=Backend(name="tpu_dist"),
     mixed_precision=("bf16",),
     label="TPU chip",
     all_or_one=True,

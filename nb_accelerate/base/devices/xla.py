@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+from nb_accelerate.base.devices.backend import Backend
 from nb_accelerate.base.devices.kind import DeviceKind, by_name
 
 _VARIABLE = "PJRT_DEVICE"
@@ -85,7 +86,7 @@ def _held() -> str:
 XLA = DeviceKind(
     name="xla",
     distributed_type="XLA",
-    backend="xla",
+    backend=Backend(name="xla"),
     mixed_precision=("bf16",),
     compile_backends=("openxla", "aot_eager", "eager"),
     label="XLA device",

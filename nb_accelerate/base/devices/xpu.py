@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import sys
 
+from nb_accelerate.base.devices.backend import Backend
 from nb_accelerate.base.devices.kind import DeviceKind, by_name, name_and_memory
 
 
@@ -42,7 +43,7 @@ def _torch_version() -> str:
 XPU = DeviceKind(
     name="xpu",
     distributed_type="MULTI_XPU",
-    backend="xccl",
+    backend=Backend(name="xccl"),
     passes_device_ids=True,
     pins_memory=True,
     visibility="ZE_AFFINITY_MASK",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.devices import CPU, DEVICE_KINDS
+from nb_accelerate.base.devices import CPU, DEVICE_KINDS, GLOO
 from nb_accelerate.base.start_methods import START_METHODS, Conditions, choose_method
 from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import ConfigError
@@ -54,7 +54,7 @@ class LaunchPlan:
     @property
     def backend(self) -> str:
         """What carries tensors between ranks."""
-        return str(self.kind.backend or CPU.backend)
+        return (self.kind.backend or GLOO).name
 
     @property
     def world_size(self) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nb_accelerate.base.devices import backend_named
+from nb_accelerate.base.devices import DEVICE_KINDS, GLOO, backend_named
 from nb_accelerate.base.topology.master_address import master_address
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context
@@ -42,7 +42,7 @@ def create(
     The group ends with `close`, at the latest when the interpreter ends: a rank that leaves without destroying
     its gloo groups sometimes aborts on the way out.
     """
-    backend = options.backend or kind.backend
+    backend = options.backend or (kind.backend.name if kind.backend else None)
     if backend is None:
         raise ConfigError(
             f"{kind.name} devices cannot exchange tensors between ranks. Write Accelerator(cpu=True), or start "
@@ -80,11 +80,11 @@ def create_alone(kind: DeviceKind, device: torch.device) -> None:
     """Make the default process group of a single process. It listens on no port, and ends with `close`."""
     from torch._C._distributed_c10d import HashStore  # missing where torch was built without torch.distributed
 
-    name = kind.backend or "gloo"
+    backend = kind.backend or GLOO
     bound = None
-    if backend_named(name).binds_device:  # torch refuses a device without a number
+    if backend.binds_device:  # torch refuses a device without a number
         bound = torch.device(kind.name, kind.current_device() if device.index is None else device.index)
-    dist.init_process_group(backend=name, store=HashStore(), rank=0, world_size=1, device_id=bound)
+    dist.init_process_group(backend=backend.name, store=HashStore(), rank=0, world_size=1, device_id=bound)
     atexit.register(close)
 
 
@@ -106,13 +106,13 @@ def _store(url: str, topology: Topology, options: InitProcessGroupKwargs, *, is_
 
 
 def claim(store: Any, rank: int, kind: DeviceKind, device: torch.device, uuid: str) -> None:
-    """Claim a device for this rank. Where two ranks use one, nccl's own error does not say so."""
+    """Claim a device for this rank. Where two ranks use one, the error of the backend may not say so."""
     owner = int(store.compare_set(f"device {uuid}", "", str(rank)))
     if owner != rank:
         raise ConfigError(
-            f"Rank {rank} and rank {owner} use the same {kind.label} ({device}, {uuid}), and {kind.backend} needs one "
-            f"for each. Start as many ranks as there are {kind.label}s, let every rank see all of them or another one "
-            f"({kind.visibility}), or train on the CPU with Accelerator(cpu=True)."
+            f"Rank {rank} and rank {owner} use the same {kind.label} ({device}, {uuid}), and each needs one "
+            f"of its own. Start as many ranks as there are {kind.label}s, let every rank see all of them or another "
+            f"one ({kind.visibility}), or train on the CPU with Accelerator(cpu=True)."
         )
 
 
@@ -125,16 +125,16 @@ def abort() -> None:
     if context.default_group() is None:
         return
     used = str(dist.get_backend()).split(",")  # "nccl", or for each type of device one: "cpu:gloo,cuda:nccl"
-    rows = [backend_named(name.rpartition(":")[2]) for name in used]
-    found = next((row for row in rows if row.can_abort), None)
-    if found is None:
+    backends = [backend_named(name.rpartition(":")[2]) for name in used]
+    kind = next((kind for kind in DEVICE_KINDS if kind.backend in backends and kind.backend.can_abort), None)
+    if kind is None:
         return
     module: Any = dist.distributed_c10d
     names = module._world.pg_names  # noqa: SLF001 - there is no public list of groups
     # All in one, newest first, as torch's own _abort_process_group does, or one abort would wait for another. That one
     # also forgets the groups, and nobody could tell any more which models belong to them.
     whole: Any = dist.group.WORLD
-    own = whole._get_backend(torch.device(found.device))  # noqa: SLF001 - as `_abort_process_group` does
+    own = whole._get_backend(torch.device(kind.name))  # noqa: SLF001 - as `_abort_process_group` does
     own._group_start()  # noqa: SLF001 - as `_abort_process_group` does
     try:
         for group in sorted(names, key=names.get, reverse=True):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.base.config.options import note_use
-from nb_accelerate.base.devices import CPU, backend_named
+from nb_accelerate.base.devices import GLOO
 from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context, group
@@ -60,7 +60,7 @@ def setup_process(
         kind, device = choose_device(topology, cpu=use_cpu, name=environment.device)
     else:
         topology = _topology_of_group(read)
-        if not use_cpu and backend_named(dist.get_backend()).device == CPU.name:
+        if not use_cpu and dist.get_backend() == GLOO.name:
             use_cpu = True
             _say_what_is_idle(topology)
         guessed = topology is not read
@@ -99,7 +99,7 @@ def _say_what_is_idle(topology: Topology) -> None:
             "carries tensors between CPUs (gloo). To train on them, leave init_process_group() to Accelerator(), or "
             "write init_process_group(%r). To train on the CPU, write Accelerator(cpu=True).",
             idle.name,
-            idle.backend,
+            idle.backend and idle.backend.name,
         )
 
 

@@ -1,4 +1,4 @@
-"""The rows of simgpu in the tables of devices and of backends. Imports no torch: notebooks plan launches with them."""
+"""The row of simgpu in the table of devices. Imports no torch: notebooks plan launches with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from nb_accelerate.base.devices import BACKENDS, DEVICE_KINDS, Backend, DeviceKind
+from nb_accelerate.base.devices import DEVICE_KINDS, Backend, DeviceKind
 from nb_accelerate.base.devices.kind import by_name, name_and_memory
 
 
@@ -46,7 +46,7 @@ def _is_initialized() -> bool:
 SIMGPU = DeviceKind(
     name="simgpu",
     distributed_type="MULTI_GPU",
-    backend="simccl",
+    backend=Backend(name="simccl", binds_device=True, can_abort=True),
     passes_device_ids=True,
     pins_memory=True,
     visibility="SIMGPU_VISIBLE_DEVICES",
@@ -74,18 +74,14 @@ SIMGPU = DeviceKind(
     uuid=by_name("torch.simgpu:_uuid"),
 )
 
-SIMCCL = Backend(name="simccl", device="simgpu", binds_device=True, can_abort=True)
-
 
 def add() -> None:
-    """Add both rows, before those of torch's own devices; once."""
+    """Add the row, before those of torch's own devices; once."""
     if SIMGPU not in DEVICE_KINDS:
         DEVICE_KINDS.insert(0, SIMGPU)
-        BACKENDS.append(SIMCCL)
 
 
 def remove() -> None:
-    """Take both rows out again."""
+    """Take the row out again."""
     if SIMGPU in DEVICE_KINDS:
         DEVICE_KINDS.remove(SIMGPU)
-        BACKENDS.remove(SIMCCL)
