@@ -17,7 +17,7 @@ from nb_accelerate import notebook_launcher
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.base.config.launch import LaunchOptions
-from nb_accelerate.base.devices import CPU, DEVICE_KINDS, DeviceKind, backend_named, find_kind
+from nb_accelerate.base.devices import CPU, DEVICE_KINDS, GLOO, DeviceKind, backend_named, find_kind
 from nb_accelerate.base.start_methods import START_METHODS, StartMethod
 from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
@@ -36,7 +36,7 @@ TESTS = Path(__file__).parents[1]
 CHIP = DeviceKind(
     name="privateuseone",
     distributed_type="XLA",
-    backend="gloo",
+    backend=GLOO,
     mixed_precision=("bf16",),
     visibility="CHIPS",
     hidden="none",

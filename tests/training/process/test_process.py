@@ -186,7 +186,10 @@ def test_the_device_in_somebodys_group_is_the_one_that_somebody_chose(monkeypatc
 
 def test_the_environment_may_name_the_device_of_a_process(monkeypatch):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:64")
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert setup_process().device == torch.device("cuda", 64)
+    assert chosen == [64]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     second = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
     assert devices.choose_device(second, cpu=False, name="cuda:0")[1] == torch.device("cuda", 1)
