@@ -240,12 +240,13 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
 
 
 ABACUS = """\
+from nb_accelerate.base.devices.backend import GLOO
 from nb_accelerate.base.devices.kind import DeviceKind
 
 ABACUS = DeviceKind(
     name="meta",  # torch has no others without hardware
     distributed_type="MULTI_CPU",
-    backend="gloo",
+    backend=GLOO,
     passes_device_ids=False,
     visibility="ABACUS_VISIBLE_DEVICES",
     find=lambda visible, changed: tuple((visible or "0,1").split(",")),
