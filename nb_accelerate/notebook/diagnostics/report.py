@@ -61,7 +61,7 @@ def _whole_text_of(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException as broken:  # as above
-        return f"<the text of this exception cannot be made: {_type_name(broken)}>"
+        return f"<the text of this exception cannot be made: {type_name_of(broken)}>"
 
 
 def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
@@ -77,7 +77,7 @@ def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
     message = text_of(error)
     group = _group(error)
     return ErrorReport(
-        type_name=_type_name(error),
+        type_name=type_name_of(error),
         message=message,
         frames=_frames(error),
         notes=_notes(error),
@@ -91,8 +91,9 @@ def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
     )
 
 
-def _type_name(error: BaseException) -> str:
-    # Not type(error).__qualname__: a metaclass may have its own.
+def type_name_of(error: BaseException) -> str:
+    """Return the qualified name of the type of `error`; of a metaclass that has names of its own, the one of Python."""
+    # Not type(error).__qualname__, for which a metaclass may run users' code.
     return readable(vars(type)["__qualname__"].__get__(type(error)))
 
 
@@ -125,7 +126,7 @@ def _group(error: BaseException) -> list[BaseException]:
 
 def _last_lines(error: BaseException, message: str) -> tuple[str, ...]:
     """Return what follows the frames in a plain traceback."""
-    plain = [f"{_type_name(error)}: {message}\n" if message else f"{_type_name(error)}\n"]
+    plain = [f"{type_name_of(error)}: {message}\n" if message else f"{type_name_of(error)}\n"]
     if message != _asked(lambda: str(error), None):
         return (*plain, *(f"{note}\n" for note in _notes(error)))
     lines = _asked(lambda: traceback.format_exception_only(type(error), error), plain)
