@@ -255,9 +255,6 @@ def test_stacks_and_logs_are_shown_while_the_cell_runs_and_need_no_mouse(
     notebook.screenshot(f"panel-stacks-{where}", cell=2)
     notebook.press("Tab")
     notebook.press("Enter")
-    notebook.wait_for_output(2, "in use")
-    notebook.press("Tab")
-    notebook.press("Enter")
     wait_for_log(notebook, 0)
     notebook.press("Tab")
     for key, rank in (("ArrowUp", 1), ("ArrowUp", 2), ("ArrowUp", 2), ("ArrowDown", 1)):
