@@ -74,9 +74,11 @@ class Controls:
             (action, self._button(action.title, action.hint, action.do)) for action in self._source.actions()
         ]
         self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
-        self._row = self._of_asides = (
+        self._log_button = self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log))
+        self._row = (
+            *(button for action, button in self._actions if action.can()),
             self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
-            self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log)),
+            self._log_button,
         )
         margin = ipywidgets.Layout(margin="0 0 0 5px", flex_flow="row wrap")
         self._controls = self._add(ipywidgets.HBox(self._row, layout=margin))
@@ -94,7 +96,10 @@ class Controls:
             self._pause.description = RESUME if view.is_paused else PAUSE
         if time.monotonic() >= self._check_actions_at:
             self._check_actions_at = time.monotonic() + _ACTIONS_EVERY
-            self._row = (*(button for action, button in self._actions if action.can()), *self._of_asides)
+            # New ones come last: a front end would make those behind anew, which lose the focus of the keyboard.
+            cannot = [button for action, button in self._actions if not action.can()]
+            new = [button for _, button in self._actions if button not in (*self._row, *cannot)]
+            self._row = (*(button for button in self._row if button not in cannot), *new)
             self._show_row()
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S on %d %B")
@@ -165,7 +170,10 @@ class Controls:
         """Show the buttons and, beside a log of several ranks, which one it is of."""
         with self._lock:
             chooses_rank = self._shown == self._log and len(self._ranks) > 1
-            children = (*self._row, self._field_of_rank()) if chooses_rank else self._row
+            children = self._row
+            if chooses_rank:
+                at = self._row.index(self._log_button) + 1
+                children = (*self._row[:at], self._field_of_rank(), *self._row[at:])
             if not self._is_over and self._controls.children != children:
                 self._controls.children = children
 
