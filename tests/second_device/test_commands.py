@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("simgpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simgpu")]
 
 
 def run(*arguments: str) -> str:

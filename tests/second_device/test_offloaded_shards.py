@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from fixtures.ranks import RunRanks
 
-pytestmark = pytest.mark.usefixtures("simgpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simgpu")]
 
 
 def _train(offload: bool, precision: str) -> tuple[list[float], list[bool], float]:

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("simgpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simgpu")]
 
 
 def _devices(structure: Any) -> set[str]:

@@ -76,7 +76,7 @@ class Controls:
         self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
         self._log_button = self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log))
         self._row = (
-            *(button for action, button in self._actions if action.can()),
+            *(button for _, button in self._actions[:1]),  # it ends the run, and is always there
             self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
             self._log_button,
         )
@@ -96,7 +96,7 @@ class Controls:
             self._pause.description = RESUME if view.is_paused else PAUSE
         if time.monotonic() >= self._check_actions_at:
             self._check_actions_at = time.monotonic() + _ACTIONS_EVERY
-            # New ones come last: a front end would make those behind anew, which lose the focus of the keyboard.
+            # New ones come last: a front end would make those behind anew, which would lose the focus of the keyboard.
             cannot = [button for action, button in self._actions if not action.can()]
             new = [button for _, button in self._actions if button not in (*self._row, *cannot)]
             self._row = (*(button for button in self._row if button not in cannot), *new)
