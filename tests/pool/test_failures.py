@@ -452,10 +452,11 @@ class TestHangs:
         if ranks == 1:
             pytest.skip("nobody waits for anybody")
         cell = notebook.start("%%distributed\nif rank == 0:\n    dist.barrier()")
-        seen = notebook.wait_for_output(cell, "waits in barrier")
+        seen = notebook.wait_for_output(cell, " in barrier")
         assert "nterrupt" not in seen
-        assert re.search(r"[Rr]ank 0 waits in barrier, called from cell \d+ line 3", seen)
-        assert re.search(r"ranks? [\d-]+ ha(s|ve) finished", seen)
+        # By the stacks of the ranks or, if the machine is busy, by their lines.
+        assert re.search(r"[Rr]ank 0 waits .*in barrier, .*cell \d+ line 3", seen), seen
+        assert re.search(r"ranks? [\d-]+,? (which )?ha(s|ve) (finished|returned)", seen), seen
         notebook.interrupt()
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
@@ -466,7 +467,7 @@ class TestHangs:
         with timeouts(notebook, quiet=0.3, told=0.3, deadlock=1.0):
             cell = notebook.start("%%distributed\nif rank == 0:\n    breakpoint()\ndist.barrier()", allow_stdin=True)
             notebook.client.get_stdin_msg(timeout=20)
-            seen = notebook.wait_for_output(cell, "waits in barrier")
+            seen = notebook.wait_for_output(cell, " in barrier")
             notebook.client.input("c")
             notebook.finish(cell).ok()
         assert "nterrupt" not in seen
