@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.kernels import Kernel
+from second_device.test_cells import on_ranks
 
 pytestmark = pytest.mark.usefixtures("simgpu")
 
@@ -32,12 +33,6 @@ def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
     assert said == "2 processes on SIMGPU\n"
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()
-
-
-def on_ranks(notebook: Kernel, code: str, value: str) -> list[object]:
-    """What an expression is worth on each rank when a cell has run there."""
-    notebook.run(f"%%distributed --quiet --out value_of_ranks\n{code}\n{value}").ok()
-    return list(literal_eval(notebook.run("print(value_of_ranks)").ok().stdout))
 
 
 def test_tensors_and_models_on_any_device_arrive_on_the_cpu_and_share_what_they_shared(notebook: Kernel):

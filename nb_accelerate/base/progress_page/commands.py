@@ -54,12 +54,6 @@ _HOLDS, _WITHDRAWN = 1, 2
 _STEP_BITS = 40
 """Bits of a word that hold the number of an optimizer step; that of the command is above them."""
 
-NO_LOOP = (
-    "No loop over a prepared loader has begun. Write `model, optimizer, loader = accelerator.prepare(model, optimizer, "
-    "loader)` and loop over `loader`."
-)
-"""Why training takes no command yet, or never will."""
-
 NO_FOLDER = "Numbered checkpoints need a folder: Accelerator(project_dir=...)."
 """Why no checkpoint can be saved."""
 

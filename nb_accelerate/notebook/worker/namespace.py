@@ -9,9 +9,6 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-from nb_accelerate.base.devices import DEVICE_KINDS
-from nb_accelerate.base.devices.host import memory_used
-from nb_accelerate.base.imported import imported
 from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.shipping import checksum
 
@@ -69,16 +66,6 @@ def reset(kept: tuple[str, ...]) -> None:
         if not is_hidden(name) and name not in kept:
             del variables[name]
     variables["_"] = ""  # as in a new shell
-
-
-def memory() -> dict[str, int]:
-    """Return the bytes this process holds: ``rss`` of main memory, ``gpu`` of its device if it uses one."""
-    found = {"rss": memory_used()}
-    if imported("torch") is not None:
-        used = [kind.memory_reserved() for kind in DEVICE_KINDS if kind.is_initialized()]
-        if used:
-            found["gpu"] = sum(used)
-    return found
 
 
 def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import logging
 import pickle
 import weakref
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.errors import ConfigError, NotPreparedError
-from nb_accelerate.errors.frame_locals import locals_of
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.process import context
 
@@ -386,17 +384,3 @@ def test_a_model_goes_when_its_last_user_has_dropped_it(run_ranks, world_size):
     for prepares_loader in (True, False):
         for gone in run_ranks(train, prepares_loader, world_size=world_size):
             assert gone == [(None, None)] * 2
-
-
-def test_looking_at_the_variables_of_a_function_keeps_none_of_them_and_takes_none_away():
-    def look(keeps):
-        own = locals() if keeps else None
-        values = {1, 2}
-        found = locals_of(inspect.currentframe())["values"] is values
-        gone, _ = weakref.ref(values), values.clear()
-        del values
-        return found, gone(), own and own["keeps"]
-
-    assert look(False) == (True, None, None)
-    assert look(True)[2]
-    assert locals_of(inspect.currentframe())["look"] is look
