@@ -43,7 +43,7 @@ def train(state, steps=100, epochs=30, pause=0.05):
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for epoch in range(epochs):
+    for epoch in accelerator.epochs(epochs):
         for step, (x, y) in enumerate(loader):
             if rank == 1 and step == 40:
                 if state == "deadlocked":
