@@ -1,4 +1,4 @@
-"""tqdm in a rank, in all its forms, becomes rows of the panel; and where there is no panel stays as it is."""
+"""tqdm in a rank, in all its forms, is drawn in the panel; and where there is no panel stays as it is."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _forms(path: str) -> dict[str, Any]:
     return seen
 
 
-def test_every_form_of_tqdm_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_form_of_tqdm_is_in_the_panel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen = on_a_rank(_forms, str(tmp_path / "bar"))
     for name in ("tqdm", "trange", "auto", "auto trange", "notebook", "notebook trange"):
         inside, after = seen[name]
@@ -133,6 +133,39 @@ def test_every_form_of_tqdm_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert out.count("written between bars") == 2
     assert "it/s]" not in out + err, "no bar is printed as well"
     assert "\n\n" not in err, "nor an empty line for one without a place"
+
+
+def _texts() -> list[str]:
+    from tqdm import tqdm
+
+    from nb_accelerate.base.progress_page import here
+    from nb_accelerate.base.progress_page.sample import read
+
+    def text(**options: Any) -> str:
+        here().begin_request()
+        with tqdm(desc="a", mininterval=0, **options) as bar:
+            bar.update(1500)
+            bar.set_postfix(loss=0.5, lr="1e-3")
+            (seen,) = read(here()._memory).bars
+        return seen.text
+
+    return [
+        text(total=3000),
+        text(),
+        text(total=3000, unit="B", unit_scale=True),
+        text(total=3000, bar_format="{l_bar}{bar:10}{r_bar}"),
+        text(total=3000, bar_format="{desc}: {n} of {total}{postfix}"),
+    ]
+
+
+def test_what_stands_beside_a_bar_is_what_tqdm_writes_there() -> None:
+    plain, without_total, bytes_, with_bar, without_bar = on_a_rank(_texts)
+    assert plain.startswith("1500/3000 [00:00<00:00, ")
+    assert plain.endswith("it/s, loss=0.5, lr=1e-3]")
+    assert without_total.startswith("1500it [00:00, ")
+    assert bytes_.startswith("1.50k/3.00k [00:00<00:00, ")
+    assert with_bar.startswith("1500/3000 [00:00<00:00, ")
+    assert without_bar == "1500 of 3000, loss=0.5, lr=1e-3"
 
 
 def _prints() -> None:

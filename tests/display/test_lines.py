@@ -99,14 +99,16 @@ def test_a_notebook_keeps_a_table_and_a_log_a_line():
     for is_notebook in (True, False):
         paper, run = Paper(), Run(2)
         lines = Lines(paper, is_notebook=is_notebook)
-        run.put(bars=(Bar(label="rows", count=5, total=5, seconds=1.0, ended=True),))
+        run.put(
+            bars=(Bar(label="rows", text="5/5 [00:01<00:00, 5.00it/s]", count=5, total=5, seconds=1.0, ended=True),)
+        )
         run.look()
         lines.finish(run.end(), was_drawn=False)
         if is_notebook:
             (data,) = paper.displays
             assert set(data) == {"text/html", "text/plain"}
-            assert "5 / 5" in data["text/html"]
-            assert "5 / 5" in data["text/plain"]
+            assert "5/5 [00:01, 5.00it/s]" in data["text/html"]
+            assert "5/5 [00:01, 5.00it/s]" in data["text/plain"]
         else:
             assert paper.out == ["train: done in 0:00\n"]
 

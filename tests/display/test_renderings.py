@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.base.topology import rank_lists
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.bars import bar_rows
 from nb_accelerate.notebook.display.drawing import html, text
 from nb_accelerate.notebook.display.logged_values import ThinnedCurve
 from nb_accelerate.notebook.display.view import FailureSummary, View
@@ -92,7 +91,10 @@ def views() -> dict[str, View]:
     stalled.wait(9.0)
     bars = running()
     bars.put(
-        bars=(Bar(label="epochs", count=1, total=30, seconds=5.0), Bar(label="", count=3, total=None, seconds=0.0))
+        bars=(
+            Bar(label="epochs", text="1/30 [00:05<02:25,  5.00s/it]", count=1, total=30, seconds=5.0),
+            Bar(label="", text="3it [00:00, ?it/s]", count=3, total=None, seconds=0.0),
+        )
     )
     bars.look()
     return {
@@ -200,7 +202,7 @@ HOSTILE = "<b>\"'&</b><script>alert(1)</script>"
 
 def test_names_and_messages_and_tracebacks_are_text_whatever_is_in_them():
     run = running(2, name=HOSTILE)
-    run.put(bars=(Bar(label=HOSTILE, count=1, total=2, seconds=1.0),))
+    run.put(bars=(Bar(label=HOSTILE, text=HOSTILE, count=1, total=2, seconds=1.0),))
     run.put([0], scalars={HOSTILE: 1.0})
     run.look()
     failure = FailureSummary(ranks=(0,), what=HOSTILE, label=HOSTILE, details=HOSTILE)
@@ -216,7 +218,7 @@ def test_names_and_messages_and_tracebacks_are_text_whatever_is_in_them():
 @settings(deadline=None, max_examples=40)
 def test_no_text_breaks_out_of_its_place(name: str, label: str, details: str):
     run = Run(2, name=name)
-    run.put(bars=(Bar(label=label, count=1, total=2, seconds=1.0),))
+    run.put(bars=(Bar(label=label, text=details, count=1, total=2, seconds=1.0),))
     run.look()
     plain = Strict(html.render(Run(2).view)).tags
     assert Strict(html.render(Run(2, name=name).view)).tags == plain
@@ -292,14 +294,17 @@ def test_lines_have_no_control_characters(name: str):
 # Bars.
 
 
-def test_a_bar_that_ended_early_is_not_done():
-    run = Run(2)
-    run.put(bars=(Bar(label="a", count=3, total=9, seconds=4.0, ended=True),))
-    (row,) = bar_rows({rank: seen.sample for rank, seen in run.ranks.items()})
-    assert (row.kind, row.step, row.now) == ("", "3 / 9", "took 0:04")
-    run.put(bars=(Bar(label="a", count=9, total=9, seconds=4.0, ended=True),))
-    (row,) = bar_rows({rank: seen.sample for rank, seen in run.ranks.items()})
-    assert (row.kind, row.share) == ("done", 1.0)
+def test_bars_stand_below_the_table_with_their_labels_and_what_tqdm_writes():
+    view = views()["bars"]
+    *_, first, second = text.table(view, bars=True).splitlines()
+    assert first == "epochs  ╌╌╌╌╌╌╌╌╌╌╌╌  1/30 [00:05<02:25,  5.00s/it]"
+    assert second.split() == ["3it", "[00:00,", "?it/s]"]
+    page = html.render(view)
+    assert page.index("</table>") < page.index('<div class="nba-bars">')
+    assert page.count('aria-label="epochs"') == 1
+    assert "epochs 1/30 [00:05<02:25,  5.00s/it]" in text.line(view)
+    for width in (20, 40, 60):
+        assert max(map(len, text.lines(view, width, bars=True))) <= width
 
 
 # ThinnedCurve.

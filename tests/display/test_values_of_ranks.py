@@ -110,27 +110,64 @@ def test_of_many_ranks_it_is_the_median_of_those_that_are_well():
 
 
 def bar(count: float, total: float | None = 100, **more: object) -> Bar:
-    return Bar(label="steps", count=count, total=total, seconds=5.0, **more)  # type: ignore[arg-type]
+    more = {"label": "steps", "text": f"{count}/{total} [00:05<00:05, 10.0it/s, loss=1]", **more}
+    return Bar(count=count, total=total, seconds=5.0, **more)  # type: ignore[arg-type]
 
 
-def test_bars_of_ranks_that_are_alike_are_one_row():
+def lines(run: Run) -> list[tuple[str, str]]:
+    run.look()
+    return [(line.label, line.text) for line in run.view.bars]
+
+
+def test_a_bar_of_several_ranks_is_one_line_as_the_first_of_them_has_it():
     run = Run(4)
     run.put(request=1, phase=Phase.RUNNING)
     for rank in range(4):
         run.put([rank], bars=(bar(50 + rank % 2),))
-    run.look()
-    (row,) = run.view.bars
-    assert (row.ranks, row.label) == ("0-3", "steps")
-    assert row.step in ("50 / 100", "51 / 100")
+    assert lines(run) == [("steps", "50/100 [00:05<00:05, 10.0it/s, loss=1]")]
     assert run.view.rows == (), "the bar says it all"
+    assert run.view.bars[0].share == 0.5
+    run.put([2], bars=(bar(90),))
+    assert lines(run) == [("steps", "50/100 [00:05<00:05, 10.0it/s, loss=1] (ranks: 50 to 90)")]
 
 
-def test_bars_that_differ_have_a_row_each():
+def test_bars_of_ranks_that_name_their_rank_are_a_line_each_and_numbers_of_epochs_are_not():
     run = Run(3)
     for rank in range(3):
-        run.put([rank], bars=(bar(20 * rank),))
+        run.put([rank], bars=(bar(20, label=f"GPU {rank}"),))
+    assert [label for label, _ in lines(run)] == ["GPU 0", "GPU 1", "GPU 2"]
+    for rank in range(3):
+        run.put([rank], bars=(bar(20, label=f"epoch {1 + rank // 2}, loss 0.12{rank}"),))
+    assert [label for label, _ in lines(run)] == ["epoch 1, loss 0.120"]
+
+
+def test_a_bar_without_a_label_says_whose_it_is_if_it_is_not_that_of_the_first_rank():
+    run = Run(3)
+    run.put([1], bars=(bar(20, label=""),))
+    assert [label for label, _ in lines(run)] == ["rank 1"]
+    run.put([0], bars=(bar(20, label=""),))
+    assert [label for label, _ in lines(run)] == [""]
+
+
+def test_of_bars_of_many_ranks_the_first_are_lines():
+    run = Run(64)
+    for rank in range(64):
+        run.put([rank], bars=(bar(20, label=f"GPU {rank}"),))
+    assert lines(run)[-2:] == [("GPU 11", "20/100 [00:05<00:05, 10.0it/s, loss=1]"), ("", "and 52 more bars")]
+
+
+def test_a_bar_that_has_ended_has_no_time_left_and_says_so_if_that_was_before_its_total():
+    run = Run(2)
+    inner = bar(3, 9, ended=True, level=1)
+    run.put(bars=(bar(9, 9, label="full", ended=True), bar(3, 9, label="open"), inner))
     run.look()
-    assert [(row.ranks, row.step) for row in run.view.bars] == [("0", "0 / 100"), ("1", "20 / 100"), ("2", "40 / 100")]
+    found = [(line.label, line.kind, line.depth, line.share, line.text.partition("[")[2]) for line in run.view.bars]
+    assert found == [
+        ("full", "done", 0, 1.0, "00:05, 10.0it/s, loss=1]"),
+        ("open", "", 0, 3 / 9, "00:05<00:05, 10.0it/s, loss=1]"),
+        ("steps", "ended", 1, 3 / 9, "00:05, 10.0it/s, loss=1], ended early"),
+    ]
+    assert [line.kind for line in run.end("interrupted").bars] == ["done", "ended", "ended"]
 
 
 def test_a_bar_that_stands_still_is_a_stall():
@@ -231,11 +268,3 @@ def test_a_run_that_ended_with_a_loss_that_is_nan_is_marked():
     view = run.end()
     assert (view.state, view.mark) == ("done", "!")
     assert text.table(view).startswith("! train")
-
-
-def test_full_bars_of_epochs_that_are_over_are_one_row():
-    run = Run(2)
-    bars = [Bar(label=f"epoch {n}", count=50, total=50, seconds=2, ended=True) for n in (1, 2, 3)]
-    run.put(request=1, bars=(*bars, Bar(label="epoch 4", count=10, total=50, seconds=1)))
-    run.look()
-    assert [(row.label, row.step) for row in run.view.bars] == [("epoch 4", "10 / 50")]

@@ -288,7 +288,7 @@ def test_a_new_request_wipes_what_was_said_about_the_one_before(reader: PageRead
     page.loss(0.5)
     page.memory(100)
     page.log({"loss": 1.0})
-    page.bar(0, label="a", count=1, total=2, began=0.0, level=0, ended=False)
+    page.bar(0, label="a", text="1/2", count=1, total=2, began=0.0, level=0, ended=False)
     page.wait_in(Collective.barrier)
     page.begin_request()
     assert reader.read() == Sample(request=2, phase=Phase.RUNNING)
@@ -404,26 +404,38 @@ def test_a_name_is_read_as_far_as_it_fits_and_never_with_half_a_letter(name: str
 def show(
     page: ProgressPage, index: int, label: str = "", *, ended: bool = False, level: int = 0, count: float = 1
 ) -> None:
-    page.bar(index, label=label, count=count, total=None, began=0.0, level=level, ended=ended)
+    page.bar(index, label=label, text="", count=count, total=None, began=0.0, level=level, ended=ended)
 
 
 def test_a_ninth_bar_has_no_place_until_one_ends_or_is_dropped(page: ProgressPage, memory: bytearray) -> None:
+    letters = "abcdefgh"
     for index in range(8):
-        assert page.new_bar() == index
-        show(page, index, str(index))
-    assert page.new_bar() is None
-    show(page, 5, "5", ended=True)
-    assert page.new_bar() == 5, "one that has ended gives way"
+        assert page.new_bar(letters[index], None) == index
+        show(page, index, letters[index])
+    assert page.new_bar("i", None) is None
+    show(page, 5, "f", ended=True)
+    assert page.new_bar("i", None) == 5, "one that has ended gives way"
     page.drop_bar(2)
-    assert page.new_bar() == 2, "a free place comes first: then nothing disappears"
-    assert [bar.label for bar in read(memory).bars] == ["0", "1", "3", "4", "5", "6", "7"]
+    assert page.new_bar("j", None) == 2, "a free place comes first: then nothing disappears"
+    assert [bar.label for bar in read(memory).bars] == ["a", "b", "d", "e", "f", "g", "h"]
+
+
+def test_the_bar_of_an_epoch_takes_the_place_of_that_of_the_epoch_before(page: ProgressPage) -> None:
+    assert page.new_bar("epoch 1", 50) == 0
+    show(page, 0, "epoch 1, loss 0.5")  # its description changed meanwhile
+    assert page.new_bar("epoch 2", 50) == 1, "the first one moves: it is another one"
+    show(page, 1, "epoch 2")
+    show(page, 0, "epoch 1, loss 0.5", ended=True)
+    assert page.new_bar("test", 50) == 2
+    assert page.new_bar("epoch 3", 20) == 2, "another total is another bar"
+    assert page.new_bar("epoch 3", 50) == 0
 
 
 def test_bars_come_outermost_first_with_what_is_known_of_them(page: ProgressPage, memory: bytearray) -> None:
-    page.bar(0, label="inner", count=2.5, total=None, began=0.0, level=1, ended=False)
-    page.bar(1, label="outer", count=3, total=7, began=0.0, level=0, ended=True)
+    page.bar(0, label="inner", text="2.5it", count=2.5, total=None, began=0.0, level=1, ended=False)
+    page.bar(1, label="outer", text="3/7", count=3, total=7, began=0.0, level=0, ended=True)
     outer, inner = read(memory).bars
-    assert (outer.label, outer.count, outer.total, outer.ended) == ("outer", 3.0, 7.0, True)
+    assert (outer.label, outer.text, outer.count, outer.total, outer.ended) == ("outer", "3/7", 3.0, 7.0, True)
     assert (inner.label, inner.count, inner.total, inner.ended) == ("inner", 2.5, None, False)
     assert read(memory).bars[0].seconds == outer.seconds, "the time of one that has ended stands still"
     assert read(memory).bars[1].seconds > inner.seconds

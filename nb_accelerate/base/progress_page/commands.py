@@ -69,7 +69,7 @@ _TEXT = struct.Struct(f"{_TEXT_SIZE}s")
 
 assert _AT + 8 * _NUM_WORDS <= _TEXT_AT
 assert _TEXT_AT + _TEXT_SIZE <= _ANSWER_AT
-assert _ANSWER_AT + _TEXT_SIZE <= layout.SIZE
+assert _ANSWER_AT + _TEXT_SIZE <= layout.BARS_AT
 
 
 class CommandKind(enum.IntEnum):

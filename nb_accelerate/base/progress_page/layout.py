@@ -12,7 +12,7 @@ SIZE = 8192
 
 # Words of 8 bytes, by number. Whole numbers, but for LOSS.
 REQUEST = 0  # calls or cells begun
-ROWS_WANTED = 1  # set by the notebook: progress bars are rows of a panel, and not text
+ROWS_WANTED = 1  # set by the notebook: progress bars are drawn in a panel, and not printed
 PHASE = 2
 STEP = 3  # batches of the current loop that were handed out
 TOTAL = 4  # of the current loop; -1 if not known
@@ -54,13 +54,6 @@ SCALARS_AT = 512
 NUM_SCALARS = 16
 SCALAR = struct.Struct("=24sd")
 
-# Progress bars: state (0 free, 1 moves, 2 ended), level, count, total (-1 unknown), `time.monotonic` at the beginning
-# and at the last change, label.
-BARS_AT = 1024
-NUM_BARS = 8
-BAR = struct.Struct("=qqdddd56s")
-BARS_END = BARS_AT + NUM_BARS * BAR.size
-
 WARNING_AT = 2048
 """A sentence about what is wrong, of a rank; empty if there is none."""
 WARNING = struct.Struct("=1024s")
@@ -74,9 +67,14 @@ MEMORY_AT = 3584
 COMMANDS_AT = 4096
 """Commands of the notebook and answers of the rank, see `base.progress_page.commands`."""
 
+# Progress bars: state (0 free, 1 moves, 2 ended), level, count, total (-1 unknown), `time.monotonic` at the beginning
+# and at the last change, label, what stands beside the bar.
+BARS_AT = 6144
+BAR = struct.Struct("=qqdddd56s152s")
+NUM_BARS = (SIZE - BARS_AT) // BAR.size
+
 assert HEADER.size == NUM_WORDS * 8
-assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
-assert BARS_END <= WARNING_AT
+assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= WARNING_AT
 assert WARNING_AT + WARNING.size <= LINE_AT
 assert LINE_AT + code_line.SIZE <= MEMORY_AT
 assert MEMORY_AT + rank_memory.SIZE <= COMMANDS_AT

@@ -6,6 +6,7 @@ import functools
 import mmap
 import operator
 import os
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.progress_page.rank_memory import RankMemory
 
+
+_NUMBER = re.compile(r"\d+")
 
 MAX_RECORD = 4000
 """Bytes. It fits into one write to a pipe, which is never mixed with another."""
@@ -58,6 +61,7 @@ class ProgressPage:
         self.saw_forward: bool | None = None
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
+        self._kinds_of_bars: dict[int, tuple[str, float | None]] = {}  # by index: label without numbers, and total
         self._lines_noted = 0
         self._reals[layout.LOSS] = layout.NO_LOSS
 
@@ -246,27 +250,47 @@ class ProgressPage:
 
     @property
     def wants_rows(self) -> bool:
-        """Whether the notebook shows progress bars as rows of a panel, so that they need not be printed."""
+        """Whether the notebook shows progress bars in a panel, so that they need not be printed."""
         return bool(self._words[layout.ROWS_WANTED])
 
-    def new_bar(self) -> int | None:
-        """Return the index of a free slot for a progress bar, or that of one that has ended; None if there is none."""
-        states = [row[0] for row in layout.BAR.iter_unpack(self._memory[layout.BARS_AT : layout.BARS_END])]
-        return next((states.index(wanted) for wanted in (0, 2) if wanted in states), None)
+    def new_bar(self, label: str, total: float | None) -> int | None:
+        """Return the index of a slot for a progress bar, or None if all of them move.
+
+        A bar takes the place of one that has ended and began like it, but for numbers: that of the epoch before, say.
+        """
+        kind = (_NUMBER.sub("#", label), total)
+        states = [row[0] for row in layout.BAR.iter_unpack(self._memory[layout.BARS_AT :])]
+        free, ended = ([index for index, state in enumerate(states) if state == wanted] for wanted in (0, 2))
+        alike = [index for index in ended if self._kinds_of_bars.get(index) == kind]
+        for index in (*alike, *free, *ended):
+            self._kinds_of_bars[index] = kind
+            return index
+        return None
 
     def bar(
-        self, index: int, *, label: str, count: float, total: float | None, began: float, level: int, ended: bool
+        self,
+        index: int,
+        *,
+        label: str,
+        text: str,
+        count: float,
+        total: float | None,
+        began: float,
+        level: int,
+        ended: bool,
     ) -> None:
         """Note how far a progress bar is; see `base.progress_page.Bar`. `began` is a `time.monotonic`."""
         state = 2 if ended else 1
         at = layout.BARS_AT + index * layout.BAR.size
         whole = -1.0 if total is None else float(total)
-        layout.BAR.pack_into(self._memory, at, state, level, count, whole, began, time.monotonic(), _cut(label, 56))
+        texts = _cut(label, 56), _cut(text, 152)
+        layout.BAR.pack_into(self._memory, at, state, level, count, whole, began, time.monotonic(), *texts)
         self._words[layout.BARS_SEEN] += 1
 
     def drop_bar(self, index: int) -> None:
         """Remove a progress bar."""
-        layout.BAR.pack_into(self._memory, layout.BARS_AT + index * layout.BAR.size, 0, 0, 0.0, 0.0, 0.0, 0.0, b"")
+        at = layout.BARS_AT + index * layout.BAR.size
+        self._memory[at : at + layout.BAR.size] = bytes(layout.BAR.size)
         self._words[layout.BARS_SEEN] += 1
 
 

@@ -37,7 +37,7 @@ class PageReader:
         return number
 
     def want_rows(self, wanted: bool) -> None:
-        """Ask for progress bars as rows, or as text; see `base.progress_page.ProgressPage.wants_rows`."""
+        """Ask for progress bars in a panel, or as text; see `base.progress_page.ProgressPage.wants_rows`."""
         layout.WORD.pack_into(self._memory, 8 * layout.ROWS_WANTED, wanted)
 
     @property

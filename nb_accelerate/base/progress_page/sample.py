@@ -27,6 +27,7 @@ class Bar:
     count: float
     total: float | None
     seconds: float  # since it began
+    text: str = ""  # what tqdm writes beside it
     ended: bool = False
     level: int = 0  # bars that it stands in
 
@@ -165,8 +166,8 @@ def _warning(memory: Buffer) -> str:
 def _bars(memory: Buffer) -> tuple[Bar, ...]:
     found = []
     now = time.monotonic()
-    rows = layout.BAR.iter_unpack(memoryview(memory)[layout.BARS_AT : layout.BARS_END])
-    for state, level, count, total, began, changed, label in rows:
+    rows = layout.BAR.iter_unpack(memoryview(memory)[layout.BARS_AT :])
+    for state, level, count, total, began, changed, label, said in rows:
         if state:
             seconds = (changed if state == 2 else now) - began
             bar = Bar(
@@ -174,6 +175,7 @@ def _bars(memory: Buffer) -> tuple[Bar, ...]:
                 count=count if 0 <= count < _ENDLESS else 0.0,
                 total=total if 0 <= total < _ENDLESS else None,
                 seconds=seconds if 0 <= seconds < _ENDLESS else 0.0,
+                text=text_of(said),
                 ended=state == 2,
                 level=level,
             )

@@ -1,14 +1,14 @@
-"""Progress bars of the ranks as rows: one for all where they are alike, else one each."""
+"""Progress bars of the ranks as lines below the table: one for a bar that several ranks have."""
 
 from __future__ import annotations
 
 import re
-from statistics import median
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.topology.rank_lists import ranges
+from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.view import Row
+from nb_accelerate.notebook.display.view import BarLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,73 +17,68 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"\d+")
 
+_TIME_LEFT = re.compile(r"(\[[\d:]+)<[\d:?]+")
+"""As tqdm writes it: ``[00:05<00:10, ...]``."""
+
 _ALIKE = 0.02
-"""Largest difference of bars of several ranks that are one row, as a part of their total."""
+"""Largest difference of counts of ranks that is not told, as a part of the total."""
 
-_MOST_EACH = 8
-"""Largest number of ranks that get a row each for one bar."""
-
-_FEW = 20
-"""Largest total of a bar for which no time left is estimated: each item is long, an epoch say."""
-
-_SLOW = 0.1
-"""Items a second below which no rate is shown."""
+_MOST = 12
+"""Lines, at most: of 64 ranks that have a bar each, most are left out."""
 
 
-def bar_rows(samples: Mapping[int, Sample]) -> tuple[Row, ...]:
-    """Return rows for the progress bars of ranks, outermost bars first."""
-    kinds: dict[tuple[int, int, str], dict[int, Bar]] = {}
+def bar_lines(samples: Mapping[int, Sample], *, has_ended: bool) -> tuple[BarLine, ...]:
+    """Return lines for the progress bars of ranks, outermost bars first.
+
+    Args:
+        has_ended: the run has, and so have bars that it did not close.
+    """
+    same: dict[tuple[str, int], dict[int, Bar]] = {}
     for rank, sample in samples.items():
-        for index, bar in enumerate(sample.bars):
-            kinds.setdefault((bar.level, index, bar.label), {})[rank] = bar
-    rows: list[Row] = []
-    for _, bars in sorted(kinds.items(), key=lambda item: item[0][:2]):
-        if _are_alike(list(bars.values())) or len(bars) > _MOST_EACH:
-            rows.append(_row(list(bars), _middle(list(bars.values()))))
-        else:
-            rows += [_row([rank], bar) for rank, bar in bars.items()]
-    return tuple(_folded(rows))
+        seen: Counter[str] = Counter()
+        for bar in sample.bars:
+            label = _NUMBER.sub("#", bar.label)
+            same.setdefault((label, seen[label]), {})[rank] = bar
+            seen[label] += 1
+    groups: list[dict[int, Bar]] = []
+    for bars in same.values():
+        groups += [{rank: bar} for rank, bar in bars.items()] if _name_ranks(bars) else [bars]
+    groups.sort(key=lambda bars: min(bar.level for bar in bars.values()))
+    levels = sorted({bar.level for bars in groups for bar in bars.values()})
+    lines = [_line(bars, levels, has_ended=has_ended, is_main=min(samples) in bars) for bars in groups[:_MOST]]
+    if len(groups) > _MOST:
+        lines.append(BarLine(label="", text=f"and {len(groups) - _MOST} more bars"))
+    return tuple(lines)
 
 
-def _folded(rows: Sequence[Row]) -> list[Row]:
-    """Leave out a full bar if a later one has the same total and, but for numbers, label: as that of the next epoch."""
-    kept: dict[tuple[str, str, str], Row] = {}
-    for number, row in enumerate(rows):
-        what = (row.ranks, _NUMBER.sub("#", row.label), row.step.rpartition("/")[2])
-        before = kept.get(what)
-        if before is not None and before.kind != "done":
-            what = (*what[:2], f"{what[2]} {number}")  # both move
-        kept[what] = row
-    return list(kept.values())
+def _name_ranks(bars: Mapping[int, Bar]) -> bool:
+    """Return whether labels, which differ in numbers only, have that of the rank in one place."""
+    numbers = [_NUMBER.findall(bar.label) for bar in bars.values()]
+    return len(bars) > 1 and [str(rank) for rank in bars] in [list(column) for column in zip(*numbers, strict=True)]
 
 
-def _are_alike(bars: Sequence[Bar]) -> bool:
-    counts = [bar.count for bar in bars]
-    totals = {bar.total for bar in bars}
-    whole = max(*counts, *(total or 0.0 for total in totals), 1.0)
-    return len(totals) == 1 and max(counts) - min(counts) <= max(_ALIKE * whole, 1.0)
+def _line(bars: Mapping[int, Bar], levels: Sequence[int], *, has_ended: bool, is_main: bool) -> BarLine:
+    """Return the line of a bar, which is that of the first rank that has it.
 
-
-def _middle(bars: Sequence[Bar]) -> Bar:
-    middle = median(bar.count for bar in bars)
-    return min(bars, key=lambda bar: abs(bar.count - middle))
-
-
-def _row(ranks: Sequence[int], bar: Bar) -> Row:
-    rate = bar.count / bar.seconds if bar.seconds > 0.2 and bar.count else None
-    if bar.ended:
-        left = f"took {words.duration(bar.seconds)}"
-    elif rate and bar.total and bar.total > _FEW:
-        left = f"{words.duration((bar.total - bar.count) / rate)} left"
-    else:
-        left = ""
-    whole = bar.count >= (bar.total or 0)
-    return Row(
-        ranks=ranges(ranks),
-        kind="done" if bar.ended and whole else "",
-        share=None if not bar.total else min(1.0, bar.count / bar.total),
-        step=words.count(bar.count) if bar.total is None else f"{words.count(bar.count)} / {words.count(bar.total)}",
-        rate=words.rate(rate) if rate and rate > _SLOW else "",
-        now=left,
-        label=bar.label,
+    Args:
+        bars: by rank.
+        levels: of all bars.
+        is_main: the first rank of the run has it.
+    """
+    first = min(bars)
+    bar = bars[first]
+    counts = [one.count for one in bars.values()]
+    text = bar.text
+    has_ended = has_ended or all(one.ended for one in bars.values())
+    is_full = bar.total is None or bar.count >= bar.total
+    if has_ended:
+        text = _TIME_LEFT.sub(r"\1", text) + ("" if is_full else ", ended early")
+    if max(counts) - min(counts) > max(_ALIKE * (bar.total or max(counts)), 1.0):
+        text += f" (ranks: {words.count(min(counts))} to {words.count(max(counts))})"
+    return BarLine(
+        label=bar.label if is_main or bar.label else named(list(bars)),
+        text=text,
+        share=min(1.0, bar.count / bar.total) if bar.total else None,
+        kind="" if not has_ended else "done" if is_full else "ended",
+        depth=levels.index(bar.level),
     )

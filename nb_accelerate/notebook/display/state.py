@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from nb_accelerate.notebook.display import words
-from nb_accelerate.notebook.display.bars import bar_rows
+from nb_accelerate.notebook.display.bars import bar_lines
 from nb_accelerate.notebook.display.findings.advice import Advice
 from nb_accelerate.notebook.display.findings.finding import RankWarnings
 from nb_accelerate.notebook.display.findings.loss_jump import LossJump
@@ -112,7 +112,7 @@ class PanelState:
             self._pace.rate,
         )
         has_steps = any(step for step, _ in makes.steps.values())
-        bars = bar_rows({number: rank.sample for number, rank in ranks.items()})
+        bars = bar_lines({number: rank.sample for number, rank in ranks.items()}, has_ended=has_ended)
         rows: tuple[Row, ...] = ()
         if not bars or has_steps or {"late", "bad"} & {*makes.kinds.values()}:  # else the bars say it all
             rows = makes.folded() if len(ranks) > MOST_ROWS else makes.each()

@@ -47,7 +47,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line: a rank, several ranks that do the same, or a progress bar of theirs. All texts may be empty."""
+    """One line: a rank, or several ranks that do the same. All texts may be empty."""
 
     ranks: str  # numbers: ``0-3, 6``
     kind: Kind = ""
@@ -60,14 +60,23 @@ class Row:
     gpu: str = ""  # percent of its time in which the device computed
     now: str = ""  # what it does
     location: str = ""  # the line of the user's code at which it does that
-    label: str = ""  # of a bar
     times: str = ""  # where its time goes: lately, and in a run that has ended, from the first step to the last
 
     @property
     def said(self) -> str:
-        """Return the label of a bar, and what it does now and where, as one text."""
-        doing = ", ".join(part for part in (self.now, self.location) if part)
-        return " · ".join(part for part in (self.label, doing) if part)
+        """Return what it does now and where, as one text."""
+        return ", ".join(part for part in (self.now, self.location) if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarLine:
+    """A progress bar of users' own, of one rank or of several."""
+
+    label: str  # its description; may be empty
+    text: str  # what tqdm writes beside it
+    share: float | None = None  # of it that is done, from 0 to 1; None if its total is not known
+    kind: Literal["", "done", "ended"] = ""  # ``ended``: before its total
+    depth: int = 0  # bars that it stands in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +108,7 @@ class View:
     outlook: tuple[str, ...] = ()  # how long it will take, samples a second
     summary: tuple[str, ...] = ()  # of a run that has ended
     peak: str = ""  # most memory that a rank used, when it has ended
-    bars: tuple[Row, ...] = ()
+    bars: tuple[BarLine, ...] = ()
     rows: tuple[Row, ...] = ()  # the ranks, or of many those that stand out
     columns: tuple[str, ...] = ()  # figures that have a column in any case, so that none comes and goes
     curve: Points = ()  # losses; nan where no rank had a finite one

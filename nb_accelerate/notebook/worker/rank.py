@@ -39,7 +39,7 @@ from nb_accelerate.notebook.worker.call import answer, fail
 from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
 from nb_accelerate.notebook.worker.output.streams import replace_streams, send_record
-from nb_accelerate.notebook.worker.patches.bars import bars_as_rows
+from nb_accelerate.notebook.worker.patches.bars import bars_in_panel
 from nb_accelerate.notebook.worker.patches.loaders import spawn_by_value
 from nb_accelerate.notebook.worker.patches.trainers import trainers_as_loops
 from nb_accelerate.notebook.worker.patches.whole_files import save_whole_files
@@ -182,7 +182,7 @@ def patch_libraries() -> None:
     A server of warm ranks calls it once; what is forked from that has the changes.
     """
     spawn_by_value()
-    bars_as_rows()
+    bars_in_panel()
     trainers_as_loops()
     save_whole_files()
     # A pickled optimizer has lost the mark by which its scheduler knows `step`; torch takes it for the user's own.

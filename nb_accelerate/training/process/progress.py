@@ -18,7 +18,7 @@ T = TypeVar("T")
 def progress(
     iterable: Iterable[T] | None = None, label: str = "", *, total: float | None = None, leave: bool = True
 ) -> tqdm[T]:
-    """Return a progress bar: a row of the panel where there is one, else a line of the first process' terminal.
+    """Return a progress bar: a line of the panel where there is one, else a line of the first process' terminal.
 
     Loops over prepared loaders need none. For other loops, and around them, where it says how long all will take::
 
@@ -47,8 +47,8 @@ def progress(
         total=total,
         leave=leave,
         disable=silent,
-        # A row costs microseconds, so each step is told: a long one may follow a short one, and a bar that draws ten
-        # times a second at most would stand at the one before.
+        # In a panel it costs microseconds, so each step is told: a long one may follow a short one, and a bar that draws
+        # ten times a second at most would stand at the one before.
         mininterval=0.0 if is_row else 0.1,
     )
     return bar

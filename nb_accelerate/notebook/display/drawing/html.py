@@ -19,7 +19,7 @@ from nb_accelerate.notebook.display.view import FIGURES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.notebook.display.view import Row, View
+    from nb_accelerate.notebook.display.view import BarLine, Row, View
 
 _HINTS = {"gpu": "part of the time in which the GPU computed, a moment ago"}
 _EMPTY_TRACK = '<div class="nba-track"></div>'
@@ -117,9 +117,9 @@ def _body(view: View) -> str:
     if view.state == "done" and view.rows:
         summary = f"ranks: peak {view.peak}" if view.peak else "ranks"
         folded = f"<details><summary>{summary}</summary>{_table(view.rows, view.columns)}{times}</details>"
-        table = _table(view.bars) + folded if view.bars else folded
+        table = folded + _bars(view.bars)
     else:
-        table = _table((*view.bars, *view.rows), view.columns, failed=failed) + times
+        table = _table(view.rows, view.columns, failed=failed) + times + _bars(view.bars)
     advice = f'<p class="nba-advice">{_prose(view.advice)}</p>' if view.advice else ""
     warnings = "".join(f'<p class="nba-warn">{_prose(sentence)}</p>' for sentence in view.warnings)
     held = f'<p class="nba-dim">{_prose(view.held)}</p>' if view.held else ""
@@ -192,12 +192,28 @@ def _bar(row: Row) -> str:
     times = _title(f"time: {row.times}" if row.times else None)
     if row.share is None:
         return f'<td class="nba-bar"{times}>{"" if row.step else _EMPTY_TRACK}</td>'
-    percent = f"{100 * row.share:.1f}"
-    fill = f'<div class="nba-fill" style="width:{percent}%"></div>' if row.share else ""
+    return f'<td class="nba-bar"{times}>{_track(row.share, f"rank {row.ranks}")}</td>'
+
+
+def _track(share: float, label: str) -> str:
+    percent = f"{100 * share:.1f}"
+    fill = f'<div class="nba-fill" style="width:{percent}%"></div>' if share else ""
     return (
-        f'<td class="nba-bar"{times}><div class="nba-track" role="progressbar" aria-valuenow="{percent}" '
-        f'aria-valuemin="0" aria-valuemax="100" aria-label="rank {row.ranks}">{fill}</div></td>'
+        f'<div class="nba-track" role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" aria-valuemax="100" '
+        f'aria-label="{escape(label)}">{fill}</div>'
     )
+
+
+def _bars(bars: Sequence[BarLine]) -> str:
+    """Return users' own progress bars."""
+    lines = "".join(
+        f"<div{_class(f'nba-{bar.kind}' if bar.kind else '')}>"
+        f'<span style="padding-left:{bar.depth}em">{escape(bar.label)}</span> '
+        f"<span>{'' if bar.share is None else _track(bar.share, bar.label or 'progress')}</span> "
+        f"<span>{escape(bar.text)}</span></div>"
+        for bar in bars
+    )
+    return f'<div class="nba-bars">{lines}</div>' if bars else ""
 
 
 def _failure(view: View) -> str:

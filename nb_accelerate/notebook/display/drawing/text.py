@@ -14,7 +14,7 @@ from nb_accelerate.notebook.display.view import FIGURES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.notebook.display.view import Row, View
+    from nb_accelerate.notebook.display.view import BarLine, Row, View
 
 _ANY_WIDTH = 1_000_000
 
@@ -50,7 +50,7 @@ def line(view: View) -> str:
         parts += [f"{row.rate} it/s"] if row.rate not in ("", "-") else []
         parts += [f"loss {row.loss}"] if row.loss else []
     for bar in view.bars[:2]:
-        parts.append(f"{bar.label} {bar.step.replace(' ', '')}".lstrip())
+        parts.append(f"{bar.label} {bar.text}".strip())
     return ", ".join([*parts, *view.outlook])
 
 
@@ -65,7 +65,8 @@ def lines(view: View, width: int, *, color: bool = False, bars: bool = False) ->
     said = [line for remark in remarks for line in remark.split("\n")]
     return [
         _head(view, width, color=color),
-        *_table((*view.bars, *view.rows), width, color=color, bars=bars),
+        *_table(view.rows, width, color=color, bars=bars),
+        *_bars(view.bars, width, color=color, drawn=bars),
         *(part for line in said for part in textwrap.wrap(line, width) or [""]),
     ]
 
@@ -133,7 +134,22 @@ def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool) -> list[
     return table
 
 
-def _bar(row: Row, width: int, shade: str, color: bool) -> str:
+def _bars(bars: Sequence[BarLine], width: int, *, color: bool, drawn: bool) -> list[str]:
+    labels = [f"{'  ' * bar.depth}{bar.label}" for bar in bars]
+    longest = max(map(len, labels), default=0)
+    drawn = drawn and any(bar.share is not None for bar in bars) and longest + _BAR + _FEWEST_SAID < width
+    found = []
+    for bar, label in zip(bars, labels, strict=True):
+        shade = {"done": _KINDS["done"], "ended": _FAINT}.get(bar.kind, "")
+        line = [label.ljust(longest)] if longest else []
+        line += [_bar(bar, _BAR, shade, color)] if drawn else []
+        left = width - longest - (_BAR + 2 if drawn else 0) - 2
+        text = "  ".join([*line, _cut(bar.text, max(0, left))]).rstrip()
+        found.append(text if drawn else _cut(text, width))
+    return found
+
+
+def _bar(row: Row | BarLine, width: int, shade: str, color: bool) -> str:
     if row.share is None:
         return " " * width
     full = round(width * row.share)

@@ -1,4 +1,4 @@
-"""Progress bars of a rank as rows of a panel: tqdm's drawing goes to the page when somebody shows it.
+"""Progress bars of a rank in the panel: what tqdm would draw goes to the page when somebody shows it.
 
 Every bar that draws in a terminal derives from `tqdm.std.tqdm`: `trange`, `tqdm.auto` outside of a kernel, those of
 datasets and transformers. Their counting and throttling stay as they are; only where they draw is changed. Bars of
@@ -8,6 +8,7 @@ datasets and transformers. Their counting and throttling stay as they are; only 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import time
 import types
@@ -20,10 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _INDEX = "_nb_accelerate_index"
+_BAR = re.compile(r"\{bar[^}]*\}")
+_TEXT = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_TEXT_WITHOUT_TOTAL = "{n_fmt}{unit} [{elapsed}, {rate_fmt}{postfix}]"
+"""What tqdm writes on the right of its bar by default."""
+
 _DRAWING = ("__init__", "__iter__", "update", "display", "close", "clear", "reset")
 
 
-def bars_as_rows() -> None:
+def bars_in_panel() -> None:
     """Make tqdm draw on the page whenever `ProgressPage.wants_rows`. Without tqdm there is nothing to do."""
     if "tqdm" not in sys.modules and importlib.util.find_spec("tqdm") is None:
         return
@@ -97,17 +103,30 @@ def _index(bar: Any) -> int | None:
 def _write(bar: Any, *, ended: bool) -> None:
     page = here()
     index = _index(bar)
+    label = (bar.desc or "").rstrip(": ")
     if index is None:
-        index = page.new_bar()
+        index = page.new_bar(label, bar.total)
         if index is None:
             return
         setattr(bar, _INDEX, (page.request, index))
     page.bar(
         index,
-        label=(bar.desc or "").rstrip(": "),
+        label=label,
+        text=_text(bar, label, ended=ended),
         count=bar.n,
         total=bar.total,
         began=time.monotonic() - time.time() + getattr(bar, "start_t", time.time()),  # set after the first drawing
         level=abs(bar.pos),
         ended=ended,
     )
+
+
+def _text(bar: Any, label: str, *, ended: bool) -> str:
+    """Return what tqdm writes on the right of its bar; all but the label if a ``bar_format`` of the user's has none."""
+    known = bar.format_dict
+    wanted = known["bar_format"] or (_TEXT if bar.total else _TEXT_WITHOUT_TOTAL)
+    known |= {"bar_format": _BAR.sub("<bar/>", wanted), "ncols": None}
+    if ended:
+        known["rate"] = None  # the mean, as tqdm writes at the end
+    text = bar.format_meter(**known).rpartition("<bar/>")[2]
+    return str(text).removeprefix(label).strip(":| ")
