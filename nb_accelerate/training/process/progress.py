@@ -47,7 +47,7 @@ def progress(
         total=total,
         leave=leave,
         disable=silent,
-        # In a panel it costs microseconds, so each step is told: a long one may follow a short one, and a bar that draws
+        # In a panel each step is told, at microseconds: a long one may follow a short one, and a bar that draws
         # ten times a second at most would stand at the one before.
         mininterval=0.0 if is_row else 0.1,
     )
