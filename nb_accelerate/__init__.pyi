@@ -28,6 +28,7 @@ from nb_accelerate.base.config.loader import DataLoaderConfiguration as DataLoad
 from nb_accelerate.base.config.parallelism import ParallelismConfig as ParallelismConfig
 from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
 from nb_accelerate.base.config.project import ProjectConfiguration as ProjectConfiguration
+from nb_accelerate.base.records.kept import runs as runs
 from nb_accelerate.base.version import __version__ as __version__
 from nb_accelerate.compat.exchange import synchronize_rng_states as synchronize_rng_states
 from nb_accelerate.compat.packages import is_rich_available as is_rich_available
@@ -47,7 +48,6 @@ from nb_accelerate.errors import (
     StartError as StartError,
 )
 from nb_accelerate.launchers import debug_launcher as debug_launcher
-from nb_accelerate.notebook.display.runs import runs as runs
 from nb_accelerate.notebook.launch import notebook_launcher as notebook_launcher
 from nb_accelerate.notebook.magics import (
     load_ipython_extension as load_ipython_extension,

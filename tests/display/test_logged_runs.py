@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from nb_accelerate.base.progress_page import MAX_RECORD, here
-from nb_accelerate.base.records import RunRecord
-from nb_accelerate.notebook.display import runs as kept
+from nb_accelerate.base.records import RunRecord, kept
 from nb_accelerate.notebook.display.runs import charts_of
 from nb_accelerate.training.tracking import NotebookTracker
 
@@ -29,7 +30,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 @pytest.fixture
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "_records", {})
-    monkeypatch.setattr(kept, "_projects", {})
 
 
 def log(name: str, *losses: float) -> NotebookTracker:
@@ -76,6 +76,33 @@ def test_more_values_than_one_record_can_carry_arrive_in_several(sent: list[byte
         kept.take(record)
     (run,) = kept.runs()
     assert {name: run.column(name) for name in run.columns} == {name: [(7, value)] for name, value in values.items()}
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_a_run_that_no_tracker_has_told_of_is_noted_with_its_settings_values_and_end():
+    for lr, ended in ((0.1, "done"), (0.5, "failed: ValueError"), (9.0, "done")):
+        losses = ((1.0, 3.0), (2.0, math.nan if lr > 1 else 2.0))
+        kept.note_run("train", config={"lr": lr}, values={"loss": losses}, began=time.time() - 5, ended=ended)
+    found = [(run.name, run.config, run.ended, len(run.column("loss"))) for run in kept.runs()]
+    assert found == [
+        ("train", {"lr": 0.1}, "done", 2),
+        ("train-2", {"lr": 0.5}, "failed: ValueError", 2),
+        ("train-3", {"lr": 9.0}, "nan", 2),
+    ]
+    assert all(5 <= (run.duration or 0) < 60 for run in kept.runs())
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_what_a_tracker_has_told_of_a_run_is_completed_by_what_is_known_from_outside(sent: list[bytes]):
+    log("digits", 2.0)
+    (key,) = {str(kept.take(record)) for record in sent}
+    seen = {"loss": ((1.0, 9.0),), "accuracy": ((1.0, 0.5),)}
+    kept.note_run("train", config={"lr": 9, "depth": 3}, values=seen, began=0.0, ended="interrupted", logged_as=[key])
+    (run,) = kept.runs()
+    assert (run.name, run.ended, run.config) == ("digits", "interrupted", {"lr": 0.1, "depth": 3})
+    assert (run.column("loss"), run.column("accuracy")) == ([(0, 2.0)], [(1.0, 0.5)])
+    run.add({"loss": 1.0, "step": 1})
+    assert run.ended == "", "another cell goes on with it"
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"row": {}}', b"\xff"])

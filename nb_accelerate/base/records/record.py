@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,7 @@ class _Kind:
     passing: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunRecord:
     """One run.
 
@@ -37,11 +39,17 @@ class RunRecord:
         name: of the run.
         config: its settings.
         rows: one dict for each call of ``log``, in order.
+        began: `time.time` when it began; 0 if that is not known.
+        ended: how: ``"done"``, ``"nan"`` (done, and its last loss was not finite), ``"interrupted"``, ``"stopped"``, or
+            ``"failed: "`` and the name of the error. ``""`` while it is on, and of one whose end nobody has noted.
     """
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    began: float = 0.0
+    ended: str = ""
+    _until: float = field(default=0.0, repr=False)
     _kinds: dict[frozenset[str], _Kind] = field(default_factory=dict, repr=False)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -50,6 +58,7 @@ class RunRecord:
         A run may go on for weeks. Of rows with the same names, when there are too many, every second one is dropped,
         and new ones are taken half as often; the first and the newest are always kept.
         """
+        self.ended = ""  # it goes on, in another cell say
         row.setdefault("step", sum(kind.seen for kind in self._kinds.values()))
         kind = self._kinds.setdefault(frozenset(row), _Kind())
         if kind.passing is not None:
@@ -65,6 +74,18 @@ class RunRecord:
             dropped = {id(other) for other in same[1::2]}
             self.rows[:] = [other for other in self.rows if id(other) not in dropped]
             kind.stride *= 2
+
+    def end(self, how: str, at: float = 0.0) -> None:
+        """Note how it ended, see `ended`, and when (`time.time`; 0 is now)."""
+        losses = [value for _, value in self.column("loss")]
+        self.ended = "nan" if how == "done" and losses and not math.isfinite(losses[-1]) else how
+        self._until = at or time.time()
+
+    @property
+    def duration(self) -> float | None:
+        """Return seconds from its begin to its end, or to the newest row while it has none; None if not known."""
+        until = self._until if self.ended else max((row.get("time", 0.0) for row in self.rows[-1:]), default=0.0)
+        return max(0.0, until - self.began) if self.began and until else None
 
     @property
     def columns(self) -> list[str]:

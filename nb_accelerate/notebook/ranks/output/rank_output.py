@@ -13,7 +13,7 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.display.runs import take
+from nb_accelerate.base.records.kept import take
 from nb_accelerate.notebook.protocol.output import Chunk, Decoder
 
 if TYPE_CHECKING:
