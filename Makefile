@@ -57,8 +57,9 @@ test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed or 
 test-trainers: $(WITH_TRAINERS)/ready ## Run published trainers with this package in accelerate's place, in an environment with them
 	@$(WITH_TRAINERS)/bin/python -m pytest tests/with_trainers $(ARGS)
 
+# Without --quiet, with which MkDocs counts no warnings and --strict fails for none.
 docs: $(DOCS)/ready ## Build the documentation site, build/docs/index.html
-	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file notebooks/site/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file notebooks/site/mkdocs.yml
 	@echo "build/docs/index.html"
 
 notebooks: $(READY) ## Run the notebooks and keep their outputs in them; ARGS='02 05' for some of them

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 def attach(package: str, *, advice: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package.
 
-    Example::
-
+    Examples:
+        ```python
         __getattr__, __dir__ = attach(__name__)
+        ```
 
     Args:
         package: its ``__name__``.

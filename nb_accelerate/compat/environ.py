@@ -64,10 +64,11 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set environment variables inside a block, and restore them afterwards. Names become upper case.
 
-    Example::
-
+    Examples:
+        ```python
         with patch_environment(accelerate_use_cpu=1):
             ...
+        ```
     """
     with variables_set({name.upper(): str(value) for name, value in kwargs.items()}):
         yield

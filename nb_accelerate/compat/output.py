@@ -57,12 +57,13 @@ class MultiProcessAdapter(_Adapter):
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """Return a logger that logs on the main process only, unless a message asks for more.
 
-    Example::
-
+    Examples:
+        ```python
         logger = get_logger(__name__, log_level="INFO")
         logger.info("by the main process")
         logger.info("by every process", main_process_only=False)
         logger.info("by every process, in order of rank", main_process_only=False, in_order=True)
+        ```
 
     Args:
         name: usually ``__name__``.

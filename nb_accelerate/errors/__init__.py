@@ -1,28 +1,28 @@
 """What can go wrong, as types.
 
-::
-
-    NbAccelerateError
-    ├── ConfigError (ValueError)          an option has a value that cannot be
-    ├── UnknownArgumentError (TypeError)  a call has an argument that is not taken
-    ├── NotATensorError (TypeError)       something else is where tensors are exchanged or moved
-    ├── MissingDependencyError (ImportError)   a package is not installed, or too old; names what to install
-    ├── NotPreparedError (RuntimeError)   a method was called before what it needs was prepared
-    ├── CollectiveMismatchError (RuntimeError) ranks hand different things to one collective
-    ├── DispatchError (RuntimeError)      rank 0 reads data for all ranks, and could not
-    ├── CheckpointError (RuntimeError)    a checkpoint lacks something, is damaged, or does not fit
-    ├── CellSyntaxError                   a cell for the ranks does not compile; no rank has seen it
-    └── LaunchError (RuntimeError)        ranks were to be started, or were running
-        ├── ShippingError (TypeError)     a function, argument or result cannot be sent to another process
-        │   └── TooLargeError             it is so large that it is only sent when asked for
-        ├── PoolError                     the ranks of `%%distributed` are not in a state in which this can be done
-        ├── StartError                    a rank could not be started
-        ├── MachineError                  another machine of the launch has failed, or is lost
-        ├── RankError                     a rank failed; base of the two below
-        │   ├── RankDiedError             its process ended without an answer: exit code or signal
-        │   └── RemoteError               it raised something that cannot be raised here as it was
-        ├── DeadlineError (TimeoutError)  the run took longer than it was allowed to
-        └── DeadlockError                 ranks wait for others that never come
+```text
+NbAccelerateError
+├── ConfigError (ValueError)                an option has a value that it cannot have
+├── UnknownArgumentError (TypeError)        a call has an argument that is not taken
+├── NotATensorError (TypeError)             something else is where a tensor has to be
+├── MissingDependencyError (ImportError)    a package is not installed, or too old
+├── NotPreparedError (RuntimeError)         what a method needs was not prepared before
+├── CollectiveMismatchError (RuntimeError)  ranks hand different things to one collective
+├── DispatchError (RuntimeError)            rank 0 reads for all, and could not
+├── CheckpointError (RuntimeError)          a checkpoint is damaged, or does not fit
+├── CellSyntaxError                         a cell does not compile; no rank has seen it
+└── LaunchError (RuntimeError)              ranks were to be started, or were running
+    ├── ShippingError (TypeError)           what cannot be sent to another process
+    │   └── TooLargeError                   what is sent only when asked for
+    ├── PoolError                           ranks of `%%distributed` cannot do this now
+    ├── StartError                          a rank could not be started
+    ├── MachineError                        another machine failed, or is lost
+    ├── RankError                           a rank failed; base of the two below
+    │   ├── RankDiedError                   its process ended: exit code or signal
+    │   └── RemoteError                     its exception cannot be raised here as it was
+    ├── DeadlineError (TimeoutError)        the run took longer than it was allowed to
+    └── DeadlockError                       ranks wait for others that never come
+```
 
 An exception that user code raises in a rank is *not* wrapped: it arrives in the notebook with its own
 type. Every error here survives pickling, because it travels from ranks to the kernel. What is shown of one, instead of

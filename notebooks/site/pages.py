@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html as characters
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ from mkdocs.structure.files import File
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +25,11 @@ PAGES = {
     "nb_accelerate/compat/parity.md": "reference/parity.md",
 }
 """Files of the repository that are pages too, and what they are called on the site."""
+
+_CODE = re.compile(r"<(pre|code|script|style|svg)\b.*?</\1>", re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")
+_MARKUP = re.compile(r"^.*(?:::\s*$|`|^\s*\|.*\||^\s*(?:[-*+]|\d+\.)\s).*$", re.MULTILINE)
+"""A line of a page that still has markup in it: a block, a table or a list that was not seen as such."""
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 
@@ -49,3 +57,11 @@ def _on_the_site(link: re.Match[str]) -> str:
     """
     before, target, anchor, after = link.groups()
     return f"{before}{PAGES.get(target, target.removeprefix('notebooks/'))}{anchor or ''}{after}"
+
+
+def on_page_content(html: str, *, page: Page, **_: Any) -> None:
+    """Warn, which fails the build, of lines whose markup was not understood. What notebooks print is not looked at."""
+    if page.file.src_uri.endswith(".md"):
+        text = characters.unescape(_TAG.sub("", _CODE.sub("", html)))
+        for line in _MARKUP.findall(text):
+            logging.getLogger("mkdocs.pages").warning(f"{page.file.src_uri}: not rendered: {line.strip()}")

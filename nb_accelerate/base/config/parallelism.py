@@ -32,11 +32,12 @@ _NOT_YET = {"cp_size": "context parallelism", "sp_size": "sequence parallelism"}
 class TorchTensorParallelConfig(Options):
     """Say which layers tensor parallelism applies to, and how.
 
-    Example::
-
+    Examples:
+        ```python
         plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
         parallelism = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
         accelerator = Accelerator(parallelism_config=parallelism)
+        ```
 
     Attributes:
         enable_async_tp: not supported, as in accelerate.

@@ -80,12 +80,13 @@ class Launch(Steerable):
     Several may run at once. What the ranks print is shown in the cell that launched them. In a coroutine,
     ``await launch`` returns the values.
 
-    Example::
-
+    Examples:
+        ```python
         launch = notebook_launcher(train, num_processes=2, block=False)
         launch.set_learning_rate(1e-4)
         launch.save_checkpoint("runs/by_hand")
         launch.pause()
+        ```
 
     Attributes:
         timeouts: timeouts of launches that begin from now on.

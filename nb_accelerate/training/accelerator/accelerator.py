@@ -86,8 +86,8 @@ class Accelerator(
 ):
     """Run a plain PyTorch training loop on one CPU, on one GPU, or on one rank of many.
 
-    Example::
-
+    Examples:
+        ```python
         accelerator = Accelerator()
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for inputs, targets in loader:
@@ -95,6 +95,7 @@ class Accelerator(
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+        ```
 
     Values come from the arguments, then from the environment, then from defaults. Option objects may be changed until
     they are used; a change that comes too late is a warning.

@@ -71,12 +71,13 @@ class CheckpointPartsMixin(CoreMixin):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to what `save_state` saves.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
             average = torch.optim.swa_utils.AveragedModel(model)
             accelerator.register_for_checkpointing(average)
             accelerator.save_state("checkpoint")
+            ```
 
         Args:
             *objects: with methods ``state_dict()`` and ``load_state_dict(state)``.

@@ -71,10 +71,11 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         in some scripts, the main process saves alone, and says so. Numbered folders, `async_save`, and models that
         are sharded need all processes.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             accelerator.save_state("checkpoint")
+            ```
 
         Args:
             output_dir: a folder. Not used with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
@@ -218,11 +219,12 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         Everything is read and checked on all processes before anything is changed. What somebody else has put into the
         folder is not looked at, and no code of it runs unless ``load_kwargs`` allows it.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             accelerator.save_state("checkpoint")
             accelerator.load_state("checkpoint")
+            ```
 
         Args:
             input_dir: the folder. ``"latest"``, and by default, the newest numbered one of the project of which

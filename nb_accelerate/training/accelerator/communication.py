@@ -27,10 +27,11 @@ class CommunicationMixin(CoreMixin):
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all processes, one after the other along dimension 0.
 
-        Example::
-
+        Examples:
+            ```python
             correct = torch.tensor([3], device=accelerator.device)  # of each process
             accelerator.print(accelerator.gather(correct).sum())
+            ```
 
         Args:
             tensor: a tensor, or a structure of tensors, of the same shapes on all processes. Gradients do not pass
@@ -41,10 +42,11 @@ class CommunicationMixin(CoreMixin):
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum, mean or largest of tensors over all processes.
 
-        Example::
-
+        Examples:
+            ```python
             loss = torch.tensor(0.25, device=accelerator.device)  # of each process
             mean = accelerator.reduce(loss, reduction="mean")
+            ```
 
         Args:
             tensor: a tensor, or a structure of tensors, of the same shapes on all processes. It is not changed.
@@ -55,11 +57,12 @@ class CommunicationMixin(CoreMixin):
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Return tensors padded to their greatest size on any process, ready for `gather`.
 
-        Example::
-
+        Examples:
+            ```python
             tokens = torch.ones(2, 5 + accelerator.process_index, dtype=torch.long, device=accelerator.device)
             padded = accelerator.pad_across_processes(tokens, dim=1, pad_index=0)
             everything = accelerator.gather(padded)
+            ```
 
         Args:
             tensor: a tensor, or a structure of tensors, alike on all processes except in the size of ``dim``.
@@ -78,8 +81,8 @@ class CommunicationMixin(CoreMixin):
         (``zip``), the one whose batches have as many rows counts. Outside a loop everything is gathered: there is no
         last batch then.
 
-        Example::
-
+        Examples:
+            ```python
             model, loader = accelerator.prepare(model, loader)
             correct = total = 0
             for inputs, targets in loader:
@@ -87,6 +90,7 @@ class CommunicationMixin(CoreMixin):
                 predictions, targets = accelerator.gather_for_metrics((predictions, targets))
                 correct += (predictions == targets).sum().item()
                 total += len(targets)  # in the end the number of rows of the dataset
+            ```
 
         Args:
             input_data: a tensor or a structure of tensors with the rows along dimension 0; or a list of objects,

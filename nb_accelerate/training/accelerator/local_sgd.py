@@ -24,8 +24,8 @@ class LocalSGD:
 
     This saves communication on slow networks. Results differ from those of ordinary training.
 
-    Example::
-
+    Examples:
+        ```python
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
             for inputs, targets in loader:
@@ -34,6 +34,7 @@ class LocalSGD:
                     optimizer.step()
                     optimizer.zero_grad()
                     local_sgd.step()
+        ```
 
     Args:
         accelerator: the `Accelerator` that prepared the model.

@@ -35,12 +35,13 @@ class ModelFilesMixin(CoreMixin):
         All processes call it together where models are sharded. There, only those that write weights (see
         `should_save_model`) get them, in host memory, and others an empty dict.
 
-        Example::
-
+        Examples:
+            ```python
             model = accelerator.prepare(model)
             weights = accelerator.get_state_dict(model)  # on all processes
             if accelerator.is_main_process:
                 torch.save(weights, "weights.pt")
+            ```
 
         Args:
             model: prepared or not.
@@ -63,10 +64,11 @@ class ModelFilesMixin(CoreMixin):
         The main process writes; others return at once. Weights that are there already are replaced when all new ones
         are on the disk.
 
-        Example::
-
+        Examples:
+            ```python
             model = accelerator.prepare(model)
             accelerator.save_model(model, "weights")  # weights/model.safetensors
+            ```
 
         Args:
             model: prepared or not.

@@ -50,9 +50,10 @@ class PreparingMixin(CoreMixin):
         as they are, but such a model gets the weights of rank 0 on all ranks; objects that another `Accelerator`
         prepared belong to this one afterwards.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+            ```
 
         Args:
             *args: models, optimizers, loaders and learning rate schedulers.
@@ -349,10 +350,11 @@ class PreparingMixin(CoreMixin):
     ) -> nn.Module:
         """Return the user's model inside a prepared one.
 
-        Example::
-
+        Examples:
+            ```python
             model = accelerator.prepare(model)
             torch.save(accelerator.unwrap_model(model).state_dict(), "weights.pt")
+            ```
 
         Args:
             model: what ``prepare`` returned, or any other model.
@@ -366,10 +368,11 @@ class PreparingMixin(CoreMixin):
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop all references to prepared objects, and release the cached memory of the device.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+            ```
 
         Args:
             *objects: to be replaced: ``model, optimizer = accelerator.free_memory(model, optimizer)``.

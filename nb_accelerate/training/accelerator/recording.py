@@ -71,12 +71,13 @@ class RecordingMixin(CoreMixin):
     ) -> None:
         """Open a run in every tracker of ``log_with``. All processes call it.
 
-        Example::
-
+        Examples:
+            ```python
             accelerator = Accelerator(log_with="jsonl", project_dir="runs")
             accelerator.init_trackers("digits", config={"learning_rate": 0.1})
             accelerator.log({"loss": 0.5}, step=1)
             accelerator.end_training()
+            ```
 
         Args:
             project_name: the name of the run or of its project, depending on the tracker.
@@ -173,9 +174,10 @@ class RecordingMixin(CoreMixin):
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on the main process; on others, do nothing.
 
-        Example::
-
+        Examples:
+            ```python
             accelerator.save({"epoch": 3, "best_loss": 0.25}, "progress.pt")
+            ```
 
         Args:
             obj: the object; with ``safe_serialization`` a dict of tensors.
@@ -188,11 +190,12 @@ class RecordingMixin(CoreMixin):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
         """Profile a block, and write a Chrome trace for each process if ``output_trace_dir`` is set.
 
-        Example::
-
+        Examples:
+            ```python
             with accelerator.profile(ProfileKwargs(output_trace_dir="traces")) as profiler:
                 train()
             accelerator.print(profiler.key_averages().table(sort_by="cpu_time_total", row_limit=10))
+            ```
 
         Args:
             profile_handler: options of the profiler; by default those in ``kwargs_handlers`` of the `Accelerator`.

@@ -42,13 +42,14 @@ class ResumingMixin(CheckpointMixin):
 
         It stops after an epoch if the notebook says so: ``launch.stop_after_epoch()``.
 
-        Example::
-
+        Examples:
+            ```python
             for epoch in accelerator.epochs(3):
                 for inputs, targets in loader:
                     accelerator.backward(loss_function(model(inputs), targets))
                     optimizer.step()
                     optimizer.zero_grad()
+            ```
 
         `resumable` does all of it too.
 
@@ -79,8 +80,8 @@ class ResumingMixin(CheckpointMixin):
     ) -> Iterator[tuple[int, Iterator[Any]]]:
         """Yield the number of each epoch and its batches, from where the newest whole checkpoint of the project is.
 
-        Example::
-
+        Examples:
+            ```python
             from nb_accelerate import ProjectConfiguration
 
             project = ProjectConfiguration("runs/first", save_every="1 epoch", total_limit=2)
@@ -90,6 +91,7 @@ class ResumingMixin(CheckpointMixin):
                 for inputs, targets in batches:
                     ...
                 evaluate(model)
+            ```
 
         Started again after whatever has ended it, this goes on with the batch after the checkpoint, with the same
         random numbers, and yields no epoch if the last one is over. An epoch that is left by ``break`` is over when the

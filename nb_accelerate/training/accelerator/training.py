@@ -97,8 +97,8 @@ class TrainingMixin(CoreMixin):
         Inside, optimizers step and gradients are averaged over ranks only if the batch closes the window: after
         ``gradient_accumulation_steps`` batches, and at the last batch of a loader.
 
-        Example::
-
+        Examples:
+            ```python
             accelerator.gradient_accumulation_steps = 4
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             for inputs, targets in loader:
@@ -106,6 +106,7 @@ class TrainingMixin(CoreMixin):
                     accelerator.backward(loss_function(model(inputs), targets))
                     optimizer.step()
                     optimizer.zero_grad()
+            ```
 
         Args:
             *models: those whose backward runs in the block; what ``prepare`` returned, or what holds it.
@@ -115,8 +116,8 @@ class TrainingMixin(CoreMixin):
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a block in which the gradients of a model are not averaged over ranks.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             first, *others = loader
             with accelerator.no_sync(model):
@@ -124,6 +125,7 @@ class TrainingMixin(CoreMixin):
             for inputs, targets in others:
                 accelerator.backward(loss_function(model(inputs), targets))
             optimizer.step()
+            ```
 
         Args:
             model: what ``prepare`` returned, or what holds it.
@@ -143,14 +145,15 @@ class TrainingMixin(CoreMixin):
     def set_trigger(self) -> None:
         """Make the next `check_trigger` return True on all processes: to stop early, say.
 
-        Example::
-
+        Examples:
+            ```python
             loader = accelerator.prepare(loader)
             for inputs, targets in loader:
                 if torch.isnan(inputs).any():  # on one process only, perhaps
                     accelerator.set_trigger()
                 if accelerator.check_trigger():  # True on all processes
                     break
+            ```
         """
         self._is_triggered = True
 
@@ -164,14 +167,15 @@ class TrainingMixin(CoreMixin):
 
         The loss is divided by ``gradient_accumulation_steps``, and with fp16 multiplied by the loss scale.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             for inputs, targets in loader:
                 loss = loss_function(model(inputs), targets)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
+            ```
 
         Args:
             loss: of shape ``()``.
@@ -241,14 +245,15 @@ class TrainingMixin(CoreMixin):
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down so that their norm is at most ``max_norm``, when the window closes.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             for inputs, targets in loader:
                 accelerator.backward(loss_function(model(inputs), targets))
                 norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+            ```
 
         Args:
             parameters: usually ``model.parameters()``.
@@ -289,11 +294,12 @@ class TrainingMixin(CoreMixin):
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
         """Return a loader that leaves out the first batches of every epoch; use it for the one that is resumed.
 
-        Example::
-
+        Examples:
+            ```python
             rest = accelerator.skip_first_batches(loader, num_batches=step)
             for batch in rest if epoch == first_epoch else loader:
                 ...
+            ```
 
         Rows of a dataset that is read by number are left out without being read.
 
@@ -312,14 +318,15 @@ class TrainingMixin(CoreMixin):
 
         A process that has no batch left takes part in what the gradients of the others need, and waits.
 
-        Example::
-
+        Examples:
+            ```python
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             with accelerator.join_uneven_inputs([model], even_batches=False):
                 for inputs, targets in loader:
                     accelerator.backward(loss_function(model(inputs), targets))
                     optimizer.step()
                     optimizer.zero_grad()
+            ```
 
         Args:
             joinables: prepared models that are trained in the block.
@@ -362,12 +369,13 @@ class TrainingMixin(CoreMixin):
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a block that computes in the mixed precision, for a loss outside of the model, say.
 
-        Example::
-
+        Examples:
+            ```python
             model, loader = accelerator.prepare(model, loader)
             for inputs, targets in loader:
                 with accelerator.autocast():
                     loss = loss_function(model(inputs), targets)
+            ```
 
         Args:
             autocast_handler: arguments for this block; by default those given to the `Accelerator`.

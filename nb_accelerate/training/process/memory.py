@@ -36,9 +36,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: Any) -> list[None]:
     """Drop references to objects, and give their memory back to the device.
 
-    Example::
-
+    Examples:
+        ```python
         model, optimizer = release_memory(model, optimizer)
+        ```
 
     Returns:
         As many None as objects were given. Assign them: the caller's own variables keep objects alive.
@@ -66,13 +67,14 @@ def find_executable_batch_size(
     Later calls start with the size that was found. On several processes each looks for itself; give all the same
     size, or one of them waits for the others.
 
-    Example::
-
+    Examples:
+        ```python
         @find_executable_batch_size(starting_batch_size=256)
         def train(batch_size, model):
             ...
 
         train(model)
+        ```
 
     Args:
         function: takes the batch size as its first argument; a method takes it after ``self``.

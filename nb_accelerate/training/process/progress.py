@@ -20,14 +20,18 @@ def progress(
 ) -> tqdm[T]:
     """Return a progress bar: a line of the panel where there is one, else a line of the first process' terminal.
 
-    Loops over prepared loaders need none. For other loops, and around them, where it says how long all will take::
+    Loops over prepared loaders need none. It is for other loops, and for the loop around them, where it says how long
+    all will take.
 
+    Examples:
+        ```python
         for epoch in progress(range(epochs), "epochs"):
             ...
 
         with progress(label="rows", total=len(table)) as bar:
             for part in table.parts():
                 bar.update(len(part))
+        ```
 
     Args:
         iterable: what to go through; None to call ``update`` by hand.
@@ -36,7 +40,7 @@ def progress(
         leave: whether it stays when it is full.
 
     Returns:
-        A `tqdm <https://tqdm.github.io>`_ bar.
+        A bar of [tqdm](https://tqdm.github.io).
     """
     is_row = here().wants_rows
     silent = not is_row and not context.topology_here().is_local_main

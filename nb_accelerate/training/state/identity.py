@@ -92,9 +92,10 @@ class Identity(ABC):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print, on the first process of each machine. A notebook shows it without the number of the process.
 
-        Example::
-
+        Examples:
+            ```python
             accelerator.print(f"training on {accelerator.num_processes} processes")
+            ```
         """
         if self.is_local_main_process:
             for_all = getattr(sys.stdout, "for_all", None)  # in a process that a launcher of ours has started
@@ -107,13 +108,14 @@ class Identity(ABC):
 
         Methods and generators can be decorated too; elsewhere a generator yields nothing.
 
-        Example::
-
+        Examples:
+            ```python
             @accelerator.on_main_process
             def report(loss):
                 print(f"loss {loss:.3f}")
 
             report(0.5)  # prints once
+            ```
         """
         return main_process.only_if(self.is_main_process, function)
 
@@ -162,12 +164,13 @@ class Identity(ABC):
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Return a block that process 0 runs before the others. All processes enter it.
 
-        Example::
-
+        Examples:
+            ```python
             with accelerator.main_process_first():
                 if not Path("data.pt").exists():
                     torch.save(torch.zeros(100, 8), "data.pt")  # by process 0; the others find it
                 data = torch.load("data.pt")
+            ```
         """
         return main_process.first(self.is_main_process, self.wait_for_everyone)
 
@@ -178,12 +181,13 @@ class Identity(ABC):
     def wait_for_everyone(self) -> None:
         """Block until all processes have called it: a barrier.
 
-        Example::
-
+        Examples:
+            ```python
             if accelerator.is_main_process:
                 Path("ready.txt").write_text("yes")
             accelerator.wait_for_everyone()
             assert Path("ready.txt").exists()
+            ```
         """
         self._collectives().barrier()
 
@@ -191,11 +195,12 @@ class Identity(ABC):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this process's part of ``inputs``: a list, tuple, dict of those, or tensor, cut in order.
 
-        Example::
-
+        Examples:
+            ```python
             with accelerator.split_between_processes(["a", "b", "c"]) as prompts:
                 for prompt in prompts:  # each prompt on one process
                     print(accelerator.process_index, prompt)
+            ```
 
         Args:
             inputs: the same on all processes. The first processes get one item more where it does not divide evenly.

@@ -139,11 +139,12 @@ class ProcessView(View, Identity):
 class PartialState(ProcessView):
     """Rank, device and process group of this process. The first one made sets up the process group.
 
-    Example::
-
+    Examples:
+        ```python
         state = PartialState()
         with state.split_between_processes(prompts) as mine:
             ...
+        ```
 
     Args:
         cpu: use the CPU even if another device is available.

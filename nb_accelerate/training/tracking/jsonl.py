@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 class JSONLinesTracker(GeneralTracker):
     """Write each call of ``log`` as a line of a file, which any program, or a notebook, can read while it grows.
 
-    Example::
-
+    Examples:
+        ```python
         accelerator = Accelerator(log_with="jsonl", project_dir="runs")
         accelerator.init_trackers("digits", config={"lr": 0.1})
         accelerator.log({"loss": loss}, step=step)
 
         read_run("runs/digits.jsonl")     # in a cell: the curves
+        ```
 
     Args:
         run_name: the file is called that; a second run of the name gets a number.

@@ -22,11 +22,12 @@ class NotebookTracker(GeneralTracker):
 
     Without a notebook that listens, in a script say, the values are only in `tracker`.
 
-    Example::
-
+    Examples:
+        ```python
         accelerator = Accelerator(log_with="notebook")
         accelerator.init_trackers("digits", config={"lr": 0.1})
         accelerator.log({"loss": loss, "accuracy": accuracy}, step=step)
+        ```
 
     Args:
         run_name: what the run is called; a second one of the name gets a number.

@@ -49,8 +49,10 @@ MOST_USED = (
 
 
 def example_of(subject: Any) -> str | None:
-    """The code below "Example::" in a docstring; None if there is none."""
-    found = re.search(r"^Example::\n\n((?:    .*\n|\n)+)", f"{inspect.getdoc(subject)}\n", re.MULTILINE)
+    """The code below "Examples:" in a docstring; None if there is none."""
+    found = re.search(
+        r"^Examples:\n    ```python\n(.*?)^    ```$", inspect.getdoc(subject) or "", re.MULTILINE | re.DOTALL
+    )
     return None if found is None else textwrap.dedent(found[1])
 
 
