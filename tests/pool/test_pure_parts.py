@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,8 @@ from nb_accelerate.notebook.ranks.failing.hang import verdict
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.output.merge import Merge
 from nb_accelerate.notebook.ranks.steps import StepKind
+
+ROOT = Path(__file__).parents[2]
 
 
 class Story:
@@ -345,6 +349,16 @@ class TestArguments:
         assert shown.startswith("usage: %%distributed [-n N]")
         assert all(flag in shown for flag in args.DISTRIBUTED_CELL.flags)
         assert "--inserted" not in shown
+
+    def test_the_page_of_cells_has_every_option_and_command_and_no_others(self):
+        page = (ROOT / "notebooks" / "reference" / "cells.md").read_text(encoding="utf-8").replace("&#124;", "|")
+        options, commands = page.split("\n## ")[1:3]
+        flags = {*args.DISTRIBUTED_CELL.flags, *args.RANK_CELL.flags}
+        assert set(re.findall(r"`(-[\w-]+)", options)) == flags - {"-h", "--help"}
+        written = re.findall(r"^\| (?:`|<code>)(.+?)(?:`|</code>)", commands, re.MULTILINE)
+        assert written == [command.line for command in COMMANDS.values()]
+        of_commands = {flag for command in COMMANDS.values() for flag in command.flags}
+        assert {flag for flag in of_commands - {"-h"} if flag not in page} == set()
 
 
 class TestAutoMode:
