@@ -95,8 +95,7 @@ DIFFERENCES = {
         "others cannot."
     ),
     "test_options_refuse_what_would_do_nothing": (
-        "Option objects check a field when it is set, refuse names that are no fields, and warn of a change "
-        "that comes too late for what was made from them."
+        "Option objects check a field when it is set, and refuse names that are no fields."
     ),
     "test_handlers_that_were_not_given_have_their_defaults": (
         "`accelerator.ddp_handler` and its like are never None: handlers that were not given have their "

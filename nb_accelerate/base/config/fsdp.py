@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_flag, check_options, check_whole, described, shown
 from nb_accelerate.base.config.kwargs import KwargsHandler
-from nb_accelerate.base.config.options import fields_in, levels_to_the_user
+from nb_accelerate.base.config.options import fields_in
 from nb_accelerate.base.config.variables import FSDP, USES
 from nb_accelerate.errors import ConfigError
 
@@ -127,11 +127,6 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
                 "activation_checkpointing=True too, or leave it out."
             )
 
-    @override
-    def _warn_if_late(self, name: str, value: Any) -> None:
-        if name != "state_dict_type":  # it is read at every save, so a change is never too late
-            super()._warn_if_late(name, value)
-
     def _check_reshard(self) -> None:
         given: Any = self.reshard_after_forward
         if given is not None and not isinstance(given, bool):
@@ -201,7 +196,7 @@ def _version(value: Any) -> int:
         warnings.warn(
             "fsdp_version=1 is translated: FSDP2 (fully_shard) trains the same with the same options. Write "
             "fsdp_version=2, or leave it out.",
-            stacklevel=levels_to_the_user(),
+            stacklevel=2,
         )
     return 2
 

@@ -19,14 +19,13 @@ from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.handlers import Handlers
 from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from nb_accelerate.base.config.loader import DataLoaderConfiguration, resolve_loader
-from nb_accelerate.base.config.options import note_use
 from nb_accelerate.base.config.precision import resolve_fp8, resolve_precision
 from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
 from nb_accelerate.training.accelerator.communication import CommunicationMixin
-from nb_accelerate.training.accelerator.comparisons import EqualLosses, Replicas
+from nb_accelerate.training.accelerator.comparisons import EqualLosses
 from nb_accelerate.training.accelerator.core import Core
 from nb_accelerate.training.accelerator.identity import IdentityMixin
 from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
@@ -98,7 +97,7 @@ class Accelerator(
         ```
 
     Values come from the arguments, then from the environment, then from defaults. Option objects may be changed until
-    they are used; a change that comes too late is a warning.
+    they are used.
 
     Args:
         device_placement: move models and batches to the device.
@@ -248,14 +247,12 @@ class Accelerator(
             losses=LossReport(here(), process.kind, memory),
             equal_losses=EqualLosses(strategy, shared.tracker, reads_later=process.kind.reads_later),
             steering=Steering(here().commands, shared, prepared, recording.project, self._save_on_command),
-            replicas=Replicas(strategy, prepared),
             memory=memory,
             prepared=prepared,
             dynamo=dynamo,
             engines=engines,
         )
         remember(process, core.choices)
-        _note_uses(core, gradient_accumulation_plugin)
         given, counts = gradient_accumulation_steps, core.accumulation.num_steps
         if given not in {None, counts} and process.topology.is_main:
             logger.warning(
@@ -272,19 +269,6 @@ class Accelerator(
     def __repr__(self) -> str:
         process = f"process {self.process_index} of {self.num_processes} on {self.device}"
         return f"Accelerator({process}, mixed_precision={self.mixed_precision!r})"
-
-
-def _note_uses(core: Core, accumulation: GradientAccumulationPlugin | None) -> None:
-    """Note the options of which later changes have no effect, so that such a change is a warning."""
-    made = "the Accelerator that was made"
-    if accumulation is not None:
-        note_use(
-            accumulation,
-            made,
-            advice="Set it before Accelerator(...); for num_steps, set accelerator.gradient_accumulation_steps.",
-        )
-    if core.precision.scaler is not None:
-        note_use(core.handlers.scaler, made, advice="Set it before Accelerator(kwargs_handlers=[...]).")
 
 
 def _refuse(others: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Notice weights of ranks that have come to differ, and losses that are equal: ranks train with the same rows.
+"""Notice losses of ranks that are equal: ranks train with the same rows.
 
-Both are compared through the store by which ranks have met: no rank waits, and nothing is exchanged between steps.
+They are compared through the store by which ranks have met: no rank waits, and nothing is exchanged between steps.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -17,28 +16,13 @@ from nb_accelerate.errors.traceback_lines import calling_line
 from nb_accelerate.training.accelerator.losses import only_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from nb_accelerate.training.data import LoaderTracker
-    from nb_accelerate.training.state.choices import Prepared
     from nb_accelerate.training.strategies import Strategy
 
 
 logger = logging.getLogger("nb_accelerate")
-
-_PARAMETERS = 16
-"""Parameters that are looked at, evenly spaced."""
-
-_VALUES = 4
-"""Values of each of them."""
-
-_TOLERANCE = 1e-3
-"""Relative difference that is none: GPUs of different types round differently."""
-
-_KEPT = 4
-"""Positions of which rank 0 keeps its own weights: others are that far ahead of it at most."""
 
 _COMPARED = 3
 """Losses that are compared. Those of different rows differ in the first one already."""
@@ -48,81 +32,6 @@ _COMPARED_AFTER = 6
 gradients are averaged."""
 
 _counter = itertools.count()
-
-
-class Replicas:
-    """Compares the weights of models of which each rank has a whole one: ``load_state_dict`` may make them differ, say.
-
-    When a pass over a prepared loader begins, each rank writes some of its weights to the store; rank 0 compares them
-    when its passes begin and end. Ranks may be out of step: weights are compared that were written after equally many
-    optimizer steps, and passes since.
-    """
-
-    def __init__(self, strategy: Strategy, prepared: Prepared) -> None:
-        self._strategy = strategy
-        self._prepared = weakref.ref(prepared)
-        self._key = f"nb_accelerate/weights {next(_counter)} of rank"
-        self._num_steps = -1
-        self._num_passes = 0
-        self._own: dict[str, list[float]] = {}
-        self._is_told = False
-
-    @only_reports("the comparison of weights")
-    def check(self, begins: bool) -> None:
-        """Look at the weights; called when a pass over a loader begins and ends."""
-        prepared = self._prepared()
-        collectives = self._strategy.collectives
-        if prepared is None or collectives.world_size == 1 or self._is_told or not dist.is_initialized():
-            return
-        try:
-            store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one that all are sure to share
-            if begins and (values := _some_of(self._strategy.replicated(prepared.models))):
-                num_steps = sum(optimizer.num_steps for optimizer in prepared.optimizers)
-                self._num_passes = self._num_passes + 1 if num_steps == self._num_steps else 0
-                self._num_steps = num_steps
-                position = f"{num_steps} {self._num_passes}"
-                store.set(f"{self._key} {collectives.rank}", f"{position}: {' '.join(map(repr, values))}")
-                self._own = dict([*self._own.items(), (position, values)][-_KEPT:])
-            if collectives.rank == 0 and self._own:
-                self._compare(store, collectives.world_size)
-        except (dist.DistError, OSError):  # who serves the store has gone
-            logger.debug("the weights of the ranks cannot be compared", exc_info=True)
-
-    def prepared_again(self) -> None:
-        """Note that models were given the weights of rank 0."""
-        self._own.clear()
-        self._is_told = False
-
-    def _compare(self, store: Any, world_size: int) -> None:
-        for rank in range(1, world_size):
-            key = f"{self._key} {rank}"
-            if not store.check([key]):
-                continue
-            position, _, values = store.get(key).decode().partition(":")
-            own, their = self._own.get(position, []), [*map(float, values.split())]
-            if len(own) == len(their) and any(map(_differ, own, their)):
-                self._is_told = True
-                logger.warning(
-                    "%s: the weights on rank %d are not those on rank 0, as after load_state_dict with other weights "
-                    "on each rank, or a step that only some ranks took. They stay different, and so do results. Load "
-                    "the same weights on all ranks; or give all those of rank 0: model = accelerator.prepare(model)",
-                    calling_line() or "a loop over a prepared loader",
-                    rank,
-                )
-                return
-
-
-def _differ(own: float, other: float) -> bool:
-    return abs(own - other) > _TOLERANCE * max(abs(own), abs(other))
-
-
-def _some_of(parameters: Sequence[Tensor]) -> list[float]:
-    """Return some values, the same ones on all ranks."""
-    values: list[float] = []
-    for parameter in parameters[:: max(1, len(parameters) // _PARAMETERS)]:
-        flat = parameter.detach().reshape(-1)
-        values += flat[:: max(1, len(flat) // _VALUES)][:_VALUES].double().tolist()
-    return values
 
 
 class EqualLosses:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.handlers import Handlers
     from nb_accelerate.base.config.loader import DataLoaderConfiguration
     from nb_accelerate.base.progress_page import ProgressPage
-    from nb_accelerate.training.accelerator.comparisons import EqualLosses, Replicas
+    from nb_accelerate.training.accelerator.comparisons import EqualLosses
     from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
     from nb_accelerate.training.accelerator.steering import Steering
     from nb_accelerate.training.comm import Collectives
@@ -60,7 +60,6 @@ class Core:
     losses: LossReport
     equal_losses: EqualLosses
     steering: Steering
-    replicas: Replicas
     memory: MemoryReport
     prepared: Prepared = field(default_factory=Prepared)
 

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nb_accelerate.base.config.env import Environment
-from nb_accelerate.base.config.options import note_use
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.compiling import compiled
@@ -88,7 +87,6 @@ class PreparingMixin(CoreMixin):
         loaders = [index for index, item in enumerate(args) if isinstance(item, DataLoader)]
         if again := [args[index] for index in models if _contains(self.core.prepared.models, args[index])]:
             self.core.strategy.copy_rank_0(again)
-            self.core.replicas.prepared_again()
         # Models and optimizers together, since an engine may replace the parameters that an optimizer holds.
         results: dict[int, Any] = dict.fromkeys(range(len(args)))
         trained = self._prepare_training(
@@ -203,12 +201,10 @@ class PreparingMixin(CoreMixin):
         """Compile a model that the strategy has prepared, and remember it."""
         core = self.core
         prepared = compiled(model, core.dynamo, core.process.kind)
-        note_use(core.dynamo, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         time_forward(prepared)
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
         core.steering.begin()
-        core.tracker.look = core.replicas.check
         core.equal_losses.begin()
         return prepared
 
@@ -274,8 +270,6 @@ class PreparingMixin(CoreMixin):
             rng_types=core.rng_types,
             slice_fn=slice_fn_for_dispatch,
         )
-        if prepared is not data_loader:
-            note_use(core.loader, "the loader that was prepared", advice="Set it before accelerator.prepare(loader).")
         prepared.track(core.tracker)
         if not _contains(core.prepared.loaders, prepared):
             core.prepared.loaders.append(prepared)

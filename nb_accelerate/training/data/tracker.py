@@ -40,11 +40,10 @@ class LoaderTracker:
 
     `active` is the innermost, and `beside` has others that advance together with it: those of ``zip`` over several
     loaders. `between_batches` is called with a loader before the first batch of a loop that computes gradients, and
-    between two; `when_a_loop_begins` before a loop is added; `look` with True then, and with False after a loop has
-    ended.
+    between two; `when_a_loop_begins` before a loop is added.
     """
 
-    __slots__ = ("_loops", "_positions", "active", "beside", "between_batches", "look", "when_a_loop_begins")
+    __slots__ = ("_loops", "_positions", "active", "beside", "between_batches", "when_a_loop_begins")
 
     def __init__(self) -> None:
         self.__setstate__(None)
@@ -57,7 +56,6 @@ class LoaderTracker:
         """Begin anew."""
         self.between_batches: Callable[[Any], None] = _nothing
         self.when_a_loop_begins: Callable[[], None] = _nothing
-        self.look: Callable[[bool], None] = _nothing
         self._loops: list[TrackedLoop] = []
         self._positions: dict[int, int] = {}  # of loops, by id, when one outside of them advanced last
         self.active: TrackedLoop | None = None
@@ -66,7 +64,6 @@ class LoaderTracker:
     def begin(self, loop: TrackedLoop) -> None:
         """Add a loop that begins."""
         self.when_a_loop_begins()
-        self.look(True)
         self._loops.append(loop)
         self.active, self.beside = loop, ()
 
@@ -90,7 +87,6 @@ class LoaderTracker:
         """Remove a loop that ended, or was left."""
         # An abandoned iterator can end late, under a newer one, so it is not always the innermost.
         self._keep([other for other in self._loops if other is not loop])
-        self.look(False)
 
     def innermost_of(self, loader: object) -> TrackedLoop | None:
         """Return the innermost loop over a loader."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from nb_accelerate.base.config.options import note_use
 from nb_accelerate.training.precision.step import OptimizerStep
 from nb_accelerate.training.pytree import to_float32
 
@@ -112,7 +111,6 @@ class AutocastPrecision(Precision):
         if not isinstance(present, AutocastForward) or present.arguments != arguments:
             restore_forward(model, AutocastForward)
             model.forward = AutocastForward(model.forward, arguments)
-            note_use(self.options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         return model
 
     @override

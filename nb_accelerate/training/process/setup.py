@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
-from nb_accelerate.base.config.options import note_use
 from nb_accelerate.base.devices import GLOO
 from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
@@ -76,7 +75,6 @@ def setup_process(
     makes_group = adopted is None and kind.start_runtime is None and (needs_group or topology.world_size > 1)
     if makes_group and topology.world_size > 1:
         group.create(topology, kind, device, options=options, environment=environment)
-        note_use(options, "the process group that was made", advice="Set it before the first Accelerator(...).")
     elif makes_group:
         group.create_alone(kind, device)
     return context.install(

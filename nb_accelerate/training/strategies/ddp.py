@@ -11,7 +11,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import parallel
 from typing_extensions import override
 
-from nb_accelerate.base.config.options import note_use
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
 from nb_accelerate.training.strategies.strategy import Strategy
@@ -186,7 +185,6 @@ class DDPStrategy(Strategy):
             **self._options.to_ddp(),
         )
         self._options.register_comm_hook(wrapped)
-        note_use(self._options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         return wrapped
 
     @override
@@ -211,13 +209,6 @@ class DDPStrategy(Strategy):
     @override
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         return Join([wrapped for model in models if (wrapped := _wrapped(model)) is not None])
-
-    @override
-    def replicated(self, models: Iterable[nn.Module]) -> list[Tensor]:
-        found = [wrapped for model in models if (wrapped := _wrapped(model)) is not None]
-        if not all(wrapped.require_backward_grad_sync for wrapped in found):  # ranks train apart for a while
-            return []
-        return [weight for wrapped in found for weight in wrapped.parameters() if weight.requires_grad]
 
     @override
     def copy_rank_0(self, models: Iterable[nn.Module]) -> None:

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from nb_accelerate.base.config.distributed import DistributedType
 from nb_accelerate.base.config.env import Environment
-from nb_accelerate.base.config.options import note_use
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
 from nb_accelerate.training.process.devices import device_kind
@@ -123,7 +122,6 @@ class FSDPStrategy(DTensorStrategy):
             return model
         self._shard(inner)
         share_random_numbers(self.data_collectives)
-        note_use(self._options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         return model
 
     def _shard(self, model: nn.Module) -> None:

@@ -143,10 +143,6 @@ class Strategy:
 
     # -- gradients
 
-    def replicated(self, models: Iterable[nn.Module]) -> list[Tensor]:  # noqa: ARG002
-        """Return the parameters of prepared models that are trained, and are now to be equal on all ranks."""
-        return []
-
     def copy_rank_0(self, models: Iterable[nn.Module]) -> None:
         """Give models that are prepared again the weights of rank 0, where each rank has whole ones. Collective."""
 

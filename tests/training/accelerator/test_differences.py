@@ -139,15 +139,12 @@ def test_options_refuse_what_would_do_nothing():
         if refuses:
             with pytest.raises(AttributeError, match="Did you mean 'data_seed'"):
                 config.data_sede = 3
-            with pytest.warns(UserWarning, match="has no effect on the loader that was prepared"):
-                config.even_batches = False
             with pytest.raises(ConfigError, match="data_seed='3' is of type str"):
                 config.data_seed = "3"
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 config.data_sede = 3
-                config.even_batches = False
                 config.data_seed = "3"
         assert len(loader) == 4
 
