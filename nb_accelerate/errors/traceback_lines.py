@@ -157,8 +157,8 @@ def is_users(filename: str) -> bool:
 
 
 def _number_of_cell(filename: str) -> int | None:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    find_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)  # not there while another thread imports it
+    shell = find_shell() if find_shell is not None else None
     return None if shell is None else cell_number(shell, filename)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import pytest
 from fixtures.panels import MOSTLY_WAITS, WORKS, Run
@@ -18,7 +19,7 @@ def test_it_starts_runs_and_is_done():
     run = Run(2, started=False)
     run.wait(1.0)
     assert run.view.state == "starting"
-    assert [row.now for row in run.view.rows] == ["starting"] * 2
+    assert [row.now for row in run.view.rows] == ["importing torch"] * 2
     assert not run.view.has_steps
     run.put(state="running")
     run.begin_loop(total=16)
@@ -135,7 +136,7 @@ def test_a_rank_that_does_not_move_while_others_wait_for_it_is_named():
 
 def test_what_a_rank_does_has_the_line_that_it_is_at_most_often_while_it_does_that():
     run = Run(2)
-    run.begin_loop()
+    run.begin_loop(step=2)
     numbers = itertools.count(1)
 
     def at(*where: tuple[Phase, int, str]) -> None:
@@ -154,6 +155,40 @@ def test_what_a_rank_does_has_the_line_that_it_is_at_most_often_while_it_does_th
     run.put([0], phase=Phase.STEP, waits_in=None, line=None)
     run.wait(2.0)
     assert run.row(0).now == "optimizer step", "nothing is known of another call"
+
+
+def test_what_comes_before_the_first_step_is_told():
+    run = Run(1)
+
+    def does(inside: str, **sample: Any) -> str:
+        line = CodeLine(number=next(numbers), phase=sample["phase"], filename="/train.py", lineno=6, inside=inside)
+        run.put(line=line, **sample)
+        run.wait(2.0)
+        return run.row(0).now
+
+    numbers = itertools.count(1)
+    assert does("importing pandas", phase=Phase.RUNNING) == "importing pandas"
+    assert does("from_pretrained", phase=Phase.PREPARING) == "preparing the model"
+    run.begin_loop(total=9)
+    assert does("fetch", phase=Phase.DATA, step=0) == "first batch: loading data"
+    assert does("compiling", phase=Phase.FORWARD, step=1) == "compiling"
+    assert does("relu", phase=Phase.FORWARD, step=1) == "first batch: forward"
+    assert does("relu", phase=Phase.FORWARD, step=2) == "forward"
+
+
+def test_steps_after_a_resume_are_those_of_the_run_also_at_its_end():
+    run = Run(1)
+    run.begin_loop(total=20, epoch=2, epochs=3, step=10, trains=True)
+    run.put(loss=math.nan, step=12)
+    run.look()
+    assert run.row(0).step == "32 / 60"
+    assert run.view.warnings[0].startswith("The loss is nan at step 32, the first that was seen.")
+    run.put(epoch=3, step=20, steps_before=20, loss=0.5)
+    run.look()
+    run.put(state="returned", in_loop=False, steps_before=40)
+    view = run.end()
+    assert view.rows[0].step == "60"
+    assert "60 steps" in view.summary
 
 
 def at_line(run: Run, ranks: list[int], lineno: int, called: str = "") -> None:

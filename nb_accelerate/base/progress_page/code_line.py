@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 _FILENAME = 248
 _CALLED = 64
-_LAYOUT = struct.Struct(f"=qqq{_FILENAME}s{_CALLED}sq")
+_INSIDE = 64
+_LAYOUT = struct.Struct(f"=qqq{_FILENAME}s{_CALLED}s{_INSIDE}sq")
 SIZE = _LAYOUT.size
 """Bytes."""
 
@@ -25,20 +26,29 @@ class CodeLine:
     filename: str  # the end of one that is very long
     lineno: int
     called: str = ""  # the function for communication that the line has called, as it stands there
+    inside: str = ""  # what the line runs: ``importing pandas``, or the function that it has called
 
     def write(self, memory: memoryview, at: int) -> None:
         """Write it to a progress page, from byte ``at`` on."""
         filename = self.filename.encode(errors="replace")[-_FILENAME + 1 :]
         called = self.called.encode(errors="replace")[: _CALLED - 1]
-        _LAYOUT.pack_into(memory, at, self.number, self.phase, self.lineno, filename, called, self.number)
+        inside = self.inside.encode(errors="replace")[: _INSIDE - 1]
+        _LAYOUT.pack_into(memory, at, self.number, self.phase, self.lineno, filename, called, inside, self.number)
 
     @classmethod
     def read(cls, memory: Buffer, at: int) -> CodeLine | None:
         """Read what `write` wrote; None if nothing was, or while it is being written."""
-        number, phase, lineno, filename, called, number_behind = _LAYOUT.unpack_from(memory, at)
+        number, phase, lineno, filename, called, inside, number_behind = _LAYOUT.unpack_from(memory, at)
         if number <= 0 or number != number_behind or lineno <= 0:
             return None
-        return cls(number=number, phase=phase, filename=text_of(filename), lineno=lineno, called=text_of(called))
+        return cls(
+            number=number,
+            phase=phase,
+            filename=text_of(filename),
+            lineno=lineno,
+            called=text_of(called),
+            inside=text_of(inside),
+        )
 
 
 def text_of(raw: bytes) -> str:

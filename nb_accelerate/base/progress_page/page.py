@@ -43,6 +43,7 @@ class ProgressPage:
         measure: notes with `rank_memory` what this process holds in memory now.
         is_read: somebody may read it: it lies in memory that was given.
         saw_forward: whether a prepared model has said, in this call or cell, that it was called; None if none is to.
+        looked_for_state: whether this call or cell has looked for a checkpoint to go on from.
         trains: says that the current loop trains. Other loops evaluate, or do something else.
     """
 
@@ -59,6 +60,7 @@ class ProgressPage:
         self.commands = CommandReader(self._memory)
         self.measure: Callable[[], object] = lambda: None
         self.saw_forward: bool | None = None
+        self.looked_for_state = False
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
         self._kinds_of_bars: dict[int, tuple[str, float | None]] = {}  # by index: label without numbers, and total
@@ -95,6 +97,7 @@ class ProgressPage:
         self._scalars.clear()
         self._loops.clear()
         self.saw_forward = None if self.saw_forward is None else False
+        self.looked_for_state = False
         self._reals[layout.LOSS] = layout.NO_LOSS
         words[layout.TOTAL] = -1
         words[layout.UTILISATION] = -1
@@ -224,10 +227,12 @@ class ProgressPage:
             at = layout.SCALARS_AT + index * layout.SCALAR.size
             layout.SCALAR.pack_into(self._memory, at, _cut(str(name), 24), value)
 
-    def note_line(self, *, phase: int, filename: str, lineno: int, called: str) -> None:
+    def note_line(self, *, phase: int, filename: str, lineno: int, called: str, inside: str) -> None:
         """Note the line of the user's code that the main thread is at; see `CodeLine`. One other thread calls this."""
         self._lines_noted += 1
-        line = CodeLine(number=self._lines_noted, phase=phase, filename=filename, lineno=lineno, called=called)
+        line = CodeLine(
+            number=self._lines_noted, phase=phase, filename=filename, lineno=lineno, called=called, inside=inside
+        )
         line.write(self._memory, layout.LINE_AT)
 
     # Waiting.

@@ -99,6 +99,10 @@ def where_in(frames: Iterable[Frame]) -> str:
     frames = [frame for frame in frames if not _WORKER.search(frame.filename)]
     if not frames:
         return ""
+    # Python runs finalizers at any line: where one is says nothing about the program.
+    finalizers = [number for number, frame in enumerate(frames[:-1]) if frame.name == "__del__"]
+    if finalizers:
+        frames = frames[finalizers[-1] + 1 :]
     first = frames[0]
     user = next((frame for frame in frames if is_users(frame.filename)), first)
     if user is first:

@@ -73,13 +73,13 @@ class LoggedValues:
         self._histories: dict[str, ThinnedCurve] = {}
         self._last: dict[str, float] = {}
 
-    def add(self, sample: Sample) -> None:
-        """Take the newest sample of the rank."""
+    def add(self, sample: Sample, step: int) -> None:
+        """Take the newest sample of the rank, which is at a step of the run."""
         for name, value in sample.scalars.items():
             if not math.isfinite(value) or self._last.get(name) == value or is_training_loss(name):
                 continue
             self._last[name] = value
-            self._histories.setdefault(name, ThinnedCurve()).add(sample.steps, value)
+            self._histories.setdefault(name, ThinnedCurve()).add(step, value)
 
     @property
     def curves(self) -> tuple[Curve, ...]:

@@ -97,7 +97,7 @@ def summary(ranks: Ranks, rate: float | None, rows: int) -> tuple[str, ...]:
     samples = [rank.sample for rank in ranks.values()]
     ended = next((sample.ended_after for sample in samples if sample.ended_after is not None), None)
     parts = [f"ended as asked after epoch {words.count(ended[0])} of {words.count(ended[1])}"] if ended else []
-    steps = int(median(sample.steps for sample in samples))
+    steps = int(median(rank.steps for rank in ranks.values()))
     parts += [words.plural(steps, "step")] if steps else []
     parts += [f"{words.rate(rate * rows)} samples/s"] if rate and rows else []
     losses = [loss for rank in ranks.values() if (loss := rank.loss) is not None]

@@ -96,6 +96,7 @@ class Drawing(Protocol):
     every: float  # seconds between two drawings, at least
     shows_rows: bool = True  # it shows what each rank does, while the run is on
     is_announced: bool = False  # something stands there already, which says that the run starts
+    shows_notes: bool = False  # it shows lines of information; if not, they are printed
 
     def draw(self, view: View) -> None:
         """Draw a view of the run while it is on."""
@@ -121,6 +122,7 @@ class Panel:
         self._facts, self._began = facts, now
         self._last_view: View | None = None
         self._runs: Sequence[str] = ()
+        self._notes: list[str] = []
         self._drawings = [drawing]  # the first is in the cell that runs it
         self._source: PanelSource | None = source
         many = len(ranks) > _MANY
@@ -173,6 +175,15 @@ class Panel:
             self._state.stuck.tell(text, outcome)
             return True
 
+    def note(self, line: str) -> bool:
+        """Show a line of information from now on, once. Returns False if this panel shows none, or has ended."""
+        with self._lock:
+            if self._source is None or self._has_failed or not self._drawings[0].shows_notes:
+                return False
+            if line not in self._notes:
+                self._notes.append(line)
+            return True
+
     def refresh(self) -> None:
         """Take a sample of the ranks, and draw the panel if it is due."""
         with self._lock, self._apart_from_the_run():
@@ -218,19 +229,25 @@ class Panel:
         self._runs = source.runs()
         self.logs = {rank: last_lines(source.log(rank)) for rank in self.ranks}
         (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
-        if not (self._was_drawn or others or own.is_announced or self._runs or self._state.has_content):
+        if not (self._was_drawn or others or own.is_announced or self._runs or self._notes or self._state.has_content):
             return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
         self._last_view = view = self._view(self._runs, now)
         remember(view)
-        # What was over before a panel appeared has none, but for bars, which were not printed, and warnings.
-        if self._was_drawn or view.bars or view.charts or view.warnings or own.is_announced:
+        # What was over before a panel appeared has none, but for what was not printed, and warnings.
+        if self._was_drawn or view.bars or view.charts or view.warnings or view.notes or own.is_announced:
             own.finish(view, was_drawn=self._was_drawn)
         for drawing in others:
             drawing.finish(view, was_drawn=True)
 
     def _view(self, runs: Sequence[str], now: float) -> View:
         view = self._state.view(now)
-        return replace(view, charts=charts_of(runs), before=earlier_runs(view.facts.name), key=self._key)
+        return replace(
+            view,
+            charts=charts_of(runs),
+            before=earlier_runs(view.facts.name),
+            key=self._key,
+            notes=tuple(self._notes),
+        )
 
     def _observe(self, source: PanelSource, now: float, *, inspects: bool = True) -> None:
         seen = source.statuses()

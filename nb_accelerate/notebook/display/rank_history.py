@@ -110,11 +110,11 @@ class CodeLines:
     def at(self, phase: Phase) -> CodeLine | None:
         """Return the line that it was at most often in a phase, the newest one of equals; None if in none."""
         seen = [line for line in reversed(self._recent) if line.phase == phase]
-        counted = Counter((line.filename, line.lineno, line.called) for line in seen)
+        counted = Counter((line.filename, line.lineno, line.called, line.inside) for line in seen)
         if not counted:
             return None
         most = counted.most_common(1)[0][0]
-        return next(line for line in seen if (line.filename, line.lineno, line.called) == most)
+        return next(line for line in seen if (line.filename, line.lineno, line.called, line.inside) == most)
 
 
 class RankHistory:
@@ -143,6 +143,16 @@ class RankHistory:
     def memory(self) -> int:
         """Bytes of the device in use, or of the process where the device does not say."""
         return self.sample.memory or self.status.memory
+
+    @property
+    def step(self) -> int:
+        """Return the step of the whole run, with those before it was resumed; of this process if that is not known."""
+        return self.whole[0] if self.whole is not None else self.sample.steps
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps were taken, with those before it was resumed if all epochs were gone through."""
+        return self.step if self.whole is not None and self.whole[0] == self.whole[1] else self.sample.steps
 
     @property
     def loss(self) -> float | None:
@@ -242,9 +252,14 @@ class RankHistory:
     @property
     def doing(self) -> str:
         """Return in a few words what it does mostly: the phase, or the collective that it waits in."""
+        line = self.lines.at(self.phase)
+        inside = line.inside if line is not None else ""
+        if inside == "compiling" or inside.startswith("importing "):
+            return inside
+        if self.phase is Phase.RUNNING and inside:
+            return f"running {inside}"
         if self.phase is not Phase.WAITING or self._waited_in is None:
             return PHASES[self.phase]
-        line = self.lines.at(Phase.WAITING)
         called = line.called if line is not None and self._waited_in is not Collective.backward else ""
         return f"waits in {called or METHODS[self._waited_in]}"
 
@@ -319,7 +334,7 @@ def mean_loss(ranks: Ranks) -> tuple[int, float] | None:
     if not losses:
         return None
     finite = [loss for loss in losses if math.isfinite(loss)]
-    return max(rank.sample.steps for rank in ranks.values()), sum(finite) / len(finite) if finite else math.nan
+    return max(rank.step for rank in ranks.values()), sum(finite) / len(finite) if finite else math.nan
 
 
 def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | None:

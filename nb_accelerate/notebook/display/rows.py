@@ -15,7 +15,7 @@ from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.findings import stuck
 from nb_accelerate.notebook.display.pace import compiling
 from nb_accelerate.notebook.display.phase_times import in_words
-from nb_accelerate.notebook.display.rank_history import METHODS
+from nb_accelerate.notebook.display.rank_history import METHODS, PHASES
 from nb_accelerate.notebook.display.view import ENDED_BY_USER, Row
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ MOST_ROWS = 12
 
 _OUTLIERS = 6
 """Ranks that stand out and keep a row of their own where there are more than `MOST_ROWS`, at most."""
+
+
+_OF_FIRST_BATCH = [PHASES[phase] for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.TRAINING)]
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Rows:
         sample = rank.sample
         # A run that is done has no total any more: it may have ended before, as the program wanted.
         if self.state == "done" and sample.steps and (sample.ended_after is None or rank.whole is None):
-            return words.count(sample.steps), 1.0
+            return words.count(rank.steps), 1.0
         if rank.whole is not None:
             return _of_total(*rank.whole)
         if sample.loop and sample.total is not None:
@@ -166,13 +169,13 @@ class Rows:
         if status.state == "stopped":
             return f"stopped (SIGSTOP, pid {status.pid})"
         if status.state == "starting":
-            return "starting" if status.pid is not None else "importing torch"
+            return "importing torch"
         failed_with = self.failure.what if self.failure is not None else ""
         if self.failure is not None and number in self.failure.ranks and failed_with:
             return failed_with
         if status.state == "returned":
             early = kind == "late" and self.steps[number][0]
-            return f"returned at step {words.count(sample.steps)}" if early else "done"
+            return f"returned at step {words.count(rank.step)}" if early else "done"
 
         # The run has ended, or this rank has.
         if self.state == "done" or (self.state in ENDED_BY_USER and self.failure is None):
@@ -185,6 +188,9 @@ class Rows:
 
         # It goes on.
         doing = compiling([rank], self.now) or rank.doing
+        is_first = sample.in_loop and sample.step <= 1 and not sample.steps_before
+        if is_first and doing in _OF_FIRST_BATCH:
+            doing = f"first batch: {doing}"
         if sample.paused:
             return "paused"
         if number in self.stalled:

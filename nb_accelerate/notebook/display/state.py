@@ -78,7 +78,8 @@ class PanelState:
         loss = mean_loss(self.ranks)
         if loss is not None:
             self._losses.add(*loss)
-        self._logged.add(self.ranks[min(self.ranks)].sample)
+        first = self.ranks[min(self.ranks)]
+        self._logged.add(first.sample, first.step)
 
     def stalled(self, now: float) -> set[int]:
         """Return the ranks that have not moved for some time, and should have."""

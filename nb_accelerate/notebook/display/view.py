@@ -117,6 +117,7 @@ class View:
     charts: tuple[Chart, ...] = ()  # what was logged to be drawn here
     held: str = ""  # how the model is spread over ranks, and what they hold of it
     warnings: tuple[str, ...] = ()  # sentences
+    notes: tuple[str, ...] = ()  # lines of information, in grey
     times: str = ""  # of all ranks together, as in `Row`
     advice: str = ""  # what slowed down a run that has ended, and what to try
     failure: FailureSummary | None = None

@@ -383,7 +383,7 @@ class Launch(Steerable):
                 if was_stopped:
                     self._interrupt_requests(StepKind.TERMINATE, was_stopped)
                 with output.guard:  # after the request, so that the ranks start meanwhile
-                    calling.panel = self._panel(calling, is_first=is_first)
+                    calling.panel = output.panel = self._panel(calling, is_first=is_first)
                 self._has_panel.set()
                 loop.run(calling)
                 if calling.step is not None:  # not all ranks have finished by themselves

@@ -82,7 +82,7 @@ def cell_request(
     if in_background:
         request.callbacks.append(lambda: tell_failure(request, output.say))
     with output.guard:
-        request.panel = _panel(request, source, options, group, output, sink)
+        request.panel = output.panel = _panel(request, source, options, group, output, sink)
     return request
 
 

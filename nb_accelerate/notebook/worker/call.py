@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.base.seam import call_interrupted, call_returned
 from nb_accelerate.errors.no_cuda import ADVICE, says_no_cuda
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.worker.interrupt import InterruptGate
+
+logger = logging.getLogger("nb_accelerate")
 
 _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 """In texts of exceptions that only report that another rank went away: torch has no type for that."""
@@ -44,6 +48,11 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
                     raise
                 value = None
             call_returned.fire()
+            if Environment().resume and not page.looked_for_state:
+                logger.warning(
+                    "resume=True: nothing was resumed. The function has not gone over accelerator.resumable(loader, "
+                    "epochs), which goes on from the newest checkpoint, nor called accelerator.load_state."
+                )
             dropped = tuple(trained_models.dropped(function, args, kwargs, value))
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         if not exits_well(error):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.base.progress_page import here
+from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.diagnostics.stacks import ONE_THREAD, users_line
 from nb_accelerate.notebook.protocol.messages import Frame
 
@@ -27,6 +28,8 @@ ASK_STACK, ASK_LINE = b"?", b"l"
 
 _LIBRARIES = ("/tqdm/_monitor.py", "/multiprocessing/queues.py", "/torch/utils/data/_utils/pin_memory.py")
 """Files in which threads begin that never run code of users: of progress bars and loaders, which most training has."""
+
+_COMPILER = "/torch/_dynamo/convert_frame.py"
 
 _CHUNK = 1 << 12
 """Bytes of requests that are read at once, and answered once."""
@@ -66,7 +69,25 @@ def _note_line(frame: FrameType | None, phase: int) -> None:
     found = users_line(_frames(frame))
     if found is not None and here().phase == phase:
         line, called = found
-        here().note_line(phase=phase, filename=line.filename, lineno=line.lineno, called=called)
+        inside = _inside(frame)
+        here().note_line(phase=phase, filename=line.filename, lineno=line.lineno, called=called, inside=inside)
+
+
+def _inside(frame: FrameType | None) -> str:
+    """Return what the user's line does: ``importing pandas`` or ``compiling``, however deep; or what it has called."""
+    said, is_deep = "", False
+    for caller, _ in walk_stack(frame):
+        code = caller.f_code
+        if is_users(code.co_filename):
+            break
+        if code.co_name == "_find_and_load" and code.co_filename == "<frozen importlib._bootstrap>":
+            said, is_deep = f"importing {caller.f_locals.get('name')}", True
+        elif code.co_filename.endswith(_COMPILER):
+            said, is_deep = "compiling", True
+        elif not is_deep:
+            own = code.co_name.startswith("__") and "self" in code.co_varnames
+            said = type(caller.f_locals.get("self")).__name__ if own else code.co_name
+    return said
 
 
 def _frames(frame: FrameType | None) -> Iterator[Frame]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nb_accelerate.base.config.checks import check_choice, check_flag
+from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.accelerator.checkpoint_parts import CheckpointPartsMixin
 from nb_accelerate.training.accelerator.main_process_only import is_under_main_process
@@ -240,6 +241,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
                 named, and nothing was changed.
             ConfigError: there is no such folder.
         """
+        here().looked_for_state = True
         self.wait_for_checkpoint()
         core, this_rank = self.core, self._this_rank()
         on_device = load_model_func_kwargs.pop("map_location", None) or "cpu"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint.files import clean_state_dict_for_safetensors, write
 from nb_accelerate.training.checkpoint.model import write_model
+from nb_accelerate.training.process.notes import note
 from nb_accelerate.training.pytree import send_to_device
 from nb_accelerate.training.state.choices import current_process
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import os
 
     from torch import Tensor, nn
-
-logger = logging.getLogger(__name__)
 
 
 class ModelFilesMixin(CoreMixin):
@@ -115,5 +113,5 @@ def save(
             obj = clean_state_dict_for_safetensors(given)
             tied = [name for name in given if name not in obj]
             if tied:
-                logger.warning("%s has no %s: other names of tensors that are in it.", f, ", ".join(tied))
+                note(f"{f} has no {', '.join(tied)}: other names of tensors that are in it.")
         write(obj, f, safe_serialization=safe_serialization)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from nb_accelerate.training.accelerator.phases import time_forward
 from nb_accelerate.training.accelerator.unprepared import check_owned
 from nb_accelerate.training.data import check_lengths, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
+from nb_accelerate.training.process.notes import note
 from nb_accelerate.training.state import GradientState
 from nb_accelerate.training.strategies import ModelRequest
 from nb_accelerate.training.strategies.unwrapping import innermost
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from nb_accelerate.training.data import DataLoaderShard
     from nb_accelerate.training.data.dispatching.dispatcher import SliceFunction
 
-logger = logging.getLogger("nb_accelerate")
 
 _SCHEDULERS = (LRScheduler, AcceleratedScheduler)  # the second: one that another Accelerator prepared
 _KINDS = (nn.Module, torch.optim.Optimizer, DataLoader, *_SCHEDULERS, type(None))
@@ -307,13 +306,11 @@ class PreparingMixin(CoreMixin):
         )
         core.prepared.schedulers.append(prepared)
         if prepared.repeats > 1 and prepared.step_with_optimizer and core.process.topology.is_main:
-            logger.warning(
-                "%s advances %d times for each optimizer step, once for each of %d processes, as schedules written for "
-                "one process need; once, if it is stepped once an epoch. "
-                "Accelerator(scheduler_steps_per_process=False) makes it advance once at each step.",
-                type(scheduler).__name__,
-                prepared.repeats,
-                prepared.repeats,
+            number = prepared.repeats
+            note(
+                f"{type(scheduler).__name__} advances {number} times for each optimizer step, once for each of "
+                f"{number} processes, as schedules written for one process need; once, if it is stepped once an epoch. "
+                "Accelerator(scheduler_steps_per_process=False) makes it advance once at each step."
             )
         return prepared
 

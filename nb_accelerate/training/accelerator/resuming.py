@@ -25,6 +25,7 @@ from nb_accelerate.training.accelerator.checkpoints import CheckpointMixin
 from nb_accelerate.training.checkpoint.fitting import position_here
 from nb_accelerate.training.checkpoint.numbered import newest_of_others, next_number, numbered
 from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks
+from nb_accelerate.training.process.notes import note
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -109,6 +110,7 @@ class ResumingMixin(CheckpointMixin):
             ConfigError: the project has no folder.
         """
         core, project = self.core, self.core.recording.project
+        here().looked_for_state = True
         check_whole("epochs", epochs, at_least=1)
         if project.project_dir is None:
             raise ConfigError("resumable needs a folder for checkpoints: Accelerator(project_dir=...).")
@@ -137,15 +139,10 @@ class ResumingMixin(CheckpointMixin):
             )
         elif core.registry.loaded_from is not None:
             batch = dataloader.epoch_and_batch[1]
-            logger.warning(
-                "Training goes on from %s, with epoch %d of %d%s.",
-                core.registry.loaded_from,
-                first + 1,
-                epochs,
-                f" after its batch {batch}" if batch else "",
-            )
+            after = f" after its batch {batch}" if batch else ""
+            note(f"Training goes on from {core.registry.loaded_from}, with epoch {first + 1} of {epochs}{after}.")
         elif is_asked_for and not numbered(parent):
-            logger.warning("There is no checkpoint in %s to go on from: training begins with the first epoch.", parent)
+            note(f"There is no checkpoint in {parent} to go on from: training begins with the first epoch.")
 
     def _leave_earlier_run(self, *, begins_anew: bool) -> None:
         """Note which checkpoints are of an earlier run. Ranks that are started again go on from none of them."""
@@ -188,12 +185,10 @@ class ResumingMixin(CheckpointMixin):
         first = core.registry.first_of_run = core.registry.first_of_run or project.iteration
         earlier = [number for number, _ in there if number < first]
         if earlier and core.process.topology.is_local_main:
-            logger.warning(
-                "%s has checkpoints of an earlier run, the newest is checkpoint_%d. This run begins anew and keeps "
-                "them%s. To go on from there instead: resume=True.",
-                parent,
-                earlier[-1],
-                "" if project.total_limit is None else "; total_limit counts its own only",
+            limit = "" if project.total_limit is None else "; total_limit counts its own only"
+            note(
+                f"{parent} has checkpoints of an earlier run, the newest is checkpoint_{earlier[-1]}. This run begins "
+                f"anew and keeps them{limit}. To go on from there instead: resume=True."
             )
         core.registry.progress.global_step = 0
         return 0

@@ -17,7 +17,7 @@ from nb_accelerate.training.checkpoint.publishing import published
 if TYPE_CHECKING:
     import os
 
-_COLUMNS = ("checkpoint", "step", "epoch", "saved", "size", "loss", "whole")
+_COLUMNS = ("checkpoint", "step", "saved after", "saved at", "size", "logged last", "whole")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,8 @@ class CheckpointInfo:
         folder: where it is.
         step: batches that each rank has trained with since the beginning, with the one in whose lines it
             was saved; None if nobody has counted, as outside of `Accelerator.resumable`.
-        epoch: that of the first loader, from 0, and how many batches of it were read; None if there was no loader.
+        epoch: how many epochs of the first loader were over, and how many batches of the next one were read; None if
+            there was no loader. A table shows ``(2, 22)`` as ``epoch 3, batch 22``.
         saved_at: when; None if that is not known.
         num_bytes: of its files.
         metrics: values that were logged last, by name.
@@ -50,17 +51,24 @@ class CheckpointInfo:
 
     def cells(self) -> tuple[str, ...]:
         """Return what a table shows of it, in the order of its columns; a dash for a step that is not known."""
-        epoch = "" if self.epoch is None else f"{self.epoch[0]}" + (f" + {self.epoch[1]}" if self.epoch[1] else "")
-        loss = self.metrics.get("loss", next((value for name, value in self.metrics.items() if "loss" in name), None))
+        losses = [name for name in self.metrics if "loss" in name]
+        shown = "loss" if "loss" in losses else next(iter(losses or self.metrics), None)
         return (
             self.folder.name,
             "-" if self.step is None else f"{self.step:,}",
-            epoch,
+            self._saved_after(),
             "" if self.saved_at is None else f"{self.saved_at.astimezone():%Y-%m-%d %H:%M:%S}",
-            f"{self.num_bytes / 1e6:,.1f} MB",
-            "" if loss is None else f"{loss:.4g}",
+            f"{self.num_bytes / 1e6:,.1f} MB" if self.num_bytes >= 1e6 else f"{self.num_bytes / 1e3:,.1f} kB",
+            "" if shown is None else f"{shown} {self.metrics[shown]:.4g}",
             "yes" if self.is_whole else f"no: {self.damage[0]}",
         )
+
+    def _saved_after(self) -> str:
+        """Return epoch and batch, counted from 1 as the panel does; of a whole epoch its number."""
+        if self.epoch is None:
+            return ""
+        whole, batches = self.epoch
+        return f"epoch {whole + 1}, batch {batches}" if batches else f"epoch {whole}" if whole else "the beginning"
 
 
 class Checkpoints(list[CheckpointInfo]):

@@ -29,6 +29,7 @@ from nb_accelerate.training.checkpoint.shared_staging import run_on_all_ranks
 from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, name_of
 from nb_accelerate.training.data.resuming.orders import Order
 from nb_accelerate.training.process import rng
+from nb_accelerate.training.process.notes import note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -301,11 +302,9 @@ def _restore_numbers(checkpoint: Checkpoint, states: LoadedStates, loaders: Sequ
         rng.restore(states.numbers, this_rank.kind)
         return
     were = this_rank.world_size if manifest is None else manifest.num_processes
-    logger.warning(
-        "%s is not there: rank %d goes on with other random numbers than it had. %s",
-        checkpoint.folder / RANDOM_NUMBERS.format(this_rank.rank),
-        this_rank.rank,
-        f"It was saved by {were} processes, and this run has {this_rank.world_size}."
-        if were != this_rank.world_size
-        else "Was save_state called on the main process only?",
-    )
+    file = checkpoint.folder / RANDOM_NUMBERS.format(this_rank.rank)
+    said = f"{file} is not there: rank {this_rank.rank} goes on with other random numbers than it had."
+    if were != this_rank.world_size:
+        note(f"{said} It was saved by {were} processes, and this run has {this_rank.world_size}.")
+    else:
+        logger.warning("%s Was save_state called on the main process only?", said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -460,16 +461,37 @@ def test_a_table_of_checkpoints_needs_no_torch_and_says_what_is_damaged(tmp_path
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     head, first, second, third, last = done.stdout.splitlines()
-    assert head.split() == ["checkpoint", "step", "epoch", "saved", "size", "loss", "whole"]
-    assert first.split()[:3] == ["checkpoint_0", "6", "1"]
+    assert re.split("  +", head) == ["checkpoint", "step", "saved after", "saved at", "size", "logged last", "whole"]
+    assert re.split("  +", first)[:3] == ["checkpoint_0", "6", "epoch 1"]
+    assert " kB  " in first
     assert first.endswith("yes")
     assert "no: " in second
     assert "optimizer.bin has 0 bytes" in second
-    assert third.split()[1:3] == ["18", "3"]
+    assert re.split("  +", third)[1:3] == ["18", "epoch 3"]
     assert last == "[False, False, True] False"
     assert nb_accelerate.checkpoints(tmp_path)._repr_html_().count("<tr>") == 4
     with pytest.raises(ConfigError, match="no folder"):
         nb_accelerate.checkpoints(tmp_path / "nowhere")
+
+
+def test_a_table_of_checkpoints_counts_from_1_and_has_what_was_logged_last(tmp_path: Path):
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(30.0)))
+    accelerator.save_state()
+    for epoch in range(3):
+        for number, _ in enumerate(loader, start=1):
+            if (epoch, number) == (2, 22):
+                accelerator.log({"accuracy": 0.5})
+                accelerator.save_state()
+        if epoch == 1:
+            accelerator.save_state()
+    accelerator.log({"train_loss": 0.25})
+    accelerator.save_state()
+    places = [re.split("  +", line)[2] for line in str(nb_accelerate.checkpoints(tmp_path)).splitlines()]
+    assert places == ["saved after", "the beginning", "epoch 2", "epoch 3, batch 22", "epoch 3"]
+    logged = [one.cells()[5] for one in nb_accelerate.checkpoints(tmp_path)]
+    assert logged == ["", "", "accuracy 0.5", "train_loss 0.25"]
 
 
 def test_a_signal_saves_a_checkpoint_and_then_does_what_it_did_before(tmp_path: Path):

@@ -123,7 +123,8 @@ def _body(view: View) -> str:
     advice = f'<p class="nba-advice">{_prose(view.advice)}</p>' if view.advice else ""
     warnings = "".join(f'<p class="nba-warn">{_prose(sentence)}</p>' for sentence in view.warnings)
     held = f'<p class="nba-dim">{_prose(view.held)}</p>' if view.held else ""
-    return table + held + warnings + advice + _failure(view)
+    notes = "".join(f'<p class="nba-dim">{_prose(line)}</p>' for line in view.notes)
+    return table + held + warnings + advice + notes + _failure(view)
 
 
 def _prose(text: str) -> str:

@@ -46,6 +46,7 @@ class NotebookPanel(Drawing):
     """A panel in a cell."""
 
     every = 0.5
+    shows_notes = True
 
     def __init__(
         self,
@@ -101,11 +102,12 @@ class NotebookPanel(Drawing):
         if self._thread is not None:
             self._thread.join(_WAIT)
         controls = self._controls if self._is_made else None
-        if view.is_worth_keeping and (was_drawn or view.bars or view.charts):
+        if view.is_worth_keeping and (was_drawn or view.bars or view.charts or view.warnings):
             self._show(bundle(view)["data"])
-        elif self._is_shown:
+        elif self._is_shown or view.notes:
             took = f": {view.state} in {view.elapsed}" if was_drawn else ""
-            self._show({"text/plain": f"{view.facts.brief}{took}" if self.is_announced else ""})
+            brief = [f"{view.facts.brief}{took}"] if self.is_announced else []
+            self._show({"text/plain": "\n".join([*brief, *view.notes])})
         if self._draws:
             self._send("update_display_data", self._buttons_id, {})
             self._send("update_display_data", self._style_id, {})

@@ -61,7 +61,7 @@ def table(view: View, *, bars: bool = False) -> str:
 
 def lines(view: View, width: int, *, color: bool = False, bars: bool = False) -> list[str]:
     """Return the whole panel, in lines of which none is wider than a terminal."""
-    remarks = [*([view.held] if view.held else []), *view.warnings, *_times(view)]
+    remarks = [*([view.held] if view.held else []), *view.warnings, *_times(view), *view.notes]
     said = [line for remark in remarks for line in remark.split("\n")]
     return [
         _head(view, width, color=color),

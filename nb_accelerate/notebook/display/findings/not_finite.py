@@ -37,15 +37,17 @@ class NotFinite(Finding):
     def __init__(self) -> None:
         self._spans: dict[int, _Span] = {}  # from the first such loss to the last
         self._since: dict[int, int] = {}  # the step since which it goes on
+        self._saw_steps_before = False
 
     @override
     def observe(self, ranks: Ranks, now: float) -> None:
         for number, rank in ranks.items():
-            loss, step = rank.loss, rank.sample.steps
+            loss, step = rank.loss, rank.step
             if loss is not None and not math.isfinite(loss):
                 self._since.setdefault(number, step)
                 self._spans[number] = self._spans.get(number, _Span(step, step)).up_to(step, words.measured(loss))
             else:
+                self._saw_steps_before |= step > 0
                 self._since.pop(number, None)
 
     @override
@@ -59,7 +61,10 @@ class NotFinite(Finding):
         if self._since:
             # Where some ranks only have such a loss, their data may be why.
             since = words.count(min(self._since.values()))
-            return (f"The loss is {what} since about step {since}{whose}.{'' if whose else _ADVICE}",)
+            when = (
+                f"since about step {since}" if self._saw_steps_before else f"at step {since}, the first that was seen"
+            )
+            return (f"The loss is {what} {when}{whose}.{'' if whose else _ADVICE}",)
         first = words.count(min(span.first for span in spans.values()))
         last = words.count(max(span.last for span in spans.values()))
         when = f"from about step {first} to {last}" if last != first else f"at about step {first}"

@@ -11,15 +11,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from nb_accelerate.base.records.kept import take
-from nb_accelerate.notebook.protocol.output import Chunk, Decoder
+from nb_accelerate.notebook.display.runs import take
+from nb_accelerate.notebook.protocol.output import Chunk, Decoder, StreamName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from nb_accelerate.notebook.protocol.output import StreamName
 
 _MAX_LINES = 1000
 """Last lines of a rank that are kept."""
@@ -65,8 +63,8 @@ class RankOutput:
         self.logged: dict[str, None] = {}
         self.alone = alone
         decoder = codecs.getincrementaldecoder("utf-8")
-        self._text = {name: decoder("replace") for name in ("stdout", "stderr", "for_all")}
-        self._line: dict[StreamName, _Line] = {"stdout": _Line(), "stderr": _Line(), "for_all": _Line()}
+        self._line: dict[StreamName, _Line] = {name: _Line() for name in get_args(StreamName)}
+        self._text = {name: decoder("replace") for name in self._line}
         self._last: deque[str] = deque(maxlen=_MAX_LINES)
         self._num_newlines = 0
 
@@ -114,7 +112,7 @@ class RankOutput:
             return
         line = self._line[chunk.stream]
         text = self._text[chunk.stream].decode(chunk.data)
-        if self.alone:
+        if self.alone and chunk.stream != "note":
             text = line.take() + text
         else:
             whole, newline, rest = text.rpartition("\n")

@@ -24,6 +24,7 @@ from nb_accelerate.notebook.ranks.timeouts import NEVER, Timeouts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nb_accelerate.notebook.display.panel import Panel
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.protocol.output import StreamName
     from nb_accelerate.notebook.ranks.output.sinks import Sink
@@ -61,6 +62,7 @@ class RequestOutput:
     Attributes:
         guard: for whatever else shows output of the request.
         alone: whether there is one rank only and its lines have no prefix, so that they need not be whole.
+        panel: what shows lines of information, if there is a panel that does.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class RequestOutput:
         hold: float = Timeouts.fold,
     ) -> None:
         self.guard = OutputGuard(sink)
+        self.panel: Panel | None = None
         self._ranks = tuple(sorted(ranks))
         self._sink = sink
         self._ids = ids or DisplayIds()
@@ -99,6 +102,10 @@ class RequestOutput:
         """Show text of a rank: whole lines, or anything at all if it is `alone`."""
         with self.guard:
             if self._quiet:
+                return
+            if stream == "note":
+                for line in text.splitlines():
+                    self.note(line)
                 return
             if self.alone and rank in self._ranks:
                 self._sink.write("stdout" if stream == "for_all" else stream, text)
@@ -127,8 +134,10 @@ class RequestOutput:
             self._sink.write("stderr", line + "\n")
 
     def note(self, line: str) -> None:
-        """Show a line of this package's own as a display, which front ends do not draw in red."""
+        """Show a line of this package's own that is information: in the panel, else as text that is not red."""
         with self.guard:
+            if self.panel is not None and self.panel.note(line):
+                return
             self._merge.flush(time.monotonic())
             if self._sink.own_stream == "stderr":
                 self._sink.write("stderr", line + "\n")

@@ -64,6 +64,9 @@ class _RankStream(io.TextIOWrapper):
     for_all: _RankStream | None = None
     """A stream for what is printed on one rank for all of them."""
 
+    notes: _RankStream | None = None
+    """A stream for lines of this package that are information."""
+
     def __init__(self, raw: io.RawIOBase) -> None:
         super().__init__(_AtOnce(raw), _ENCODING, _ERRORS)
         self._raw = raw
@@ -99,7 +102,8 @@ def replace_streams(stdout: int, stderr: int, mark: bytes) -> None:
     out = _RankStream(io.FileIO(1, "w", closefd=False))
     err = _RankStream(_Frames(mark, "stderr", 2))
     out.for_all = _RankStream(_Frames(mark, "for_all", 1))
-    for stream in (out, err, out.for_all):
+    out.notes = _RankStream(_Frames(mark, "note", 1))
+    for stream in (out, err, out.for_all, out.notes):
         os.register_at_fork(after_in_child=stream.renew_lock)
     sys.stdout = sys.__stdout__ = out  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = err  # type: ignore[misc]
