@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import pytest
 from fixtures.panels import Run
 
-from nb_accelerate.base.records import Curve, Points, draw
+from nb_accelerate.base.records import Curve, Points, draw, kept, smoothed
 from nb_accelerate.notebook.display import logged_values
 from nb_accelerate.notebook.display.drawing import html
-from nb_accelerate.notebook.display.drawing.loss_chart import draw_losses, is_loss_of_validation, smoothed
+from nb_accelerate.notebook.display.drawing.loss_chart import draw_losses, is_loss_of_validation
 from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
 from nb_accelerate.notebook.display.view import View
 
@@ -22,6 +24,7 @@ NOISY: Points = tuple((10.0 * step, 2 * math.exp(-step / 40) + 0.05 * (-1) ** st
 @pytest.fixture(autouse=True)
 def no_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logged_values, "_earlier", [])
+    monkeypatch.setattr(kept, "_records", {})
 
 
 def labels(chart: str) -> list[str]:
@@ -100,7 +103,7 @@ def test_where_tags_are_dropped_no_numbers_of_axes_are_left() -> None:
         "accuracy 0.5"
     )
     said = without_pictures(html.render(trained(lr=0.01).view))
-    assert " loss from 2 to 0.05 loss, smoothed each step val_loss rank" in said
+    assert " loss from 2 to 0.05 loss, smoothed each step val_loss constant: lr 0.01" in said
 
 
 def test_while_a_run_is_on_its_chart_has_fewer_points_and_ends_where_the_loss_does() -> None:
@@ -145,18 +148,47 @@ def test_the_training_loss_is_drawn_once() -> None:
     assert "loss" not in {curve.name for curve in trained(loss=0.5).view.logged}
 
 
-def test_earlier_runs_of_the_name_are_shown_with_the_time_of_their_end() -> None:
+def test_a_constant_is_said_in_words() -> None:
+    chart = draw_losses(NOISY, [Curve("lr", ((1.0, 0.001), (9.0, 0.001))), Curve("rank", ((1.0, 0.0),))])
+    assert "constant: lr 0.001 · rank 0" in without_pictures(chart)
+    assert chart.count('role="img"') == 1
+    assert without_pictures(draw(Curve("lr", ((1.0, 0.001), (9.0, 0.001))))) == "lr 0.001"
+    assert "<svg" not in draw(Curve("lr", ((1.0, 0.001), (9.0, 0.001))))
+    assert "<svg" in draw(Curve("lr", ((1.0, 0.001),)), [Curve("before", ((1.0, 0.1),))])
+
+
+def end(name: str, **config: Any) -> None:
+    remember(trained(name).end(), config, time.time())
+
+
+def test_earlier_runs_are_called_by_the_settings_in_which_they_differ() -> None:
+    end("train", lr=0.1, depth=3)
+    end("other", lr=0.1)
+    end("train", lr=0.5, depth=3)
+    own, before = earlier_runs("train", {"lr": 0.9, "depth": 3})
+    assert (own, [curve.name for curve in before]) == ("lr=0.9", ["lr=0.1", "lr=0.5"])
+    assert legend(draw_losses(NOISY, (), before, own)) == ["loss, lr=0.9, smoothed", "each step", "lr=0.5", "lr=0.1"]
+
+
+def test_earlier_runs_with_the_same_settings_are_called_by_the_time_of_their_end() -> None:
     for name in ("train", "other", "train", "cell 3", "cell 9"):
-        remember(trained(name).end())
-    assert [curve.name.partition(",")[0] for curve in earlier_runs("train")] == ["train", "train"]
-    assert [curve.name.partition(",")[0] for curve in earlier_runs("cell 12")] == ["cell 3", "cell 9"]
-    shown = legend(draw_losses(NOISY, (), earlier_runs("train")))
+        end(name, lr=0.1)
+    own, before = earlier_runs("cell 12", {"lr": 0.1})
+    assert (own, [curve.name.partition(",")[0] for curve in before]) == ("", ["cell 3", "cell 9"])
+    shown = legend(draw_losses(NOISY, (), earlier_runs("train", {"lr": 0.1})[1]))
     assert [bool(re.fullmatch(r"train, \d\d:\d\d:\d\d", one)) for one in shown] == [False, False, True, True]
 
 
-def test_a_run_of_a_few_steps_is_not_remembered() -> None:
-    remember(Run(2).end())
-    assert earlier_runs("train") == ()
+def test_what_the_panel_saw_is_a_run_also_of_a_few_steps_and_no_curve_behind_later_ones() -> None:
+    remember(Run(2).end(), {}, time.time())
+    assert not kept.runs(), "it has trained nothing"
+    few = Run(2)
+    few.begin_loop()
+    few.put(step=1, loss=2.0)
+    few.wait(0.125)
+    remember(few.end(), {"lr": 0.1}, time.time())
+    assert [(run.config, run.last("loss"), run.ended) for run in kept.runs()] == [({"lr": 0.1}, 2.0, "done")]
+    assert earlier_runs("train", {}) == ("", ())
 
 
 def test_a_chart_that_is_open_stays_open_when_the_panel_is_drawn_again() -> None:

@@ -39,7 +39,7 @@ class ProgressPage:
     Attributes:
         enter: takes the `Phase` that begins. A closure, since loops call it several times a step.
         step: takes the number of batches that the current loop has handed out.
-        outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
+        outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that another process keeps; None if there is none.
         measure: notes with `rank_memory` what this process holds in memory now.
         is_read: somebody may read it: it lies in memory that was given.
         saw_forward: whether a prepared model has said, in this call or cell, that it was called; None if none is to.
@@ -56,7 +56,7 @@ class ProgressPage:
         self.enter, self._forget_times = clock_of(self._words)
         self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
-        self.outlet: Callable[[bytes], object] = _drop
+        self.outlet: Callable[[bytes], object] | None = None
         self.commands = CommandReader(self._memory)
         self.measure: Callable[[], object] = lambda: None
         self.saw_forward: bool | None = None
@@ -299,10 +299,6 @@ class ProgressPage:
         self._words[layout.BARS_SEEN] += 1
 
 
-def _drop(_: bytes) -> None:
-    """Drop a record, in a process that no notebook started."""
-
-
 class Loop:
     """A loop that has begun, with the `_LOOP_WORDS` that stood on the page when another began inside it."""
 
@@ -345,7 +341,7 @@ def here() -> ProgressPage:
     return _page
 
 
-def install(fd: int, outlet: Callable[[bytes], object] = _drop) -> ProgressPage:
+def install(fd: int, outlet: Callable[[bytes], object] | None = None) -> ProgressPage:
     """Write to the page behind a descriptor from now on, and take the descriptor over."""
     global _page  # noqa: PLW0603 - the process has one
     memory = mmap.mmap(fd, layout.SIZE)

@@ -32,12 +32,23 @@ _LEAST_GAP = 4
 _HUGE = 1e300
 """Values beyond are drawn outside of the picture: differences of such numbers are infinite."""
 
+_WIDE = 10.0
+"""Between the least and the greatest loss that are drawn with a logarithmic scale."""
+
+SMOOTHED_FROM = 40
+"""Points of a curve from which on it is smoothed."""
+
+_SMOOTHED_OVER = 0.03
+"""Part of the points of a curve, on both sides of a point, that the smoothed one is a mean of."""
+
 LABELS = (
     ".nba-plot{position:relative}.nba-plot i{position:absolute;font-style:normal;line-height:1;white-space:nowrap}"
     ".nba-plot i::before{content:attr(data-t)}.nba-plot .nba-y{transform:translate(-100%,-50%)}"
     ".nba-plot .nba-x{transform:translate(-50%,0)}.nba-plot .nba-e{transform:translate(-100%,0)}"
     ".nba-plot svg{width:100%}.nba-plot .nba-bands{position:absolute;inset:0 0 auto;display:flex}"
     ".nba-plot .nba-bands i{position:static}.nba-plot .nba-bands i:hover{background:#8883}"
+    ".nba-legend{display:flex;flex-wrap:wrap;gap:0 14px;margin:2px 0 4px;font:12px sans-serif}"
+    ".nba-legend span{white-space:nowrap}"
 )
 """Style sheet of pictures."""
 
@@ -99,6 +110,8 @@ def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
     """
     values = [value for _, value in curve.points if math.isfinite(value)]
     last = f"{values[-1]:.4g}" if values else "no finite value"
+    if len({value for one in (curve, *earlier) for _, value in one.points}) == 1:  # a constant needs no picture
+        return f'<div style="font:12px sans-serif">{escape(curve.name)} {last}</div>'
     lines = [*(Line(other, f"before-{index % 3}", "#8888") for index, other in enumerate(earlier)), Line(curve)]
     return (
         f'<div style="width:{_WIDTH}px"><div style="font:12px sans-serif">{escape(curve.name)} {last}</div>'
@@ -141,7 +154,8 @@ def picture(
     grid = "".join(f'<line x1="0" x2="100%" y1="{level}" y2="{level}" stroke="#8885"/>' for level in levels)
     drawn = "".join(_drawn(line, steps, values, most) for line in lines)
     marks = "".join(_marks(line, steps, values) for line in lines)
-    gaps = "".join(_gap(*gap, steps, bottom) for gap in _gaps(lines[-1].curve.points))
+    last = lines[-1]
+    gaps = "".join(_gap(*gap, steps, bottom) for gap in _gaps(last.curve.points) if "run" not in last.kind)
     labels = [_label("", f"left:0;top:{_TOP - 14}px", title)] if title else []
     labels += [
         _label("y", f"left:-6px;top:{level}px", f"{tick:.4g}") for tick, level in zip(values.ticks, levels, strict=True)
@@ -161,6 +175,44 @@ def picture(
         f'width="100%" height="{total}" overflow="visible">{drawn}</svg>{marks}{gaps}</svg>'
         f'<div aria-hidden="true">{"".join(labels)}{_bands(lines, steps, bottom, num_bands)}</div></div>'
     )
+
+
+def is_wide(points: Points) -> bool:
+    """Return whether values need a logarithmic scale: else the first steps would flatten all that follow."""
+    values = [value for _, value in points if math.isfinite(value)]
+    return min(values, default=0.0) > 1e-300 and max(values) > _WIDE * min(values)
+
+
+def smoothed(points: Points) -> Points:
+    """Return the mean of a curve around each of its points, as far as it is finite; itself if it has few points."""
+    if len(points) < SMOOTHED_FROM:
+        return points
+    reach = max(1, round(_SMOOTHED_OVER * len(points)))
+    found: list[tuple[float, float]] = []
+    for _, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
+        piece = list(run)
+        for index, (step, _) in enumerate(piece):
+            near = min(reach, index, len(piece) - 1 - index)  # as many before as after, so that it does not come late
+            around = [value for _, value in piece[index - near : index + near + 1]]
+            found.append((step, sum(around) / len(around)))
+    return tuple(found)
+
+
+def legend(lines: Sequence[Line], *, has_gaps: bool = False) -> str:
+    """Return which line is which, the last one first, as HTML."""
+    inside = " ".join(
+        f'<span><svg width="22" height="8" aria-hidden="true"><path d="M0 4H22" fill="none" stroke-width="2" '
+        f'class="nba-c-{line.kind}" stroke="{line.stroke}" stroke-dasharray="{line.dash or "none"}"/></svg> '
+        f"{escape(line.curve.name)}</span>"
+        for line in reversed(lines)
+    )
+    gap = (
+        '<span><svg width="22" height="8" aria-hidden="true"><rect class="nba-c-gap" width="22" height="8" '
+        'fill="#c22f2f" opacity="0.2"/></svg> not finite</span>'
+        if has_gaps
+        else ""
+    )
+    return f'<p class="nba-legend">{inside} {gap}</p>'
 
 
 def pieces(points: Points, most: int) -> list[Points]:

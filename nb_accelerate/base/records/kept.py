@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.records.record import RunRecord
+from nb_accelerate.base.records.files import read_folder, write_end
+from nb_accelerate.base.records.record import RunRecord, is_training_loss
+from nb_accelerate.base.records.table import Runs
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
     from nb_accelerate.base.records.curves import Points
@@ -19,12 +24,38 @@ _records: dict[str, RunRecord] = {}
 """By the id their trackers gave them, in the order in which they began."""
 
 
-def runs() -> list[RunRecord]:
-    """Return the runs of this notebook since its kernel started, the first one first.
+def runs(name: str = "", *, project_dir: str | os.PathLike[str] | None = None) -> Runs:
+    """Return the runs of this notebook, the newest last: a table in a cell, and a sequence.
 
-    Shown in a cell, a run draws its curves; ``run.column("loss")`` has the values, ``run.config`` the settings.
+    A run is a call of `notebook_launcher` or a ``%%distributed`` cell in which a loss was seen or values were logged,
+    or what `Accelerator.init_trackers` opens with ``log_with="notebook"`` or ``"jsonl"``. The first is in memory only.
+    Files of ``"jsonl"`` stay: those in the folder of a run of this notebook are in the table, of scripts too.
+
+    Example::
+
+        runs()                       # a table
+        runs().plot("loss")          # one chart of all
+        runs("digits")[-3:].plot()   # of the last three that are called so
+        runs()[-1].config            # settings of the newest; .column("loss") has its values
+        runs(project_dir="runs")     # files of an earlier session
+        pd.DataFrame(runs().records())
+
+    Args:
+        name: of runs; numbers at its end need not be given. "" is all.
+        project_dir: a folder with files of the JSON lines tracker, read as well.
     """
-    return list(_records.values())
+    folders = {Path(project_dir): None} if project_dir is not None else {}
+    folders |= {Path(record.file).parent: None for record in _records.values() if record.file}
+    files: dict[str, RunRecord] = {}
+    problems: list[str] = []
+    for folder in folders:
+        read, said = read_folder(folder)
+        files |= {record.file: record for record in read if record.file not in files}
+        problems += said
+    found = [*files.values(), *(record for record in _records.values() if record.file not in files)]
+    if name:
+        found = [record for record in found if re.fullmatch(re.escape(name) + r"(-\d+)?", record.name)]
+    return Runs(sorted(found, key=lambda record: record.began), dict.fromkeys(problems))
 
 
 def take(data: bytes) -> str | None:
@@ -37,7 +68,9 @@ def take(data: bytes) -> str | None:
     record = _records.get(key)
     if record is None:
         record = _records[key] = RunRecord(name=_free_name(str(entry.get("name", "run"))), began=time.time())
+    record.file = str(entry.get("file", record.file))
     record.config.update(config)
+    record.ended = ""
     if isinstance(entry.get("row"), dict):
         record.add(entry["row"])
     if isinstance(entry.get("end"), str):
@@ -70,14 +103,18 @@ def note_run(
         told = [RunRecord(name=_free_name(name), began=began)]
         _records[uuid.uuid4().hex] = told[0]
     for record in told:
-        record.config.update({key: value for key, value in config.items() if key not in record.config})
+        added = {key: value for key, value in config.items() if key not in record.config}
+        record.config.update(added)
+        if not record.ended and Path(record.file).is_file():
+            with contextlib.suppress(OSError):  # the disk is full: it stays a run whose end nobody has noted
+                write_end(record.file, ended, added)
+        was_ended = record.ended
         known = record.columns
         for metric, points in values.items():
-            if metric not in known:
+            if not any(metric == name or (metric == "loss" and is_training_loss(name)) for name in known):
                 for step, value in points:
                     record.add({"step": step, metric: value})
-        if not record.ended:
-            record.end(ended)
+        record.end(was_ended or ended)
 
 
 def record_of(key: str) -> RunRecord:

@@ -1,22 +1,34 @@
-"""What the JSON lines tracker wrote, read back; shown in a notebook, it draws its curves."""
+"""A run: its settings, what it has logged, how it ended. Shown in a notebook, it draws its curves."""
 
 from __future__ import annotations
 
-import json
 import math
+import re
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 from nb_accelerate.base.records.curves import Curve, Plot
 from nb_accelerate.errors import ConfigError
 
-if TYPE_CHECKING:
-    import os
-
 _NOT_VALUES = ("step", "time")
 
+_LOWER_IS_BETTER = {"error", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "nll", "fid"}
+_HIGHER_IS_BETTER = {
+    "accuracy",
+    "acc",
+    "f1",
+    "auc",
+    "auroc",
+    "precision",
+    "recall",
+    "score",
+    "bleu",
+    "iou",
+    "r2",
+    "reward",
+}
 
 _MOST_ROWS = 4001
 """Rows of the same names that are kept, at most: an odd number, so that the last one stays."""
@@ -42,6 +54,7 @@ class RunRecord:
         began: `time.time` when it began; 0 if that is not known.
         ended: how: ``"done"``, ``"nan"`` (done, and its last loss was not finite), ``"interrupted"``, ``"stopped"``, or
             ``"failed: "`` and the name of the error. ``""`` while it is on, and of one whose end nobody has noted.
+        file: that the JSON lines tracker has written; "" if there is none.
     """
 
     name: str
@@ -49,8 +62,35 @@ class RunRecord:
     rows: list[dict[str, Any]] = field(default_factory=list)
     began: float = 0.0
     ended: str = ""
+    file: str = ""
     _until: float = field(default=0.0, repr=False)
+    _extremes: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
     _kinds: dict[frozenset[str], _Kind] = field(default_factory=dict, repr=False)
+
+    def read(self, line: dict[str, Any]) -> None:
+        """Take a line of a file of the JSON lines tracker. Rows stay as they are, and all of them."""
+        if line.keys() == {"run"} and isinstance(line["run"], dict):
+            self.began = float(line["run"].get("began", 0.0))
+        elif line.keys() == {"config"} and isinstance(line["config"], dict):
+            self.config = {**line["config"], **self.config}  # first what a tracker was given, then arguments
+        elif line.keys() == {"end"} and isinstance(line["end"], dict):
+            self.end(str(line["end"].get("how", "done")), float(line["end"].get("time", 0.0)))
+        else:
+            self.ended = ""
+            self._note(line)
+            self.rows.append(line)
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            self._note(row)
+
+    def _note(self, row: dict[str, Any]) -> None:
+        """Note the names of all numbers that are logged, and the least and the greatest of each that are finite."""
+        for name, value in row.items():
+            if _is_number(value) and name not in _NOT_VALUES:
+                low, high = self._extremes.setdefault(name, (math.inf, -math.inf))
+                if math.isfinite(value):
+                    self._extremes[name] = min(low, value), max(high, value)
 
     def add(self, row: dict[str, Any]) -> None:
         """Add what a call of ``log`` has logged. A row without a step gets its number as one.
@@ -59,6 +99,7 @@ class RunRecord:
         and new ones are taken half as often; the first and the newest are always kept.
         """
         self.ended = ""  # it goes on, in another cell say
+        self._note(row)
         row.setdefault("step", sum(kind.seen for kind in self._kinds.values()))
         kind = self._kinds.setdefault(frozenset(row), _Kind())
         if kind.passing is not None:
@@ -77,8 +118,8 @@ class RunRecord:
 
     def end(self, how: str, at: float = 0.0) -> None:
         """Note how it ended, see `ended`, and when (`time.time`; 0 is now)."""
-        losses = [value for _, value in self.column("loss")]
-        self.ended = "nan" if how == "done" and losses and not math.isfinite(losses[-1]) else how
+        losses = [self.last(name) for name in self.columns if is_training_loss(name)]
+        self.ended = "nan" if how == "done" and any(not math.isfinite(loss or 0.0) for loss in losses) else how
         self._until = at or time.time()
 
     @property
@@ -90,14 +131,25 @@ class RunRecord:
     @property
     def columns(self) -> list[str]:
         """Return the names of all numbers that were logged, in the order in which they first came."""
-        names: dict[str, None] = {}
-        for row in self.rows:
-            names.update(dict.fromkeys(name for name, value in row.items() if _is_number(value)))
-        return [name for name in names if name not in _NOT_VALUES]
+        return list(self._extremes)
 
     def column(self, name: str) -> list[tuple[float, float]]:
         """Return (step, value) for every row that has a value; rows without a step are counted instead."""
         return [(row.get("step", index), row[name]) for index, row in enumerate(self.rows) if _is_number(row.get(name))]
+
+    def last(self, name: str) -> float | None:
+        """Return the newest value; None if there is none."""
+        return next((row[name] for row in reversed(self.rows) if _is_number(row.get(name))), None)
+
+    def best(self, name: str) -> float | None:
+        """Return the lowest loss or error, the highest accuracy or score; None of what is neither by its name."""
+        low, high = self._extremes.get(name, (math.inf, -math.inf))
+        return {"lowest": low, "highest": high}.get(better(name)) if low <= high else None
+
+    def is_constant(self, name: str) -> bool:
+        """Return whether all values by a name are the same."""
+        low, high = self._extremes.get(name, (math.inf, -math.inf))
+        return low == high
 
     def plot(self, *names: str) -> Plot:
         """Return the curves of some values; in a notebook they are drawn.
@@ -122,39 +174,18 @@ class RunRecord:
         return f"RunRecord({self.name!r}, {len(self.rows)} rows of {', '.join(self.columns) or 'nothing'})"
 
 
-def read_run(path: str | os.PathLike[str]) -> RunRecord:
-    """Read what the JSON lines tracker wrote, also while it is being written.
+@lru_cache(maxsize=256)
+def is_training_loss(name: str) -> bool:
+    """Return whether a logged name is that of the loss that is trained with."""
+    return name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss")
 
-    Args:
-        path: the file, or a folder whose newest run is meant.
 
-    Raises:
-        FileNotFoundError: there is no such file, or no run in the folder.
-        ConfigError: a line is not JSON.
-    """
-    file = Path(path)
-    if file.is_dir():
-        runs = sorted(file.glob("*.jsonl"), key=lambda run: run.stat().st_mtime_ns)
-        if not runs:
-            raise FileNotFoundError(f"There is no run (*.jsonl) in {file}.")
-        file = runs[-1]
-    config: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            break  # it is being written
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"Line {number} of {file} is not JSON: {line[:60]!r}. Is it the file of a run?"
-            ) from error
-        if entry.keys() == {"config"}:
-            config.update(entry["config"])
-        else:
-            rows.append(entry)
-    return RunRecord(name=file.stem, config=config, rows=rows)
+def better(name: str) -> str:
+    """Return whether of a value by that name the ``"lowest"`` or the ``"highest"`` is best; "" if it does not say."""
+    parts = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if "loss" in name.lower() or parts & _LOWER_IS_BETTER:
+        return "lowest"
+    return "highest" if parts & _HIGHER_IS_BETTER else ""
 
 
 def _is_number(value: Any) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.records import Curve
-from nb_accelerate.notebook.display.rank_history import is_training_loss
+from nb_accelerate.base.records import Curve, is_training_loss
+from nb_accelerate.base.records.kept import kind_of, note_run
+from nb_accelerate.base.records.naming import differing, labels, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from nb_accelerate.base.progress_page import Sample
     from nb_accelerate.base.records import Points
     from nb_accelerate.notebook.display.view import View
@@ -24,8 +26,8 @@ _FEW_POINTS = 8
 _MOST_POINTS = 240
 """Points of a curve, however long the run is."""
 
-_earlier: list[tuple[str, Curve]] = []
-"""The name of a run, without numbers, and its losses; in the order in which they ended."""
+_earlier: list[tuple[str, Mapping[str, Any], Curve]] = []
+"""The name of a run, without numbers, its settings and losses; in the order in which they ended."""
 
 
 class ThinnedCurve:
@@ -87,17 +89,33 @@ class LoggedValues:
         return tuple(Curve(name, history.points) for name, history in self._histories.items())
 
 
-def remember(view: View) -> None:
-    """Keep the losses of a run that has ended for the charts of later ones."""
+def remember(view: View, config: Mapping[str, Any], began: float, logged_as: Sequence[str] = ()) -> None:
+    """Keep a run that has ended: for `nb_accelerate.runs`, and its losses for the charts of later ones.
+
+    Args:
+        config: its settings.
+        began: `time.time` when it began.
+        logged_as: ids of runs that trackers have told of.
+    """
+    name = view.facts.name
+    values = {curve.name: curve.points for curve in (Curve("loss", view.curve), *view.logged) if curve.points}
+    if values or logged_as:
+        what = f": {view.failure.what}" if view.failure and view.failure.what else ""
+        note_run(name, config=config, values=values, began=began, ended=view.state + what, logged_as=logged_as)
     if len(view.curve) >= _FEW_POINTS:
-        name = f"{view.facts.name}, {time.strftime('%H:%M:%S')}"
-        _earlier.append((_kind(view.facts.name), Curve(name, view.curve)))
+        _earlier.append((kind_of(name), dict(config), Curve(f"{name}, {time.strftime('%H:%M:%S')}", view.curve)))
 
 
-def earlier_runs(name: str) -> tuple[Curve, ...]:
-    """Return the losses of the last few runs of a function or, for a cell, of other cells."""
-    return tuple(curve for kind, curve in _earlier if kind == _kind(name))[-_EARLIER_RUNS:]
+def earlier_runs(name: str, config: Mapping[str, Any]) -> tuple[str, tuple[Curve, ...]]:
+    """Return the losses of the last few runs of a function or, for a cell, of other cells.
 
+    They are called by the settings in which they and this run differ, by name and time if there are none.
 
-def _kind(name: str) -> str:
-    return re.sub(r"\d+", "", name)
+    Returns:
+        What this run would be called, or "", and the losses.
+    """
+    alike = [(old, curve) for kind, old, curve in _earlier if kind == kind_of(name)][-_EARLIER_RUNS:]
+    configs = [*(old for old, _ in alike), config]
+    own = settings(config, differing(configs))
+    names = labels([*(curve.name for _, curve in alike), ""], configs)
+    return own, tuple(Curve(said, curve.points) for said, (_, curve) in zip(names, alike, strict=False))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 
 from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
-from nb_accelerate.notebook.display.runs import charts_of
+from nb_accelerate.notebook.display.runs import charts_of, config_of
 from nb_accelerate.notebook.display.state import PanelState
 from nb_accelerate.notebook.display.widgets.asides import last_lines
 
@@ -232,7 +232,7 @@ class Panel:
         if not (self._was_drawn or others or own.is_announced or self._runs or self._notes or self._state.has_content):
             return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
         self._last_view = view = self._view(self._runs, now)
-        remember(view)
+        remember(view, config_of(view.facts, self._runs), time.time() - (now - self._began), self._runs)
         # What was over before a panel appeared has none, but for what was not printed, and warnings.
         if self._was_drawn or view.bars or view.charts or view.warnings or view.notes or own.is_announced:
             own.finish(view, was_drawn=self._was_drawn)
@@ -241,12 +241,9 @@ class Panel:
 
     def _view(self, runs: Sequence[str], now: float) -> View:
         view = self._state.view(now)
+        own, before = earlier_runs(view.facts.name, config_of(view.facts, runs))
         return replace(
-            view,
-            charts=charts_of(runs),
-            before=earlier_runs(view.facts.name),
-            key=self._key,
-            notes=tuple(self._notes),
+            view, charts=charts_of(runs), before=before, own_settings=own, key=self._key, notes=tuple(self._notes)
         )
 
     def _observe(self, source: PanelSource, now: float, *, inspects: bool = True) -> None:

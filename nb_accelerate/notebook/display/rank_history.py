@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from nb_accelerate.base.progress_page import Collective, Phase, Sample
+from nb_accelerate.base.records import is_training_loss
 from nb_accelerate.errors.traceback_lines import line_in_cell
 from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.phase_times import PhaseTimes
@@ -320,12 +321,6 @@ class RankHistory:
         """Return the share of its recent time in which it cannot have waited for others; None if it is too early."""
         shares = self.shares()
         return 1 - sum(shares.get(phase, 0.0) for phase in WITH_OTHERS) if shares else None
-
-
-@lru_cache(maxsize=256)
-def is_training_loss(name: str) -> bool:
-    """Return whether a logged name is that of the loss that is trained with."""
-    return name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss")
 
 
 def mean_loss(ranks: Ranks) -> tuple[int, float] | None:

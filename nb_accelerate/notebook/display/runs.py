@@ -1,15 +1,18 @@
-"""Charts of what ranks log with ``log_with="notebook"``, in their panel."""
+"""What runs of `nb_accelerate.runs` are for the panel that shows their ranks: their charts and settings."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.records import Curve
 from nb_accelerate.base.records.kept import earlier, record_of
+from nb_accelerate.base.records.naming import labels
 from nb_accelerate.notebook.display.view import Chart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from nb_accelerate.notebook.display.view import Facts
 
 _MOST_CHARTS = 8
 """Charts in a panel; `runs` has the rest."""
@@ -23,8 +26,23 @@ def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
     found = []
     for key in keys:
         record = record_of(key)
+        if record.file:
+            continue  # which `runs` draws
         before = earlier(key)[-_EARLIER_RUNS:]
+        said = labels([run.name for run in (*before, record)], [run.config for run in (*before, record)])
         for name in record.columns:
-            others = tuple(Curve(old.name, tuple(old.column(name))) for old in before if name in old.columns)
+            others = tuple(
+                Curve(label, tuple(old.column(name)))
+                for label, old in zip(said, before, strict=False)
+                if name in old.columns
+            )
             found.append(Chart(curve=Curve(name, tuple(record.column(name))), earlier=others))
     return tuple(found[:_MOST_CHARTS])
+
+
+def config_of(facts: Facts, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of what ranks run: those that trackers were given, and arguments of the function."""
+    config = dict(facts.config)
+    for key in keys:
+        config |= record_of(key).config
+    return config

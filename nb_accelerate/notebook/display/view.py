@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nb_accelerate.base.records import Curve, Points
 
 PanelStatus = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
@@ -43,6 +45,7 @@ class Facts:
     brief: str = ""  # the same in one line; said in the place of a panel that was never drawn
     details: str = ""  # the same with everything there is to know; shown on request
     cores: int = 1  # of this machine
+    config: Mapping[str, Any] = field(default_factory=dict)  # arguments of the function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,8 @@ class View:
     columns: tuple[str, ...] = ()  # figures that have a column in any case, so that none comes and goes
     curve: Points = ()  # losses; nan where no rank had a finite one
     logged: tuple[Curve, ...] = ()  # what else was logged
-    before: tuple[Curve, ...] = ()  # losses of earlier runs
+    before: tuple[Curve, ...] = ()  # losses of earlier runs, called by the settings in which they differ
+    own_settings: str = ""  # the same of this run; "" if none differ
     charts: tuple[Chart, ...] = ()  # what was logged to be drawn here
     held: str = ""  # how the model is spread over ranks, and what they hold of it
     warnings: tuple[str, ...] = ()  # sentences

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import string
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.devices.host import num_cpus
 from nb_accelerate.notebook.display.view import Facts
@@ -12,9 +13,13 @@ from nb_accelerate.notebook.display.view import Facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.ranks.output.sinks import Sink
+
+_MAX_TEXT = 100
+"""Characters of a text that tells a run from another one."""
 
 
 def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
@@ -29,9 +34,30 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
     return display_id
 
 
-def facts_of(name: str, plan: LaunchPlan) -> Facts:
+def facts_of(name: str, plan: LaunchPlan, config: Mapping[str, Any] | None = None) -> Facts:
     """Return what a panel says about a launch or cell that does not change."""
-    return Facts(name=name, setup=_setup(plan), brief=plan.brief, details=plan.describe(), cores=num_cpus())
+    setup, details = _setup(plan), plan.describe()
+    return Facts(name=name, setup=setup, brief=plan.brief, details=details, cores=num_cpus(), config=config or {})
+
+
+def simple_arguments(options: LaunchOptions) -> dict[str, Any]:
+    """Return the arguments of a function, with its defaults, that are numbers or short texts, by name."""
+    try:
+        bound = inspect.signature(options.function).bind(*options.args, **options.kwargs)
+    except (TypeError, ValueError):  # which the call tells, or a function that does not say what it takes
+        return {}
+    bound.apply_defaults()
+    given = {**bound.arguments, **bound.arguments.get(_rest_of(bound.signature), {})}
+    return {name: value for name, value in given.items() if _is_simple(value)}
+
+
+def _rest_of(signature: inspect.Signature) -> str:
+    """Return the name of the parameter that takes keyword arguments by any name; "" if there is none."""
+    return next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
+
+
+def _is_simple(value: object) -> bool:
+    return value is None or type(value) in (bool, int, float) or (type(value) is str and len(value) <= _MAX_TEXT)
 
 
 def _setup(plan: LaunchPlan) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from nb_accelerate.errors import (
     UnknownArgumentError,
 )
 from nb_accelerate.notebook.display.panel import Action
-from nb_accelerate.notebook.launch.description import facts_of, line_prefix
+from nb_accelerate.notebook.launch.description import facts_of, line_prefix, simple_arguments
 from nb_accelerate.notebook.launch.elastic import MachineJoinedError
 from nb_accelerate.notebook.launch.machine_watch import MachineWatch
 from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
@@ -421,7 +421,8 @@ class Launch(Steerable):
             self._machines.check()
 
     def _panel(self, request: Request, *, is_first: bool) -> Panel | None:
-        facts = facts_of(self._name, self._plan)
+        config = {} if self._exit_returns else simple_arguments(self._options)  # a script has none
+        facts = facts_of(self._name, self._plan, config)
         actions = (
             Action("Interrupt", "raise KeyboardInterrupt in every rank", self.interrupt),
             *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),

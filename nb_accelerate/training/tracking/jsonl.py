@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.base.records import read_run
+from nb_accelerate.base.records.files import first_line, read_run, write_end, write_lines
+from nb_accelerate.training.tracking.notebook import short, tell
 from nb_accelerate.training.tracking.tracker import GeneralTracker, on_main_process, plain_values
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ class JSONLinesTracker(GeneralTracker):
         accelerator.init_trackers("digits", config={"lr": 0.1})
         accelerator.log({"loss": loss}, step=step)
 
-        read_run("runs/digits.jsonl")     # in a cell: the curves
+        runs(project_dir="runs")          # in a cell, also tomorrow: a table of all of them
+        read_run("runs/digits.jsonl")     # the curves of one
         ```
 
     Args:
         run_name: the file is called that; a second run of the name gets a number.
         logging_dir: where the file goes; the working directory by default.
+        run_id: by which a notebook knows it; several trackers of a run have the same.
 
     Attributes:
         path: the file; None until `start`.
@@ -41,9 +44,11 @@ class JSONLinesTracker(GeneralTracker):
     name = "jsonl"
     requires_logging_directory = False
     accepts_logging_directory = True
+    accepts_run_id = True
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, run_id: str = "") -> None:
         super().__init__()
+        self._id = run_id or uuid.uuid4().hex
         self.run_name = run_name
         self.folder = Path(logging_dir or ".")
         self.path: Path | None = None
@@ -68,23 +73,35 @@ class JSONLinesTracker(GeneralTracker):
                 number += 1
             else:
                 self.path = path
+                write_lines(path, first_line())
+                self._tell()
 
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._write({"config": plain_values(values)})
+        self._tell(config=short(values))
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         entry: dict[str, Any] = {} if step is None else {"step": step}
         self._write({**entry, "time": round(time.time(), 3), **plain_values(values), **kwargs})
+        self._tell()  # it goes on, in another cell say
+
+    @override
+    @on_main_process
+    def finish(self) -> None:
+        if self.path is not None:
+            write_end(self.path, "done")
+            self._tell(end="done")
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self.path is None:
             self.start()
         assert self.path is not None
-        line = json.dumps(entry, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-        # Opened for each line: nothing is open, or lost, when the process is killed.
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        write_lines(self.path, entry)
+
+    def _tell(self, **entry: Any) -> None:
+        """Tell the notebook that there is a file, which it reads."""
+        tell(self._id, {"name": self.run_name, "file": str(self.path and self.path.resolve()), **entry})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import uuid
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,7 @@ def make_trackers(
             f"{suggest(name, names)}"
         )
     made: list[GeneralTracker] = []
+    run_id = uuid.uuid4().hex
     for tracker in chosen:
         if isinstance(tracker, GeneralTracker):
             made.append(tracker)
@@ -141,6 +143,8 @@ def make_trackers(
         arguments = dict(init_kwargs.get(str(tracker), {}))
         if cls.requires_logging_directory or cls.accepts_logging_directory:
             arguments.setdefault("logging_dir", logging_dir)
+        if cls.accepts_run_id:
+            arguments.setdefault("run_id", run_id)
         made.append(cls(project_name, **arguments))
     return made
 

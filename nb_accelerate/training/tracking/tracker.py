@@ -48,6 +48,7 @@ class GeneralTracker:
         name: the name that ``log_with`` and ``get_tracker`` use.
         requires_logging_directory: whether it writes files, so that its constructor needs a ``logging_dir``.
         accepts_logging_directory: whether its constructor takes a ``logging_dir``, and does without if there is none.
+        accepts_run_id: whether its constructor takes a ``run_id``, which is the same for all trackers of a run.
         main_process_only: whether its methods do nothing on other processes.
 
     Raises:
@@ -57,6 +58,7 @@ class GeneralTracker:
     name: str
     requires_logging_directory: bool
     accepts_logging_directory: bool = False
+    accepts_run_id: bool = False
     main_process_only: bool = True
 
     def __init__(self, _blank: bool = False) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ from nb_accelerate.training.tracking import (
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    """What was logged to a file, between its first line and its last."""
+    first, *rows, last = [json.loads(line) for line in path.read_text().splitlines()]
+    assert first == {"run": {"began": pytest.approx(time.time(), abs=300), "version": 1}}
+    assert last == {"end": {"how": "done", "time": pytest.approx(time.time(), abs=300)}}
     return [{name: value for name, value in row.items() if name != "time"} for row in rows]
 
 
@@ -86,8 +90,9 @@ def test_a_run_is_drawn_without_any_library(tmp_path: Path):
     for step, loss in enumerate([1.0, 0.5, float("nan"), 0.2]):
         tracker.log({"loss <train>": loss, "steady": 3}, step=step)
     page = tracker.tracker._repr_html_()
-    assert page.count('role="img"') == 2
-    assert page.count("<polyline") == 2  # NaN interrupts the line: two points, then one; and the steady one
+    assert page.count('role="img"') == 1
+    assert page.count("<polyline") == 1  # NaN interrupts the line: two points, then one
+    assert "steady 3<" in page  # a constant is no picture
     assert page.count("<circle") == 1
     assert "loss &lt;train&gt;" in page
     assert "<script" not in page

@@ -1,0 +1,135 @@
+"""Files of the JSON lines tracker: one for each run, whose lines say what it is, its settings, values and end.
+
+::
+
+    {"run": {"began": 1764167700.1, "version": 1}}
+    {"config": {"lr": 0.1}}
+    {"step": 1, "time": 1764167702.3, "loss": 2.3}
+    {"end": {"how": "done", "time": 1764167709.8}}
+
+Files of earlier versions have no first and no last line.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.records.record import RunRecord
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    import os
+
+_VERSION = 1
+
+_MOST_BYTES = 200_000_000
+"""Of a file that is read where nobody has named it."""
+
+_FIRST = 1 << 16
+"""Bytes of a first line that are read to see whether it is the file of a run."""
+
+
+def first_line() -> dict[str, Any]:
+    """Return the line with which the file of a run begins that begins now."""
+    return {"run": {"began": round(time.time(), 3), "version": _VERSION}}
+
+
+def write_end(file: str | os.PathLike[str], how: str, config: dict[str, Any] | None = None) -> None:
+    """Note how a run has ended, and settings that it did not know itself."""
+    write_lines(file, *([{"config": config}] if config else []), {"end": {"how": how, "time": round(time.time(), 3)}})
+
+
+def write_lines(file: str | os.PathLike[str], *lines: dict[str, Any]) -> None:
+    """Add lines to a file. It is opened for them: nothing is open, or lost, when the process is killed."""
+    text = (
+        json.dumps(line, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+        for line in lines
+    )
+    with Path(file).open("a", encoding="utf-8") as opened:
+        opened.write("".join(f"{line}\n" for line in text))
+
+
+def read_run(path: str | os.PathLike[str]) -> RunRecord:
+    """Read what the JSON lines tracker wrote, also while it is being written.
+
+    Args:
+        path: the file, or a folder whose newest run is meant.
+
+    Raises:
+        FileNotFoundError: there is no such file, or no run in the folder.
+        ConfigError: a line is not JSON.
+    """
+    file = Path(path)
+    if file.is_dir():
+        runs = sorted(file.glob("*.jsonl"), key=lambda run: run.stat().st_mtime_ns)
+        if not runs:
+            raise FileNotFoundError(f"There is no run (*.jsonl) in {file}.")
+        file = runs[-1]
+    record, damage, _ = _read(file)
+    if damage:
+        raise ConfigError(f"{damage} Is it the file of a run?")
+    return record
+
+
+def read_folder(folder: Path) -> tuple[list[RunRecord], list[str]]:
+    """Return the runs in a folder and in those just below it, and sentences about what cannot be read."""
+    found, problems = [], []
+    for file in sorted({*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")}):
+        try:
+            if not _is_run(file):
+                continue
+            if file.stat().st_size > _MOST_BYTES:
+                problems.append(f"{file} is left out, because it is large; read_run({str(file)!r}) reads it.")
+                continue
+            record, damage, version = _read(file)
+        except OSError as error:
+            problems.append(f"{file} cannot be read: {error.strerror}.")
+            continue
+        record.name = file.relative_to(folder).with_suffix("").as_posix()
+        found.append(record)
+        if damage:
+            problems.append(f"{damage} What is above it is shown.")
+        elif version > _VERSION:
+            problems.append(f"{file} was written by a newer nb_accelerate: what this one does not know is left out.")
+    return found, problems
+
+
+def _read(file: Path) -> tuple[RunRecord, str, int]:
+    """Return a run, a sentence about a line at which reading has ended because of it, and the version of the file."""
+    record = RunRecord(name=file.stem, file=str(file.resolve()))
+    damage, version = "", _VERSION
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                break  # it is being written
+            try:
+                entry = json.loads(line)
+                if not isinstance(entry, dict):
+                    raise TypeError
+                record.read(entry)
+                if number == 1 and entry.keys() == {"run"}:
+                    version = int(entry["run"]["version"])
+            except (ValueError, TypeError, KeyError):
+                damage = f"Line {number} of {file} is not JSON: {line[:60]!r}."
+                break
+    if not record.began:
+        record.began = next((row["time"] for row in record.rows if "time" in row), file.stat().st_mtime)
+    return record, damage, version
+
+
+def _is_run(file: Path) -> bool:
+    """Return whether a file is one of a run, by its first line: data sets are files of JSON lines too."""
+    with file.open("rb") as opened:
+        line = opened.readline(_FIRST)
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(entry, dict) and (entry.keys() in ({"run"}, {"config"}) or {"time", "step"} <= entry.keys())
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,268 @@
+"""Runs as a table, and as one chart that compares them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from typing import TYPE_CHECKING, Any, overload
+
+from typing_extensions import override
+
+from nb_accelerate.base.records.curves import (
+    LABELS,
+    SMOOTHED_FROM,
+    Curve,
+    Line,
+    is_wide,
+    legend,
+    picture,
+    smoothed,
+)
+from nb_accelerate.base.records.naming import differing, labels, settings, shown
+from nb_accelerate.base.records.record import better
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nb_accelerate.base.records.record import RunRecord
+
+_MOST_ROWS = 50
+"""Runs in a table."""
+
+_MOST_VALUES = 4
+"""Logged values with columns of their own."""
+
+_COUNTERS = ("epoch", "step", "global_step")
+
+_STROKES = ("#2a78d6", "#d9730d", "#2e9e5b", "#c43d6b", "#8a63d2", "#0f9aa8", "#a07a1c", "#8a8a8a")
+_DASHES = ("", "6 3", "2 3")
+"""Colours of curves, which are seen on light and on dark ground, then dashes."""
+
+_HEIGHT = 230
+"""Pixels of the chart."""
+
+_NONE = 'No runs yet. Those that log_with="jsonl" has written are read by runs(project_dir="the folder").'
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cells: tuple[str, ...]
+    best: int | None = None  # the row with the best value
+    is_text: bool = False
+
+
+class Runs(Sequence["RunRecord"]):
+    """Runs, the newest last. A slice is again a table that can be drawn."""
+
+    def __init__(self, runs: Iterable[RunRecord], problems: Iterable[str] = ()) -> None:
+        self._runs = tuple(runs)
+        self._problems = tuple(problems)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> RunRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> RunRecord | Runs:
+        return Runs(self._runs[index]) if isinstance(index, slice) else self._runs[index]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a dict for each run, for ``pandas.DataFrame``.
+
+        Settings are called ``config.lr``, newest and best values ``loss`` and ``best loss``.
+        """
+        return [
+            {
+                "name": run.name,
+                "began": datetime.fromtimestamp(run.began) if run.began else None,
+                "duration": run.duration,
+                "ended": run.ended,
+                **{f"config.{name}": value for name, value in run.config.items()},
+                **{name: run.last(name) for name in run.columns},
+                **{f"best {name}": run.best(name) for name in run.columns if better(name)},
+            }
+            for run in self._runs
+        ]
+
+    def plot(self, name: str = "loss", *, log: bool | None = None) -> RunsPlot:
+        """Return one chart with a curve for each run. In a cell it is drawn; a tooltip has the values at a step.
+
+        Args:
+            name: of the value.
+            log: whether its scale is logarithmic. None is so if values differ by more than a factor of ten.
+
+        Raises:
+            ConfigError: no run has values by that name.
+        """
+        having = [run for run in self._runs if name in run.columns]
+        if not having:
+            known = dict.fromkeys(column for run in self._runs for column in run.columns)
+            raise ConfigError(f"{name!r} was not logged in these runs. Write one of: {', '.join(known) or 'none'}.")
+        said = labels([run.name for run in having], [run.config for run in having])
+        curves = (Curve(label, tuple(run.column(name))) for label, run in zip(said, having, strict=True))
+        return RunsPlot(name, tuple(curves), log)
+
+    def _repr_html_(self) -> str:
+        if not self._runs:
+            return f"<p>{escape(' '.join((_NONE, *self._problems)))}</p>"
+        columns = self._columns
+        aligned = [f'style="text-align:{"left" if column.is_text else "right"}"' for column in columns]
+        head = "".join(f"<th {side}>{escape(column.title)}</th>" for side, column in zip(aligned, columns, strict=True))
+        rows = "".join(
+            "<tr>"
+            + "".join(
+                f"<td {side}>{_bold(escape(column.cells[index]), index == column.best)}</td>"
+                for side, column in zip(aligned, columns, strict=True)
+            )
+            + "</tr>"
+            for index in range(len(columns[0].cells))
+        )
+        notes = "".join(f'<p style="margin:2px 0">{escape(note)}</p>' for note in self._notes)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f'<div style="overflow-x:auto">{table}{notes}</div>'
+
+    @override
+    def __repr__(self) -> str:
+        if not self._runs:
+            return " ".join((_NONE, *self._problems))
+        columns = self._columns
+        lines = [[column.title for column in columns], *zip(*(column.cells for column in columns), strict=True)]
+        widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
+        padded = (
+            "  ".join(
+                cell.ljust(width) if column.is_text else cell.rjust(width)
+                for cell, width, column in zip(line, widths, columns, strict=True)
+            ).rstrip()
+            for line in lines
+        )
+        return "\n".join((*padded, *self._notes))
+
+    @property
+    def _shown(self) -> tuple[RunRecord, ...]:
+        return self._runs[-_MOST_ROWS:]
+
+    @property
+    def _columns(self) -> list[_Column]:
+        runs = self._shown
+        today = time.strftime("%d %b")
+        begins = [time.localtime(run.began) if run.began else None for run in runs]
+        of_today = all(began is None or time.strftime("%d %b", began) == today for began in begins)
+        when = "%H:%M:%S" if of_today else "%d %b %H:%M"
+        first = len(self._runs) - len(runs)
+        columns = [
+            _text("", (str(first + index) for index in range(len(runs)))),
+            _text("name", (run.name for run in runs)),
+            _text("began", (time.strftime(when, began) if began else "" for began in begins)),
+        ]
+        for name in differing([run.config for run in runs]):
+            cells = tuple(shown(run.config[name]) if name in run.config else "" for run in runs)
+            columns.append(_Column(name, cells))
+        for name in self._values[:_MOST_VALUES]:
+            columns += _value_columns(name, runs)
+        columns.append(_text("ended", (run.ended or "not yet" for run in runs)))
+        columns.append(_Column("time", tuple(_duration(run.duration) for run in runs)))
+        return columns
+
+    @property
+    def _values(self) -> list[str]:
+        """Return the names of logged values that have columns, those first by which runs are compared.
+
+        A value that is the same in all runs all the time, and one that a column of settings has, is none.
+        """
+        runs = self._shown
+        names = dict.fromkeys(name for run in runs for name in run.columns)
+        config = {name for run in runs for name in run.config}
+        found = [name for name in names if name not in {*config, *_COUNTERS} and not _constant(name, runs)]
+        return sorted(found, key=lambda name: not better(name))
+
+    @property
+    def _notes(self) -> list[str]:
+        """Return sentences below the table: what is the same in all runs, and what it does not show."""
+        runs = self._shown
+        told = differing([run.config for run in runs])
+        steady = {name: runs[0].last(name) for name in runs[0].columns if _constant(name, runs)}
+        same = {name: value for name, value in (steady | runs[0].config).items() if name not in {*told, *_COUNTERS}}
+        rest = self._values[_MOST_VALUES:]
+        notes = [f"Earlier ones are left out: runs()[:{len(self) - len(runs)}]."] if len(runs) < len(self) else []
+        notes += [f"{'The same in all' if len(runs) > 1 else 'With'}: {settings(same, same)}"] if same else []
+        notes += [f"Also logged: {', '.join(rest)}"] if rest else []
+        return [*notes, *self._problems]
+
+
+@dataclass(frozen=True)
+class RunsPlot:
+    """One chart of a value in several runs."""
+
+    name: str
+    curves: tuple[Curve, ...]
+    log: bool | None = None
+
+    def _repr_html_(self) -> str:
+        lines = [
+            Line(
+                Curve(curve.name, smoothed(curve.points)),
+                f"run-{index}",
+                _STROKES[index % len(_STROKES)],
+                _DASHES[index // len(_STROKES) % len(_DASHES)],
+            )
+            for index, curve in enumerate(self.curves)
+        ]
+        points = tuple(point for line in lines for point in line.curve.points)
+        is_log = is_wide(points) if self.log is None else self.log and all(value > 0 for _, value in points)
+        title = self.name
+        title += ", smoothed" if any(len(curve.points) >= SMOOTHED_FROM for curve in self.curves) else ""
+        title += ", logarithmic" if is_log else ""
+        drawn = picture(lines, title, height=_HEIGHT, is_log=is_log, num_bands=40) or "no finite value"
+        return f'<div style="max-width:820px"><style>{LABELS}</style>{legend(lines[::-1])}{drawn}</div>'
+
+    def __repr__(self) -> str:
+        last = "; ".join(f"{curve.name}: {curve.points[-1][1]:.4g}" for curve in self.curves)
+        return f"RunsPlot({self.name!r}: {last})"
+
+
+def _text(title: str, cells: Iterable[str]) -> _Column:
+    return _Column(title, tuple(cells), is_text=True)
+
+
+def _value_columns(name: str, runs: Sequence[RunRecord]) -> list[_Column]:
+    """Return the newest values, and the best if a run had a better one than its last."""
+    last, best = [run.last(name) for run in runs], [run.best(name) for run in runs]
+    found = [_Column(name, tuple(_figure(value) for value in last))]
+    if last != best and better(name):
+        chosen = [value for value in best if value is not None]
+        of_all = (max if better(name) == "highest" else min)(chosen, default=None)
+        row = best.index(of_all) if len(runs) > 1 and of_all is not None else None
+        found.append(_Column(f"{better(name)} {name}", tuple(_figure(value) for value in best), row))
+    return found
+
+
+def _constant(name: str, runs: Sequence[RunRecord]) -> bool:
+    """Return whether a value is the same all the time in all runs."""
+    return all(run.is_constant(name) for run in runs) and len({run.last(name) for run in runs}) == 1
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _bold(text: str, is_best: bool) -> str:
+    return f"<b>{text}</b>" if is_best else text
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, left = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
