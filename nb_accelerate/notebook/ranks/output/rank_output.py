@@ -13,7 +13,7 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, get_args
 
-from nb_accelerate.notebook.display.runs import take
+from nb_accelerate.base.records.kept import take
 from nb_accelerate.notebook.protocol.output import Chunk, Decoder, StreamName
 
 if TYPE_CHECKING:
