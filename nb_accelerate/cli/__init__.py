@@ -24,7 +24,7 @@ from nb_accelerate.cli import (
     to_fsdp2,
 )
 from nb_accelerate.cli.closed_output import discard_stdout
-from nb_accelerate.cli.flags import why_refused
+from nb_accelerate.cli.flags import name_here, why_refused
 from nb_accelerate.errors import ConfigError, NbAccelerateError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that suggests what a mistyped command or flag was meant to be."""
+    """A parser that says in one line what is wrong, and suggests what a mistyped command or flag was meant to be."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -87,6 +87,8 @@ class _Parser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             if why := why_refused(flag):
                 raise ConfigError(f"{flag}: {why}.")
+            if name := name_here(flag):
+                raise ConfigError(f"{flag} is called --{name} here.")
             command: _Parser = parsed.command
             known = [name for action in command._actions for name in action.option_strings]
             below = [name for action in command._actions for name in action.choices or () if not action.option_strings]
@@ -96,11 +98,18 @@ class _Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, with a suggestion, and exit with 2."""
+        """Print the message, with a suggestion, and exit with 2."""
         if found := re.fullmatch(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
             from nb_accelerate.base.config.checks import suggest
 
             what, given, choices = found[1], found[2], found[3].replace("'", "").split(", ")
+            meant = given if given.endswith((".py", ".ipynb")) else "TARGET" if given in ("run", "execute") else ""
+            hint = f" Write: {self.prog} launch {meant}" if meant else f"{suggest(given, choices)} Write one of: "
             what = "there is no command" if what == "COMMAND" else f"{what} cannot be"
-            message = f"{what} {given!r}.{suggest(given, choices)} Write one of: {', '.join(choices)}"
-        super().error(message.removesuffix(", ..."))
+            message = f"{what} {given!r}.{hint}" + ("" if meant else ", ".join(choices))
+        elif found := re.fullmatch(r"argument (.*): invalid (int|float) value: (.*)", message):
+            kind = "whole number" if found[2] == "int" else "number"
+            message = f"{found[1]} takes a {kind}, and {found[3]} is none"
+        message = message.removesuffix(", ...")
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"{self.prog}: {message}{end} All there is: {self.prog} --help\n")

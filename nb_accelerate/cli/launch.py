@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
 """Values of ``distributed_type`` that a launch can be for."""
 
+_OF_LAUNCHERS_ONLY = ("--num_processes", "--num-processes", "--multi_gpu", "--multi-gpu", "--nproc_per_node")
+"""Flags that few scripts have themselves, unlike ``--mixed_precision``."""
+
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `launch` to the command line."""
@@ -58,7 +61,7 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
         "--parameter",
         action="append",
         metavar="NAME=VALUE",
-        help="another value of a name in the cell with the tag 'parameters'; again for more",
+        help="(or -p NAME VALUE) another value of a name in the cell with the tag 'parameters'; again for more",
     )
     group.add_argument(
         "--function",
@@ -68,11 +71,16 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    _take_parameters_before_the_target(arguments)
     if arguments.target.endswith(".ipynb") and not (arguments.module or arguments.no_python):
         return _run_notebook(arguments)
     for name in ("output_dir", "html", "parameter", "function"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for notebooks, but {arguments.target!r} is none.")
+    misplaced = next((word for word in arguments.arguments if word.partition("=")[0] in _OF_LAUNCHERS_ONLY), None)
+    if misplaced is not None and not arguments.quiet:
+        target = arguments.target
+        print(f"{misplaced} stands after {target}, which gets it. Flags of launch stand before it.", file=sys.stderr)
     job = _job(arguments)
     from nb_accelerate.base.config.file import name_unknown, read_config
     from nb_accelerate.base.config.launch import LaunchOptions
@@ -106,6 +114,15 @@ def _run(arguments: argparse.Namespace) -> int:
         from nb_accelerate.cli.script import run
 
         return run(job, options, plan)
+
+
+def _take_parameters_before_the_target(arguments: argparse.Namespace) -> None:
+    """Understand ``-p NAME VALUE ... NOTEBOOK.ipynb``, of which VALUE was taken for the target."""
+    words = arguments.arguments
+    pairs = arguments.parameter or []
+    if pairs and "=" not in pairs[-1] and any(word.endswith(".ipynb") for word in words):
+        pairs[-1] += f"={arguments.target}"
+        arguments.target = words.pop(next(index for index, word in enumerate(words) if word.endswith(".ipynb")))
 
 
 def _job(arguments: argparse.Namespace) -> Job:
@@ -223,12 +240,20 @@ def _pairs(text: str | None) -> dict[str, str] | None:
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:
+    from nb_accelerate.cli.parameters import joined
+
     # Flags may stand before or after the notebook.
-    parser = argparse.ArgumentParser(prog="nb-accelerate launch NOTEBOOK.ipynb")
+    parser: argparse.ArgumentParser = type(arguments.command)(prog=arguments.command.prog)
     add_flags(parser)
     _add_notebook_flags(parser)
     parser.set_defaults(**{name: value for name, value in vars(arguments).items() if value is not None})
-    parser.parse_args(arguments.arguments, namespace=arguments)
+    words = joined(arguments.arguments)
+    if words and words[0].endswith(".ipynb"):
+        raise ConfigError(
+            f"{words[0]!r} is a second notebook. The executed copy is {Path(arguments.target).stem}.executed.ipynb, in "
+            "this folder or in that of --output-dir DIR. Leave it out."
+        )
+    parser.parse_args(words, namespace=arguments)
     path = Path(arguments.target)
     if not path.is_file():
         raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")

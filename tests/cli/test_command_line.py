@@ -118,13 +118,45 @@ def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, cap
         (["launch", "--fsdp", "train.py"], "unknown: --fsdp. Did you mean '--use_fsdp'?"),
         (["config", "--default"], "unknown: --default. Did you mean 'nb-accelerate config default'?"),
         (["launch", "--mixed_precision=bf17", "train.py"], "--mixed_precision cannot be 'bf17'. Did you mean 'bf16'?"),
-        (["launch"], "the following arguments are required: TARGET\n"),
+        (["launch"], "the following arguments are required: TARGET. All there is: nb-accelerate launch --help\n"),
+        (["train.ipynb"], "there is no command 'train.ipynb'. Write: nb-accelerate launch train.ipynb."),
+        (["launch", "-np", "2", "train.py"], "-n/--num_processes takes a whole number, and 'p' is none."),
+        (["test", "-x"], "unknown: -x."),
+        # What torchrun, Lightning and papermill call it.
+        (["launch", "--nproc_per_node=2", "train.py"], "--nproc_per_node is called --num_processes here."),
+        (["launch", "--nnodes", "2", "train.py"], "--nnodes is called --num_machines here."),
+        (["launch", "--master-port", "2", "train.py"], "--master-port is called --main_process_port here."),
+        (["launch", "--precision", "16", "train.py"], "--precision is called --mixed_precision here."),
+        (["launch", "--standalone", "train.py"], "--standalone: A launch is on one machine unless --num_machines"),
+        (["launch", "--strategy", "ddp", "train.py"], "--strategy: Models are trained by DDP unless"),
+        (["launch", "{notebook}", "-y", "lr: 1"], "-y: Write the parameters one by one: -p NAME VALUE."),
+        (["launch", "{notebook}", "-r", "lr", "1"], "-r is called --parameter here."),
+        (["launch", "{notebook}", "-p", "lr"], "-p 'lr' says no value. Write -p lr=VALUE or -p lr VALUE"),
+        (["launch", "{notebook}", "--num_procs", "2"], "unknown: --num_procs 2. Did you mean '--num_processes'?"),
+        (
+            ["launch", "{notebook}", "out.ipynb"],
+            "'out.ipynb' is a second notebook. The executed copy is sample.executed",
+        ),
     ],
 )
-def test_what_is_mistyped_is_told_with_what_may_be_meant(
-    line: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_what_is_mistyped_is_told_in_one_line_with_what_may_be_meant(
+    line: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(line)
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+    notebook = _notebook(tmp_path, "pass")
+    try:
+        code: object = main([word.format(notebook=notebook) for word in line])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_flag_of_launch_that_the_script_gets_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint(sys.argv[1:])", encoding="utf-8")
+    assert main(["launch", "--cpu", str(script), "--num_processes", "2"]) == 0
+    shown = capfd.readouterr()
+    assert shown.out == "['--num_processes', '2']\n"
+    assert f"--num_processes stands after {script}, which gets it. Flags of launch stand before it." in shown.err

@@ -103,3 +103,23 @@ def test_a_loss_of_nan_is_told_of_a_run_that_no_panel_was_drawn_for(notebook: Ke
 def test_resume_that_resumes_nothing_says_so(notebook: Kernel) -> None:
     cell = notebook.run("notebook_launcher(trains_nothing, (), 2, resume=True)").ok()
     assert cell.stderr.count("resume=True: nothing was resumed.") == 1
+
+
+def test_a_prepared_model_that_every_rank_saves_is_told_with_what_to_write(notebook: Kernel, tmp_path: Path) -> None:
+    code = f"""
+    def saves():
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        file = {str(tmp_path)!r} + "/{{}}.pt"
+        torch.save({{"model": model.state_dict(), "epoch": 3}}, file.format("told"))
+        torch.save(model.state_dict(), file.format(accelerator.process_index))
+        torch.save(accelerator.unwrap_model(model).state_dict(), file.format("plain"))
+        accelerator.save(model.state_dict(), file.format("once"))
+        if accelerator.is_main_process:
+            torch.save(model.state_dict(), file.format("by the main process"))
+    notebook_launcher(saves, (), 2)"""
+    ((shown,), stderr) = left_in_lab(notebook, code)
+    _, *said = shown["text/plain"].splitlines()
+    assert stderr == ""
+    assert [line.partition(" was saved by rank 1 too")[0] for line in said] == [str(tmp_path / "told.pt")]
+    assert said[0].endswith(f"accelerator.save(accelerator.get_state_dict(model), {str(tmp_path / 'told.pt')!r})")

@@ -415,3 +415,18 @@ def test_a_hang_that_was_found_by_the_stacks_is_told_until_the_panel_can_or_a_ra
     run.state.stuck.tell("rank 0 waits", "")
     run.wait(8.0)
     assert run.view.warnings == ("Rank 1 has not moved for 9 s; rank 0 waits for it in wait_for_everyone.",)
+
+
+def test_ranks_that_have_failed_alike_are_told_by_the_traceback_that_is_raised():
+    def rows(ranks: tuple[int, ...], *, details: str = "", steps: int = 0) -> int:
+        run = Run(2)
+        if steps:
+            run.begin_loop(step=steps)
+        run.put(state="failed")
+        run.look()
+        return len(run.end("failed", FailureSummary(ranks=ranks, what="ValueError", details=details)).rows)
+
+    assert rows((0, 1)) == 0
+    assert rows((1,)) == 2, "what the other one did is news"
+    assert rows((0, 1), details="ValueError: it is raised nowhere") == 2
+    assert rows((0, 1), steps=5) == 2

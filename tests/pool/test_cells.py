@@ -539,6 +539,15 @@ def test_a_module_that_is_pushed_is_loaded_anew(notebook: Kernel, tmp_path: Path
     notebook.run("sys.path.pop(0)").ok()
 
 
+@pytest.mark.parametrize("above", ["# train it", "import os"])
+def test_a_magic_that_is_not_the_first_line_says_where_it_belongs(notebook: Kernel, above: str) -> None:
+    failed = notebook.run(f"{above}\n%%rank 1\n1 / 0")
+    assert failed.error == "ConfigError"
+    assert failed.message.startswith("%%rank has to be the first line of its cell, above comments too: nothing ran")
+    assert failed.message.endswith("Move `%%rank 1` there.")
+    assert "\n" not in plain(failed.traceback).strip()
+
+
 def test_a_name_that_only_ranks_have_is_told_to_be_there(notebook: Kernel) -> None:
     notebook.run("%%distributed\nonly_there = 1").ok()
     cell = notebook.run("only_there + 1")

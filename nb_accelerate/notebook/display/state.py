@@ -117,6 +117,8 @@ class PanelState:
         rows: tuple[Row, ...] = ()
         if not bars or has_steps or {"late", "bad"} & {*makes.kinds.values()}:  # else the bars say it all
             rows = makes.folded() if len(ranks) > MOST_ROWS else makes.each()
+        if self._state == "failed" and not has_steps and self._is_told_by_traceback(makes):
+            rows = ()
         self._columns.update(name for row in rows for name, _ in FIGURES if getattr(row, name))
         return View(
             state=self._state,
@@ -137,6 +139,11 @@ class PanelState:
             advice=" ".join(self._sentences(now, is_advice=True)) if self._state != "failed" else "",
             failure=self._failure,
         )
+
+    def _is_told_by_traceback(self, makes: Rows) -> bool:
+        """Return whether all ranks have failed with the error that is raised, so that rows would only repeat it."""
+        failure = self._failure
+        return failure is not None and bool(failure.what) and not failure.details and {*failure.ranks} == {*makes.ranks}
 
     @property
     def _is_paused(self) -> bool:

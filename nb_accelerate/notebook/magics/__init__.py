@@ -13,15 +13,22 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.base.config.versions import check_versions
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.magics.auto import AutoMode
 from nb_accelerate.notebook.magics.cells import Cells
 from nb_accelerate.notebook.magics.commands import Commands
 from nb_accelerate.notebook.magics.names import RankNames
+from nb_accelerate.notebook.magics.plain import plain_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
+
+_CELL_MAGICS = ("distributed", "rank", "local")
 
 
 class _Extension:
@@ -42,6 +49,8 @@ class _Extension:
         manager.register_function(cells.rank, magic_kind="cell", magic_name="rank")
         manager.register_function(cells.local, magic_kind="cell", magic_name="local")
         manager.register_function(commands.run, magic_kind="line", magic_name="distributed")
+        for name in _CELL_MAGICS:  # the line magic that IPython looks for when the line is not the first
+            manager.register_function(_misplaced(name), magic_kind="line", magic_name=f"%{name}")
         self._auto.register()
         self._names.register()
         self._shell.events.register("post_run_cell", cells.note_seeds)
@@ -57,12 +66,26 @@ class _Extension:
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("post_run_cell", self._cells.note_seeds)
         SESSION_DEFAULTS.clear()
-        for kind, names in (("cell", ("distributed", "rank", "local")), ("line", ("distributed",))):
+        of_lines = ("distributed", *(f"%{name}" for name in _CELL_MAGICS))
+        for kind, names in (("cell", _CELL_MAGICS), ("line", of_lines)):
             for name in names:
                 self._shell.magics_manager.magics[kind].pop(name, None)
         from nb_accelerate.notebook import pool
 
         pool.stop()
+
+
+def _misplaced(name: str) -> Callable[[str], None]:
+    """Return a line magic that says where a cell magic belongs."""
+
+    @plain_errors()
+    def misplaced(line: str) -> None:
+        raise ConfigError(
+            f"%%{name} has to be the first line of its cell, above comments too: nothing ran on the ranks. Move "
+            f"`{f'%%{name} {line}'.rstrip()}` there."
+        )
+
+    return misplaced
 
 
 _extensions: dict[int, _Extension] = {}

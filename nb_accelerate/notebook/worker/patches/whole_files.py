@@ -6,8 +6,10 @@ Ranks that write into one file at once leave parts of each in it. So each writes
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import shutil
+import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,9 @@ from nb_accelerate.base.imported import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+logger = logging.getLogger("nb_accelerate")
 
 
 def save_whole_files() -> None:
@@ -42,10 +47,32 @@ def _whole(save: Callable[..., None]) -> Callable[..., None]:
             if os.path.exists(path):  # noqa: PTH110 - as above
                 shutil.copymode(path, beside)
             os.replace(beside, path)  # noqa: PTH105 - as above
+            if os.environ.get("RANK") == "1" and "1" not in os.path.basename(path):  # noqa: PTH119 - not its own file
+                _tell_of_prepared_model(obj, str(f))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     return save_whole
+
+
+def _tell_of_prepared_model(obj: object, file: str) -> None:
+    """Say what to write if an object that all ranks save is a prepared model, or has the state of one in it."""
+    values = obj if isinstance(obj, dict) else {}
+    states = [values, *(value for value in values.values() if isinstance(value, dict))]
+    instead = f"accelerator.save(accelerator.get_state_dict(model), {file!r})"
+    if any(type(value).__name__ == "DTensor" for state in states for value in state.values()):
+        logger.warning("%s has the shards of one rank only, the last that saved it. Write %s", file, instead)
+    elif any(cls.__name__ == "DistributedDataParallel" for cls in type(obj).__mro__) or any(
+        str(name).startswith("module.") for state in states for name in state
+    ):
+        _note(
+            f"{file} was saved by rank 1 too, and with names that begin with 'module.'. Once, without these: {instead}"
+        )
+
+
+@functools.lru_cache  # each line once
+def _note(line: str) -> None:
+    sys.__stdout__.notes.write(line + "\n")  # type: ignore[union-attr] # that of a rank
 
 
 def _folder_beside(path: str) -> str | None:
