@@ -37,9 +37,9 @@ def first_line() -> dict[str, Any]:
     return {"run": {"began": round(time.time(), 3), "version": _VERSION}}
 
 
-def write_end(file: str | os.PathLike[str], how: str, config: dict[str, Any] | None = None) -> None:
-    """Note how a run has ended, and settings that it did not know itself."""
-    write_lines(file, *([{"config": config}] if config else []), {"end": {"how": how, "time": round(time.time(), 3)}})
+def write_end(file: str | os.PathLike[str], how: str) -> None:
+    """Note how a run has ended."""
+    write_lines(file, {"end": {"how": how, "time": round(time.time(), 3)}})
 
 
 def write_lines(file: str | os.PathLike[str], *lines: dict[str, Any]) -> None:

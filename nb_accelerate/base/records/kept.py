@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.records.files import read_folder, write_end
+from nb_accelerate.base.records.files import read_folder, write_end, write_lines
 from nb_accelerate.base.records.record import RunRecord, is_training_loss
 from nb_accelerate.base.records.table import Runs
 
@@ -105,9 +105,11 @@ def note_run(
     for record in told:
         added = {key: value for key, value in config.items() if key not in record.config}
         record.config.update(added)
-        if not record.ended and Path(record.file).is_file():
+        if Path(record.file).is_file():
             with contextlib.suppress(OSError):  # the disk is full: it stays a run whose end nobody has noted
-                write_end(record.file, ended, added)
+                write_lines(record.file, *([{"config": added}] if added else ()))
+                if not record.ended:
+                    write_end(record.file, ended)
         was_ended = record.ended
         known = record.columns
         for metric, points in values.items():

@@ -100,7 +100,8 @@ class Runs(Sequence["RunRecord"]):
 
         Args:
             name: of the value.
-            log: whether its scale is logarithmic. None is so if values differ by more than a factor of ten.
+            log: whether its scale is logarithmic. None is so if values differ by more than a factor of ten, and lower
+                ones are better, if that is known.
 
         Raises:
             ConfigError: no run has values by that name.
@@ -111,7 +112,7 @@ class Runs(Sequence["RunRecord"]):
             raise ConfigError(f"{name!r} was not logged in these runs. Write one of: {', '.join(known) or 'none'}.")
         said = labels([run.name for run in having], [run.config for run in having])
         curves = (Curve(label, tuple(run.column(name))) for label, run in zip(said, having, strict=True))
-        return RunsPlot(name, tuple(curves), log)
+        return RunsPlot(name, tuple(curves), False if log is None and better(name) == "highest" else log)
 
     def _repr_html_(self) -> str:
         if not self._runs:
@@ -192,10 +193,11 @@ class Runs(Sequence["RunRecord"]):
         runs = self._shown
         told = differing([run.config for run in runs])
         steady = {name: runs[0].last(name) for name in runs[0].columns if _constant(name, runs)}
-        same = {name: value for name, value in (steady | runs[0].config).items() if name not in {*told, *_COUNTERS}}
+        known = {name: value for name, value in (steady | runs[0].config).items() if value is not None}
+        same = settings(known, (name for name in known if name not in {*told, *_COUNTERS}))
         rest = self._values[_MOST_VALUES:]
         notes = [f"Earlier ones are left out: runs()[:{len(self) - len(runs)}]."] if len(runs) < len(self) else []
-        notes += [f"{'The same in all' if len(runs) > 1 else 'With'}: {settings(same, same)}"] if same else []
+        notes += [f"{'The same in all' if len(runs) > 1 else 'With'}: {same}"] if same else []
         notes += [f"Also logged: {', '.join(rest)}"] if rest else []
         return [*notes, *self._problems]
 
@@ -261,8 +263,8 @@ def _bold(text: str, is_best: bool) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
+    if seconds is None or seconds < 60:
+        return "" if seconds is None else f"{seconds:.1f} s"
     minutes, left = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

@@ -1,0 +1,360 @@
+"""`nb_accelerate.runs`: a table that compares runs, one chart of them, and files that outlive the kernel."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nb_accelerate.base.records import Curve, RunRecord, Runs, kept
+from nb_accelerate.base.records.naming import labels
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.notebook.launch.description import simple_arguments
+from nb_accelerate.training.tracking import JSONLinesTracker, NotebookTracker
+from nb_accelerate.training.tracking.select import make_trackers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fixtures.kernels import Kernel
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_records", {})
+
+
+def note(*losses: float, ended: str = "done", name: str = "train", **config: Any) -> None:
+    values = {"loss": tuple((float(step), loss) for step, loss in enumerate(losses, start=1))}
+    kept.note_run(name, config=config, values=values, began=time.time() - 65, ended=ended)
+
+
+def table(runs: Runs) -> list[dict[str, str]]:
+    """The table that a notebook shows, a dict for each row."""
+    found = ET.fromstring(runs._repr_html_()).find("table")
+    assert found is not None
+    head, *rows = [["".join(cell.itertext()) for cell in row] for row in found.iter("tr")]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_settings_that_differ_have_columns_and_the_others_a_line() -> None:
+    note(3.0, 1.0, 2.0, lr=0.1, depth=3)
+    note(3.0, lr=0.5, depth=3, ended="failed: ValueError")
+    note(3.0, math.nan, lr=9.0, depth=3)
+    shown = [{name: value for name, value in row.items() if name != "began"} for row in table(kept.runs())]
+    assert shown == [
+        {"": "0", "name": "train", "lr": "0.1", "loss": "2", "lowest loss": "1", "ended": "done", "time": "1:05"},
+        {
+            "": "1",
+            "name": "train-2",
+            "lr": "0.5",
+            "loss": "3",
+            "lowest loss": "3",
+            "ended": "failed: ValueError",
+            "time": "1:05",
+        },
+        {"": "2", "name": "train-3", "lr": "9", "loss": "nan", "lowest loss": "3", "ended": "nan", "time": "1:05"},
+    ]
+    assert "<b>1</b>" in kept.runs()._repr_html_(), "the best of all"
+    lines = repr(kept.runs()).splitlines()
+    assert [line.split() for line in lines[:2]] == [
+        ["name", "began", "lr", "loss", "lowest", "loss", "ended", "time"],
+        ["0", "train", table(kept.runs())[0]["began"], "0.1", "2", "1", "done", "1:05"],
+    ]
+    assert lines[-1] == "The same in all: depth=3"
+
+
+def test_runs_are_a_sequence_and_dicts_for_pandas() -> None:
+    for lr in (0.1, 0.2, 0.3):
+        note(2.0, 1.0, lr=lr)
+    note(5.0, name="other")
+    runs = kept.runs()
+    assert (len(runs), runs[-1].name, [run.config["lr"] for run in runs[1:3]]) == (4, "other", [0.2, 0.3])
+    assert [run.name for run in kept.runs("train")] == ["train", "train-2", "train-3"]
+    assert isinstance(runs[1:], Runs)
+    record = runs.records()[0]
+    assert record.pop("began").timestamp() == pytest.approx(runs[0].began)
+    assert record.pop("duration") == pytest.approx(65, abs=30)
+    assert record == {"name": "train", "ended": "done", "config.lr": 0.1, "loss": 1.0, "best loss": 1.0}
+
+
+def test_what_is_constant_has_no_column_and_accuracies_are_best_when_high() -> None:
+    for lr in (0.1, 0.2):
+        run = RunRecord(name="run", config={"lr": lr})
+        for step, accuracy in enumerate((0.5, 0.9, 0.8)):
+            run.add(
+                {"step": step, "epoch": step, "accuracy": accuracy, "val_loss": 1.0 / (step + 1), "zero": 0, "lr": lr}
+            )
+        kept._records[str(lr)] = run
+    assert [*table(kept.runs())[0]][3:-2] == ["lr", "accuracy", "highest accuracy", "val_loss"]
+    assert repr(kept.runs()).splitlines()[-1] == "The same in all: zero=0"
+
+
+def test_of_many_values_some_have_columns_and_the_others_are_named() -> None:
+    run = RunRecord(name="run")
+    for step in (1, 2):
+        run.add({"step": step, **{f"value{number}": step for number in range(6)}, "loss": 1 / step})
+    kept._records["run"] = run
+    assert [*table(kept.runs())[0]][3:-2] == ["loss", "value0", "value1", "value2"]
+    assert "Also logged: value3, value4, value5" in repr(kept.runs())
+
+
+def test_without_runs_it_is_said_how_there_come_to_be_some() -> None:
+    assert "No runs yet" in repr(kept.runs())
+    assert "No runs yet" in kept.runs()._repr_html_()
+
+
+def test_text_of_users_is_no_markup() -> None:
+    note(1.0, name="<b>", note="</table><script>")
+    note(1.0, name="<b>", note="&")
+    page = kept.runs()._repr_html_() + kept.runs().plot()._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;b&gt;" in page
+
+
+def test_one_chart_has_all_runs_called_by_what_differs() -> None:
+    for lr in (0.1, 0.5):
+        note(*(100 * lr / step for step in range(1, 101)), lr=lr, depth=3)
+    kept._records["other"] = RunRecord(name="without a loss")
+    page = kept.runs().plot("loss")._repr_html_()
+    assert re.findall(r"</svg> ([^<]*)</span>", page) == ["lr=0.1", "lr=0.5"]
+    assert page.count("<polyline") == 2
+    assert 'data-t="loss, smoothed, logarithmic"' in page
+    assert re.search(r'title="step 52; lr=0\.1 0\.\d+; lr=0\.5 0\.\d+"', page)
+    assert 'data-t="loss, smoothed"' in kept.runs().plot("loss", log=False)._repr_html_()
+    with pytest.raises(ConfigError, match=r"'los' was not logged in these runs. Write one of: loss\."):
+        kept.runs().plot("los")
+
+
+def test_a_chart_of_values_that_are_not_finite_or_not_positive_is_drawn() -> None:
+    note(math.nan, math.nan)
+    assert "no finite value" in kept.runs().plot()._repr_html_()
+    note(1.0, 0.0, -1.0)
+    assert "logarithmic" not in kept.runs().plot("loss", log=True)._repr_html_()
+
+
+def test_runs_with_the_same_settings_are_called_by_name_too() -> None:
+    assert labels(["a", "b"], [{"lr": 1}, {"lr": 2}]) == ["lr=1", "lr=2"]
+    assert labels(["a", "b", "c"], [{"lr": 1}, {"lr": 1}, {"lr": 2}]) == ["a, lr=1", "b, lr=1", "c, lr=2"]
+    assert labels(["a", "b"], [{}, {}]) == ["a", "b"]
+    assert labels(["a", "b"], [{"lr": 1}, {}]) == ["a, lr=1", "b"]
+
+
+def test_arguments_that_are_numbers_or_short_texts_are_settings() -> None:
+    from nb_accelerate.base.config.launch import LaunchOptions
+
+    def train(lr: float, data: object, depth: int = 3, **others: object) -> None: ...
+
+    options = LaunchOptions(function=train, args=(0.1, [1, 2]), kwargs={"name": "x", "text": "y" * 1000})
+    assert simple_arguments(options) == {"lr": 0.1, "depth": 3, "name": "x"}
+    assert simple_arguments(LaunchOptions(function=train, args=(), kwargs={})) == {}
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def write_run(folder: Path, name: str, *losses: float, ends: bool = True, **config: Any) -> Path:
+    tracker = JSONLinesTracker(name, folder)
+    tracker.start()
+    tracker.store_init_configuration(config)
+    for step, loss in enumerate(losses):
+        tracker.log({"loss": loss}, step=step)
+    if ends:
+        tracker.finish()
+    assert tracker.path is not None
+    return tracker.path
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a restart of the kernel does."""
+    monkeypatch.setattr(kept, "_records", {})
+
+
+def test_files_are_found_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "digits", 2.0, 1.0, lr=0.1)
+    write_run(tmp_path, "digits", 2.0, math.nan, lr=0.5)
+    write_run(tmp_path, "deep/letters", 3.0, ends=False, lr=0.1)
+    before = [(run.name, run.config, run.ended, run.column("loss")) for run in kept.runs("digits")]
+    forget(monkeypatch)
+    assert not kept.runs()
+    runs = kept.runs("digits", project_dir=tmp_path)
+    assert str([(run.name, run.config, run.ended, run.column("loss")) for run in runs]) == str(before)
+    assert [(run.name, run.ended) for run in kept.runs(project_dir=tmp_path)] == [
+        ("digits", "done"),
+        ("digits-2", "nan"),
+        ("deep/letters", ""),
+    ]
+
+
+def test_a_folder_with_a_run_of_this_kernel_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "yesterday", 2.0)
+    forget(monkeypatch)
+    write_run(tmp_path, "today", 1.0)
+    assert [run.name for run in kept.runs()] == ["yesterday", "today"]
+
+
+def test_two_trackers_of_a_run_are_one_run(tmp_path: Path) -> None:
+    for tracker in make_trackers(["notebook", "jsonl"], "digits", logging_dir=tmp_path, init_kwargs={}):
+        tracker.start()
+        tracker.store_init_configuration({"lr": 0.1})
+        tracker.log({"loss": 1.0}, step=1)
+        tracker.finish()
+    assert [(run.name, run.config, run.column("loss"), run.ended) for run in kept.runs()] == [
+        ("digits", {"lr": 0.1}, [(1, 1.0)], "done")
+    ]
+
+
+def test_whoever_started_the_ranks_writes_how_they_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path, "digits", 2.0, ends=False, lr=0.1)
+    (key,) = kept._records
+    kept.note_run(
+        "train", config={"lr": 9, "depth": 3}, values={}, began=0.0, ended="failed: ValueError", logged_as=[key]
+    )
+    forget(monkeypatch)
+    (run,) = kept.runs(project_dir=tmp_path)
+    assert (run.config, run.ended) == ({"lr": 0.1, "depth": 3}, "failed: ValueError")
+    path.unlink()
+    assert not kept.runs(project_dir=tmp_path)
+
+
+def test_a_tracker_that_goes_on_after_a_failed_cell_is_ended_by_the_next(tmp_path: Path) -> None:
+    tracker = JSONLinesTracker("digits", tmp_path)
+    tracker.log({"loss": 2.0})
+    for ended in ("failed: ValueError", "interrupted"):
+        tracker.log({"loss": 1.0})
+        assert kept.runs()[0].ended == ""
+        kept.note_run("cell 3", config={}, values={}, began=0.0, ended=ended, logged_as=list(kept._records))
+        assert kept.runs()[0].ended == ended
+
+
+DAMAGED = {
+    "torn": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n{"step": 2, "ti\n{"step": 3}\n', "Line 3 of"),
+    "no-dict": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n[1, 2]\n', "Line 3 of"),
+    "bytes": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n\udcff\udcfe\n', "Line 3 of"),
+    "newer": ('{"run": {"began": 5, "version": 2}}\n{"new": []}\n{"step": 1, "time": 5, "loss": 2}\n', "newer"),
+    "being-written": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n{"step": 2, "ti', ""),
+    "odd-first-line": ('{"run": {"began": "yesterday"}}\n', "Line 1 of"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_file_that_is_damaged_is_said_and_read_so_far(kind: str, tmp_path: Path) -> None:
+    text, said = DAMAGED[kind]
+    (tmp_path / "run.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    runs = kept.runs(project_dir=tmp_path)
+    assert [run.last("loss") for run in runs] == [2 if "loss" in text else None]
+    assert said in repr(runs)
+    assert said in runs._repr_html_()
+    assert bool(said) == ("run.jsonl" in repr(runs))
+
+
+def test_data_sets_are_no_runs_and_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "hello", "time": 3}\n' * 3)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
+    runs = kept.runs(project_dir=tmp_path)
+    assert not runs
+    assert "folder.jsonl cannot be read" in repr(runs)
+    assert not kept.runs(project_dir=tmp_path / "nowhere")
+
+
+def test_a_run_of_ten_thousand_steps_and_twenty_values_is_read_whole(tmp_path: Path) -> None:
+    rows = (
+        {"step": step, "time": 5.0, "loss": 1e4 - step, **dict.fromkeys("abcdefghijklmnopqrs", step)}
+        for step in range(10_000)
+    )
+    (tmp_path / "run.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run,) = runs = kept.runs(project_dir=tmp_path)
+    assert (len(run.rows), run.best("loss"), len(run.columns)) == (10_000, 1, 20)
+    assert len(runs.plot()._repr_html_()) < 30_000
+
+
+def test_the_best_of_a_run_that_logs_for_weeks_is_exact() -> None:
+    run = RunRecord(name="long")
+    for step in range(50_001):
+        run.add({"loss": abs(step - 33_333.0), "step": step})
+    assert len(run.rows) < 4100
+    assert run.best("loss") == 0.0
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import torch
+from nb_accelerate import Accelerator, notebook_launcher, runs
+
+def train(lr, fails=False, folder=None):
+    accelerator = Accelerator(cpu=True, log_with="jsonl" if folder else None, project_dir=folder)
+    accelerator.init_trackers("digits", config={"lr": lr})
+    model, optimizer = accelerator.prepare(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=lr))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(20, 1)))
+    for step, x in enumerate(loader):
+        loss = model(x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        accelerator.log({"loss": loss}, step=step)
+    if fails:
+        raise ValueError("as asked")
+"""
+SHOW = "print([(run.name, run.config.get('lr'), run.ended, bool(run.column('loss'))) for run in runs({}) ])"
+
+
+@pytest.mark.limit(120)
+def test_launches_and_cells_are_runs_with_their_arguments_and_ends(shared_kernel: Kernel, tmp_path: Path) -> None:
+    shared_kernel.run(TRAIN + "\n%load_ext nb_accelerate").ok()
+    shared_kernel.run("notebook_launcher(train, (0.1,), num_processes=2)").ok()
+    shared_kernel.run("notebook_launcher(train, (0.2, True), num_processes=1)")
+    shared_kernel.run(f"notebook_launcher(train, (0.3, True, {str(tmp_path)!r}), num_processes=2)")
+    shared_kernel.run(f"%%distributed -n 1\ntrain(0.4, False, {str(tmp_path)!r})").ok()
+    shared_kernel.run("%%distributed -n 1\ntrain(0.5)").ok()
+    shared_kernel.run("%distributed stop").ok()
+    shown = shared_kernel.run(SHOW.format("")).ok().stdout
+    assert "('train', 0.1, 'done', True), ('train-2', 0.2, 'failed: ValueError', True)" in shown
+    assert "('digits', 0.3, 'failed: ValueError', True), ('digits-2', 0.4, 'done', True), ('cell " in shown
+    (failed, ended) = Runs(kept.runs(project_dir=tmp_path))
+    assert (failed.config, failed.ended) == ({"lr": 0.3, "fails": True, "folder": str(tmp_path)}, "failed: ValueError")
+    assert (ended.name, ended.config, ended.ended) == ("digits-2", {"lr": 0.4}, "done")
+
+
+SCRIPT = """
+import sys
+from nb_accelerate import Accelerator
+
+accelerator = Accelerator(log_with="jsonl", project_dir=sys.argv[1])
+accelerator.init_trackers("script", config={"lr": 0.1})
+accelerator.log({"loss": 1.0}, step=1)
+accelerator.wait_for_everyone()
+if sys.argv[2] == "fails":
+    raise ValueError("as asked")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.limit(120)
+def test_scripts_that_are_launched_from_a_terminal_are_runs_in_the_same_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for how in ("fails", "ends"):
+        launch = ["launch", "--cpu", "--num_processes", "2", str(tmp_path / "train.py"), str(tmp_path), how]
+        ran = subprocess.run([sys.executable, "-m", "nb_accelerate", *launch], capture_output=True, check=False)
+        assert (ran.returncode == 0) == (how == "ends"), ran.stderr
+    runs = kept.runs(project_dir=tmp_path)
+    assert [(run.name, run.config, run.ended) for run in runs] == [
+        ("script", {"lr": 0.1}, "failed: ValueError"),
+        ("script-2", {"lr": 0.1}, "done"),
+    ]
+
+
+def test_a_process_without_ranks_keeps_its_runs_itself() -> None:
+    tracker = NotebookTracker("alone")
+    tracker.start()
+    tracker.log({"loss": 1.0}, step=1)
+    tracker.finish()
+    assert [(run.name, run.column("loss"), run.ended) for run in kept.runs()] == [("alone", [(1, 1.0)], "done")]
+    assert isinstance(kept.runs().plot().curves[0], Curve)
