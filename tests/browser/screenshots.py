@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nb_accelerate import Accelerator, attach, notebook_launcher
 
 
-def train(state, steps=100, epochs=30, pause=0.05):
+def train(state, steps=100, epochs=30, pause=0.05, lr=0.02):
     accelerator = Accelerator()
     rank = accelerator.process_index
     if state == "stuck-before" and rank == 1:
@@ -41,7 +41,7 @@ def train(state, steps=100, epochs=30, pause=0.05):
     x = torch.randn(steps * 8 * accelerator.num_processes, 10)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in accelerator.epochs(epochs):
         for step, (x, y) in enumerate(loader):
@@ -92,6 +92,8 @@ class State(NamedTuple):
     launch: str = ""
 
 
+_SWEEP = ", sweep=[dict(lr=lr) for lr in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)]"
+
 STATES = {
     "first-step": State(2, "", "forward", False),
     "running": State(2, "", "2 / 30", False),
@@ -111,6 +113,8 @@ STATES = {
     "deadlocked": State(2, "", "✗", True),
     "killed": State(2, "", "✗", True),
     "out-of-memory": State(2, "", "✗", True),
+    "sweep": State(2, "steps=40, epochs=6, pause=0.02", "3 done", False, launch=_SWEEP),
+    "sweep-failed": State(2, "steps=20, epochs=2, pause=0.02", "✗", True, launch=_SWEEP.replace("0.03", "-1.0")),
 }
 
 
@@ -152,7 +156,7 @@ def picture_states(notebook: Notebook, where: Where, wanted: list[str]) -> None:
         picture(notebook, cell, f"{where}-{name}")
         if not state.ends:
             end(notebook)
-        if name in ("running", "nan", "ranks-64"):
+        if name in ("running", "nan", "ranks-64", "sweep"):
             picture(notebook, cell, f"{where}-{name}-interrupted")
         notebook.clear(cell)
 

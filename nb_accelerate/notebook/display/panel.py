@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 
 from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
+from nb_accelerate.notebook.display.run_rows import RunsState
 from nb_accelerate.notebook.display.runs import charts_of, config_of
 from nb_accelerate.notebook.display.state import PanelState
 from nb_accelerate.notebook.display.widgets.asides import last_lines
@@ -67,6 +68,8 @@ class Action:
 
 class PanelSource(Protocol):
     """The ranks of one run, for a panel. All but `statuses` and `stacks` are called from any thread."""
+
+    has_asides: bool  # stacks and logs of ranks can be opened below the panel
 
     def statuses(self) -> Sequence[RankStatus]:
         """Return a sample of each rank, without the memory of its process."""
@@ -141,7 +144,8 @@ class Panel:
     @functools.cached_property
     def _state(self) -> PanelState:
         """Make it for the first sample: most cells end before."""
-        return PanelState(self._facts, self.ranks, self._began)
+        kind = RunsState if self._facts.runs else PanelState
+        return kind(self._facts, self.ranks, self._began)
 
     @property
     def ended(self) -> View | None:

@@ -293,11 +293,11 @@ class Launch(Steerable):
     def _check_goes_on(self) -> None:
         """Raise why the launch is to end, while it has no ranks that could be ended."""
         if self._stopped:
-            raise interrupted(f"{_WORDING.what} was {self._stopped} before its ranks were started")
+            raise interrupted(f"{WORDING.what} was {self._stopped} before its ranks were started")
         limit = self._options.timeout
         if limit is not None and time.monotonic() > self._began + limit:
-            late = _WORDING.limit.format(seconds=limit)
-            raise DeadlineError(f"{_WORDING.what} took longer than {late}; its ranks had not been started", stacks={})
+            late = WORDING.limit.format(seconds=limit)
+            raise DeadlineError(f"{WORDING.what} took longer than {late}; its ranks had not been started", stacks={})
 
     def _attempt(self, server: RankServer, meet: Meet, call: Packed | None, attempt: int) -> Values:
         options, timeouts = self._options, self.timeouts
@@ -334,7 +334,7 @@ class Launch(Steerable):
                 ranks=ranks,
                 send=send,
                 steps=call_steps(timeouts),
-                wording=_WORDING,
+                wording=WORDING,
                 world_size=plan.world_size,
                 start=timeouts.start,
                 timeout=options.timeout,
@@ -351,7 +351,7 @@ class Launch(Steerable):
                 ranks=ranks,
                 send=RankProxy.quit,
                 steps=quit_steps(timeouts, seconds=timeouts.quit),
-                wording=_WORDING,
+                wording=WORDING,
                 awaits=Awaits.END,
                 world_size=plan.world_size,
                 keeps_panel=True,
@@ -457,4 +457,4 @@ def _after_end(rank: RankProxy) -> str:
     return doing if rank.handle.exitcode < 0 else f"{doing}, before the function returned"
 
 
-_WORDING = Wording(what="the launch", limit="timeout={seconds:g} s", after_end=_after_end)
+WORDING = Wording(what="the launch", limit="timeout={seconds:g} s", after_end=_after_end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nb_accelerate.base.config.env import LAUNCH, RESUME, Environment
@@ -12,19 +13,21 @@ from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
+from nb_accelerate.notebook.launch.configurations import check_sweep
 from nb_accelerate.notebook.launch.description import announce
 from nb_accelerate.notebook.launch.inline import run_inline
 from nb_accelerate.notebook.launch.launch import Launch
 from nb_accelerate.notebook.launch.machine import facts_here, gpu_warnings
 from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.launch.servers import warm_server
+from nb_accelerate.notebook.launch.sweep import Sweep
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.worker.server.limits import enough_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import ModuleType
 
     from nb_accelerate.notebook.launch.values import Values
@@ -69,6 +72,7 @@ def notebook_launcher(
     fold_output: bool | None = ...,
     resume: bool = ...,
     min_nodes: int | None = ...,
+    sweep: Iterable[Mapping[str, Any]] | None = ...,
 ) -> Values: ...
 
 
@@ -104,6 +108,7 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     fold_output: bool | None = None,
     resume: bool = False,
     min_nodes: int | None = None,
+    sweep: Iterable[Mapping[str, Any]] | None = None,
 ) -> Values | Launch:
     """Run a function on every rank and return what each of them returned.
 
@@ -154,10 +159,15 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         fold_output: show a line that all ranks print once, and put the rank in front of others, as ``%%distributed``
             cells do. False shows every line at once, as it was printed. None is True, unless
             `log_line_prefix_template` is given.
+        sweep: keyword arguments for each of several runs, ``[dict(lr=0.1), dict(lr=0.01)]``; they come on top of
+            `args` and `kwargs`, which all runs share. `num_processes` run at a time, each as the only rank of a process
+            of its own, on a GPU or with a share of the cores: `Accelerator()` is that of one process. The next one
+            begins where one has ended. A run that fails or is killed costs only itself.
 
     Returns:
-        The return values of this machine's ranks, in rank order. A cell that ends in the call shows nothing if all
-        of them are None. Tensors on a device come back on the CPU. With ``block=False`` a `Launch`.
+        The return values of this machine's ranks, in rank order; of a sweep those of the runs, in the order of their
+        configurations. A cell that ends in the call shows nothing if all of them are None. Tensors on a device come
+        back on the CPU. With ``block=False`` a `Launch`.
 
     Raises:
         ConfigError: an argument cannot be; nothing was started.
@@ -169,6 +179,9 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         DeadlockError: ranks on CPUs have waited for 30 s for others that have returned.
         KeyboardInterrupt: the cell was interrupted. Every rank has ended.
         BaseException: what the function raised in a rank, with its own type. The first cause, if several ranks fail.
+            Of a sweep, when all other runs have ended, the error of the first configuration that failed. ``results`` on
+            the exception, also on that of an interrupt, is then a list with what each run has returned or raised, and
+            ``concurrent.futures.CancelledError`` for one that was not started.
 
     Example:
         >>> def train(lr):
@@ -206,8 +219,14 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         by_value=tuple(by_value),
         fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
     )
+    runs = None if sweep is None else check_sweep(sweep, options)
+    if runs is not None and options.num_processes is not None:
+        options = replace(options, num_processes=min(options.num_processes, len(runs)))  # who share all cores
     with enough_room():
-        plan = make_plan(options, facts_here(options.env))
+        # Runs of a sweep start one after the other: a copy of this process would be of another state each time.
+        plan = make_plan(options, facts_here(options.env), may_copy=runs is None)
+    if runs is not None:
+        plan = plan.of_sweep(len(runs))
     sink = sink_here()
     front_end = choose_front_end(options.progress)
     display_id = ""
@@ -225,6 +244,8 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         if not plan.method.starter:
             return run_inline(options, plan, sink)
         launch = Launch(options, plan, sink, front_end, display_id)
+        if runs is not None:
+            launch = Sweep(runs, options, plan, sink, front_end, display_id)
         if block:
             return launch.run()
         launch.run_in_background()

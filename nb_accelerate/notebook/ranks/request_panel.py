@@ -38,6 +38,8 @@ recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
 class RequestView:
     """The `PanelSource` of one request, which has not begun."""
 
+    has_asides = True
+
     def __init__(self, request: Request, actions: Sequence[Action]) -> None:
         self._request = request
         self._actions = actions

@@ -51,7 +51,7 @@ from nb_accelerate.notebook.worker.stack_writer import write_stacks_on_request
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nb_accelerate.notebook.protocol.messages import Parcel, Setup
+    from nb_accelerate.notebook.protocol.messages import Setup
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.worker.cell import PersistentRank
     from nb_accelerate.notebook.worker.ends import RankEnds
@@ -114,7 +114,7 @@ def run_rank(
             if isinstance(message, Call):
                 if not is_usable:  # the kernel sent it before it read the Failure
                     continue
-                load = functools.partial(_load, message.parcel, fds, inherited)
+                load = functools.partial(_load, message, fds, inherited)
                 # In a rank that runs cells, displays are those of its shell.
                 shows = setup.shows_displays and persistent is None
                 with _displays(channel, mark, own_path) if shows else contextlib.nullcontext():
@@ -151,10 +151,10 @@ def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterato
     show_figures()
 
 
-def _load(parcel: Parcel | None, fds: tuple[int, ...], inherited: tuple[Any, Any, Any] | None) -> tuple[Any, Any, Any]:
-    call = inherited if parcel is None else unpack(parcel, fds)
+def _load(message: Call, fds: tuple[int, ...], inherited: tuple[Any, Any, Any] | None) -> tuple[Any, Any, Any]:
+    call = inherited if message.parcel is None else unpack(message.parcel, fds)
     assert call is not None
-    return call
+    return call if message.index is None else call[message.index]
 
 
 def _send(channel: Channel, message: object, packed: Packed | None) -> None:

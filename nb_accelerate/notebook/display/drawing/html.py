@@ -35,6 +35,9 @@ _NOT_FINITE = ("nan", "inf")
 
 _SHEETS = ("style.css", "chart.css")
 
+_WIDEST = 32
+"""Characters of the name of a run of a sweep that its column has room for; the front end shows all of it as a hint."""
+
 _ONLY_NOW = ' class="nba-only-now"'
 """A table without bars and figures: its last column begins beside the rank."""
 
@@ -114,7 +117,9 @@ def _curve(view: View) -> str:
 def _body(view: View) -> str:
     times = f'<p class="nba-dim">{_prose(f"time: {view.times}")}</p>' if view.times else ""
     failed = view.state == "failed"
-    if view.state == "done" and view.rows:
+    if view.facts.runs:
+        table = _table(view.rows, view.columns, whose="run")
+    elif view.state == "done" and view.rows:
         summary = f"ranks: peak {view.peak}" if view.peak else "ranks"
         folded = f"<details><summary>{summary}</summary>{_table(view.rows, view.columns)}{times}</details>"
         table = folded + _bars(view.bars)
@@ -132,23 +137,35 @@ def _prose(text: str) -> str:
     return escape(re.sub(r"(?<=\d) %", "\u00a0%", text))
 
 
-def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False) -> str:
-    """Return a table."""
+def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False, whose: str = "rank") -> str:
+    """Return a table.
+
+    Args:
+        whose: what a row is of, unless it is a bar.
+    """
     if not rows:
         return ""
     columns = [(name, title) for name, title in FIGURES if name in standing or any(getattr(row, name) for row in rows)]
     has_bars = bool(standing) or any(row.share is not None for row in rows)
     head = "".join(f'<th class="nba-{name}"{_title(_HINTS.get(name))}>{title}</th>' for name, title in columns)
     bar = '<th class="nba-bar"></th>' if has_bars else ""
-    lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed) for row in rows)
+    lines = "".join(
+        _row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed, whose=whose) for row in rows
+    )
+    kind, width = ("" if has_bars or columns else _ONLY_NOW), ""
+    if whose == "run":
+        kind, width = (
+            ' class="nba-sweep"',
+            f' style="width:calc({min(_WIDEST, max(len(r.ranks) for r in rows))}ch + 14px)"',
+        )
     return (
-        f"<table{'' if has_bars or columns else _ONLY_NOW}><thead>"
-        f'<tr><th class="nba-rank">rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
+        f"<table{kind}><thead>"
+        f'<tr><th class="nba-rank nba-{whose}"{width}>{whose}</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
         f"<tbody>{lines}</tbody></table>"
     )
 
 
-def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool) -> str:
+def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool, whose: str) -> str:
     texts = {name: escape(getattr(row, name)) for name in columns} | {"step": _step(row)}
     is_finite = row.loss.lstrip("-") not in _NOT_FINITE
     classes = {name: f"nba-{name}" for name in columns}
@@ -161,8 +178,10 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool) -> st
     kind = f"nba-{row.kind}" if row.kind else ""
     if row.kind == "bad" and not (is_finite or failed or row.now == "failed"):
         kind += " nba-runs"  # it is the loss that is bad, not what the rank does
+    bar = _bar(row, whose) if has_bar else ""
+    name = escape(row.ranks)
     return (
-        f'<tr{_class(kind)}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'
+        f'<tr{_class(kind)}><td class="nba-rank nba-{whose}" title="{name}">{name}</td>{bar}{cells}'
         f'<td class="nba-now"><div title="{escape(row.said)}">{_now(row)}</div></td></tr>'
     )
 
@@ -189,11 +208,11 @@ def _now(row: Row) -> str:
     return f'{_prose(row.said.removesuffix(location))}<span class="nba-place">{escape(location)}</span>'
 
 
-def _bar(row: Row) -> str:
+def _bar(row: Row, whose: str) -> str:
     times = _title(f"time: {row.times}" if row.times else None)
     if row.share is None:
         return f'<td class="nba-bar"{times}>{"" if row.step else _EMPTY_TRACK}</td>'
-    return f'<td class="nba-bar"{times}>{_track(row.share, f"rank {row.ranks}")}</td>'
+    return f'<td class="nba-bar"{times}>{_track(row.share, f"{whose} {row.ranks}")}</td>'
 
 
 def _track(share: float, label: str) -> str:

@@ -41,7 +41,7 @@ def line(view: View) -> str:
         ends = ", ".join([f"{view.facts.name}: {view.state} in {view.elapsed}", *view.summary])
         return "\n".join([ends, *_times(view)])
     parts = [f"{view.facts.name}: {view.elapsed}"]
-    row = _slowest(view.rows)
+    row = _slowest(view.rows) if not view.facts.runs else None
     if row is not None and row.step:
         share = "" if row.share is None else f" ({100 * row.share:.0f} %)"
         # With the number of epochs, the step is that of the whole run.
@@ -65,7 +65,7 @@ def lines(view: View, width: int, *, color: bool = False, bars: bool = False) ->
     said = [line for remark in remarks for line in remark.split("\n")]
     return [
         _head(view, width, color=color),
-        *_table(view.rows, width, color=color, bars=bars),
+        *_table(view.rows, width, color=color, bars=bars, whose="run" if view.facts.runs else "rank"),
         *_bars(view.bars, width, color=color, drawn=bars),
         *(part for line in said for part in textwrap.wrap(line, width) or [""]),
     ]
@@ -101,11 +101,12 @@ def _head(view: View, width: int, *, color: bool) -> str:
     return f"{_colored(head[:1], shade, color)}{head[1:]}"
 
 
-def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool) -> list[str]:
+def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool, whose: str) -> list[str]:
     if not rows:
         return []
+    titles_of = {**_TITLES, "ranks": whose}
     names = ["ranks", *(name for name, _ in FIGURES if any(getattr(row, name) for row in rows))]
-    widths = {name: max(len(_TITLES[name]), *(len(getattr(row, name)) for row in rows)) for name in names}
+    widths = {name: max(len(titles_of[name]), *(len(getattr(row, name)) for row in rows)) for name in names}
     if bars and any(row.share is not None for row in rows):
         widths = {"ranks": widths.pop("ranks"), "bar": _BAR, **widths}
     said = min(_FEWEST_SAID, max(len(row.said) for row in rows))
@@ -121,7 +122,7 @@ def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool) -> list[
             del widths[name]
     left = max(0, width - sum(number + 2 for number in widths.values()))
     color = color and left > 0  # else lines are cut, and colours cannot be
-    titles = "  ".join([*(_TITLES[name].rjust(number) for name, number in widths.items()), "now"])
+    titles = "  ".join([*(titles_of[name].rjust(number) for name, number in widths.items()), "now"])
     table = [_colored(_cut(titles, width), _FAINT, color)]
     for row in rows:
         shade = _KINDS.get(row.kind, "")

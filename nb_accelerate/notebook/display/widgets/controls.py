@@ -75,10 +75,10 @@ class Controls:
         ]
         self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
         self._log_button = self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log))
+        stacks = self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks))
         self._row = (
             *(button for _, button in self._actions[:1]),  # it ends the run, and is always there
-            self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
-            self._log_button,
+            *((stacks, self._log_button) if self._source.has_asides else ()),
         )
         margin = ipywidgets.Layout(margin="0 0 0 5px", flex_flow="row wrap")
         self._controls = self._add(ipywidgets.HBox(self._row, layout=margin))

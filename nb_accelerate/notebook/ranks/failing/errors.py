@@ -87,10 +87,11 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     if cause.failure is not None and cause.rank is not None:
         failure, fds = cause.failure
         request.take(cause.rank.rank)
-        error = rebuild(cause.rank.rank, failure, fds, cause.tail)
+        error = rebuild(cause.rank.rank, failure, fds, cause.tail, who=wording.run)
         _add_stacks(error, stacks)
         footer = "\n".join(filter(None, (cause.memory, *failed_otherwise(cause, request.incidents), *lost)))
-        show_traceback_of_rank(error, failure.report, failed_alike(cause, request.incidents), world_size, footer)
+        title = wording.run or whose(failed_alike(cause, request.incidents), world_size)
+        show_traceback_of_rank(error, failure.report, title, world_size, footer)
         return error
     error = _error_without_report(cause, request, stacks)
     _add_stacks(error, stacks)
@@ -111,11 +112,12 @@ def _error_without_report(cause: Incident, request: Request, stacks: Mapping[int
 
 
 def _lateness(cause: Incident, request: Request) -> str:
-    late = f"{named(cause.late)} of {request.world_size}"
+    late = request.wording.run or f"{named(cause.late)} of {request.world_size}"
     if cause.kind is IncidentKind.NOT_STARTED:
         return f"{late} could not be started within {request.start:g} s"
     limit = request.wording.limit.format(seconds=request.timeout)
-    return f"{request.wording.what} took longer than {limit}; {label(cause.late)} had not finished"
+    whom = request.wording.run or label(cause.late)
+    return f"{request.wording.what} took longer than {limit}; {whom} had not finished"
 
 
 def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
@@ -126,18 +128,19 @@ def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
 def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: bool = False) -> LaunchError:
     """Return the error about a rank that has ended, or is of no use any more, with its last output."""
     number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
+    who = wording.run or f"rank {number}"
     said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
     if rank.why_lost:
-        error = wording.unusable(f"rank {number} is lost: {rank.why_lost}{after}.{said}")
+        error = wording.unusable(f"{who} is lost: {rank.why_lost}{after}.{said}")
         error.__cause__ = rank.lost_by
         return error
     if exitcode is None:
-        return wording.unseen(f"rank {number} is lost: {rank.handle.lost}{after}.{said}")
+        return wording.unseen(f"{who} is lost: {rank.handle.lost}{after}.{said}")
     how = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
     hint = ""
     if exitcode == -signal.SIGKILL:
         hint = _OUT_OF_MEMORY if out_of_memory else _KILLED
-    return RankDiedError(f"rank {number} {how}{after}.{hint}{said}", rank=number, exitcode=exitcode, output=tail)
+    return RankDiedError(f"{who} {how}{after}.{hint}{said}", rank=number, exitcode=exitcode, output=tail)
 
 
 def how_it_ended(rank: RankProxy, wording: Wording) -> str:
@@ -155,15 +158,16 @@ def signal_name(number: int) -> str:
     return f"{name} ({meaning})" if meaning and meaning != "unknown signal" else name
 
 
-def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> BaseException:
+def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str, *, who: str = "") -> BaseException:
     """Return the exception that a rank has answered with; a `RemoteError` if it cannot be unpickled here.
 
     Users' code may run in it. The descriptors are closed.
     """
     report = failure.report
+    who = who or f"rank {rank}"
     if report.type_name == "SystemExit" and failure.result_of_call:
         code = int(report.message) if _EXIT_CODE.fullmatch(report.message) else 1
-        text = f"rank {rank} called sys.exit({report.message}), before the function returned."
+        text = f"{who} called sys.exit({report.message}), before the function returned."
         return RankDiedError(text, rank=rank, exitcode=code, output=output)
     if failure.parcel is not None:
         # If the class or its state, which are users' code, cannot be rebuilt in this process, the report says it all.
@@ -174,7 +178,7 @@ def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> B
     else:
         for fd in fds:
             os.close(fd)
-    text = f"rank {rank} raised {report.type_name}: {report.message}"
+    text = f"{who} raised {report.type_name}: {report.message}"
     return RemoteError(text, rank=rank, type_name=report.type_name, output=output)
 
 
@@ -204,11 +208,8 @@ def add_note(error: BaseException, note: str) -> None:
             setattr(error, "__notes__", [*(notes if isinstance(notes, (list, tuple)) else ()), note])  # noqa: B010 - new in 3.11
 
 
-def show_traceback_of_rank(
-    error: BaseException, report: ErrorReport, ranks: list[int], world_size: int, footer: str
-) -> None:
+def show_traceback_of_rank(error: BaseException, report: ErrorReport, title: str, world_size: int, footer: str) -> None:
     """Have IPython and plain Python print the traceback on the rank, and not that of the wait for it."""
-    title = whose(ranks, world_size)
     who = f"Raised by {title}{_place_of_import(error, report)}."
     add_note(error, who)
     add_note(error, footer)
@@ -234,7 +235,7 @@ def said_of(cause: Incident, request: Request) -> str:
     if cause.kind is IncidentKind.INTERRUPTED:
         return f"{request.wording.what} was {cause.how}"
     if cause.failure is not None:
-        title = whose(failed_alike(cause, request.incidents), request.world_size)
+        title = request.wording.run or whose(failed_alike(cause, request.incidents), request.world_size)
         return f"{title.removesuffix(f' of {request.world_size}')} failed: {one_line(cause.failure[0].report)}"
     if cause.error is not None:
         return summary(cause.error)
