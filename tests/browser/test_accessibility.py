@@ -49,13 +49,14 @@ def check(notebook: Notebook) -> None:
 
 @pytest.mark.parametrize("where", ["lab", "nb7"])
 def test_axe_finds_nothing_serious_in_a_panel_that_runs_or_has_ended(open_notebook: OpenNotebook, where: Where) -> None:
-    cells = [SETUP, launch(2, steps=4000, pause=0.02, slow=1), launch(2, steps=60, wrong=1)]
+    cells = [SETUP, launch(3, steps=4000, pause=0.02, slow=1), launch(2, steps=60, wrong=1)]
     notebook = open_notebook(cells, where)
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
-    wait_for_percent(notebook, 0, ranks=2)
     notebook.wait_for_output(1, "slower than the", timeout=40)
+    wait_for_percent(notebook, 0, rows=2)
+    notebook.click(".nba-each > summary")
     for title, said in (("Log", "nothing yet"), ("Stacks", "train, cell 1")):
         notebook.press_button(1, title)
         notebook.wait_for_output(1, said)

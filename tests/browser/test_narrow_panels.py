@@ -1,4 +1,4 @@
-"""A panel in cells of many widths: what is dropped, what wraps, and that the bar only becomes narrower."""
+"""A panel in cells of many widths: what is dropped, what wraps, and that columns close up before the bar shrinks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ pytestmark = [pytest.mark.browser, pytest.mark.limit(120)]
 WIDTHS = (1200, 1080, 1000, *range(950, 270, -10))
 
 MEASURE = """() => [...document.querySelectorAll('.cell')].map(cell => {
-    const seen = name => [...cell.querySelectorAll(name)].every(one => one.offsetWidth > 0);
+    const wide = name => cell.querySelector(name).offsetWidth;
     const now = cell.querySelector('td.nba-now div');
+    const lines = [...cell.querySelectorAll('td.nba-rank')].map(one => one.getBoundingClientRect().top);
     return {
         width: Number(cell.dataset.width),
-        bar: cell.querySelector('.nba-track').getBoundingClientRect().width,
-        isCut: now.scrollWidth > now.clientWidth,
-        keeps: seen('td.nba-loss') && seen('.nba-total'),
+        bar: wide('.nba-track'),
+        rest: wide('table') - wide('.nba-track'),
+        isCut: now.clientWidth > 1 && now.scrollWidth > now.clientWidth,
+        keeps: wide('td.nba-loss') > 0 && wide('td.nba-step') > 0,
         passes: cell.querySelector('table').scrollWidth > cell.querySelector('.nba-inside').clientWidth + 1,
+        line: Math.max(...lines.slice(1).map((top, index) => top - lines[index]), 0),
     };
 })"""
 
 
-def measured(chromium: Chromium) -> list[dict[str, Any]]:
-    run = Run(2)
+def measured(chromium: Chromium, ranks: int) -> list[dict[str, Any]]:
+    run = Run(ranks)
     run.begin_loop(total=3000)
-    run.put(memory=840_000_000, loss=2.0, utilisation=97)
+    run.put(memory=840_000_000, utilisation=97)
+    for rank in run.ranks:
+        run.put([rank], loss=0.002 + rank)
     run.train(6.0)
     view = run.view
     row = dataclasses.replace(view.rows[0], now="waits in backward", location="cell 1 line 40")
@@ -48,11 +53,13 @@ def measured(chromium: Chromium) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_narrower_a_cell_the_narrower_its_bar_and_what_matters_stays(chromium: Chromium) -> None:
-    cells = measured(chromium)
-    bars = [cell["bar"] for cell in cells]
-    assert bars == sorted(bars, reverse=True)
-    assert bars[-1] >= 60
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_columns_close_up_before_the_bar_shrinks_and_each_row_is_one_line(chromium: Chromium, ranks: int) -> None:
+    cells = measured(chromium, ranks)
+    assert [(cell["width"], cell["bar"]) for cell in cells if cell["bar"] < (90 if cell["width"] >= 450 else 60)] == []
+    rest = [cell["rest"] for cell in cells]
+    assert max(rest) < 800, "the bar takes the room that is left"
     for what in ("isCut", "passes"):
         assert [cell["width"] for cell in cells if cell[what]] == [], what
     assert [cell["width"] for cell in cells if not cell["keeps"]] == []
+    assert max(cell["line"] for cell in cells) < 30

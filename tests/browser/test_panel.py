@@ -67,13 +67,13 @@ def start(notebook: Notebook, cell: int) -> None:
     notebook.wait_until(r"() => /[1-9][0-9]* \/ \d+/.test(document.querySelector('.nba')?.innerText || '')", timeout=60)
 
 
-def wait_for_percent(notebook: Notebook, percent: int, ranks: int) -> None:
-    """Wait until this many ranks have a row of their own, and have come further than that."""
+def wait_for_percent(notebook: Notebook, percent: int, rows: int) -> None:
+    """Wait until there are so many rows of ranks, and all have come further than that."""
     notebook.wait_until(
-        "([percent, ranks]) => [...(document.querySelector('.nba-again:has(.nba)') ?? document)"
+        "([percent, rows]) => [...(document.querySelector('.nba-again:has(.nba)') ?? document)"
         ".querySelectorAll('.nba [role=progressbar]')]"
-        ".filter(bar => bar.getAttribute('aria-valuenow') > percent).length === ranks",
-        [percent, ranks],
+        ".filter(bar => bar.getAttribute('aria-valuenow') > percent).length === rows",
+        [percent, rows],
     )
 
 
@@ -87,9 +87,10 @@ def ranks_of(notebook: Notebook) -> list[psutil.Process]:
     ("ranks", "where", "theme"),
     [(2, "lab", "light"), (8, "lab", "dark"), (2, "nb7", "dark"), (8, "nb7", "light")],
 )
-def test_a_run_has_a_row_for_each_rank_and_what_it_came_to_stays_in_the_saved_notebook(
+def test_a_run_has_rows_for_its_ranks_and_what_it_came_to_stays_in_the_saved_notebook(
     open_notebook: OpenNotebook, ranks: int, where: Where, theme: Theme
 ) -> None:
+    rows = ranks if ranks <= 2 else 1
     name = f"panel-{ranks}-{where}-{theme}"
     notebook = open_notebook([SETUP, launch(ranks, steps=100 if ranks == 2 else 40)], where, theme)
     notebook.run(0)
@@ -98,8 +99,8 @@ def test_a_run_has_a_row_for_each_rank_and_what_it_came_to_stays_in_the_saved_no
     notebook.wait_until("() => document.querySelector('.nba') !== null", timeout=60)
     notebook.screenshot(f"{name}-starting", cell=1)
     notebook.wait_for_output(1, "it/s", timeout=60)
-    assert notebook.count(1, "tbody tr") == ranks
-    wait_for_percent(notebook, 25, ranks)
+    assert notebook.count(1, "tbody tr") == rows
+    wait_for_percent(notebook, 25, rows)
     notebook.screenshot(f"{name}-running", cell=1)
     assert notebook.count(1, "button") >= 2
     notebook.wait_until_done(90)
@@ -116,7 +117,7 @@ def test_a_run_has_a_row_for_each_rank_and_what_it_came_to_stays_in_the_saved_no
     assert "widgets" not in saved.metadata or not saved.metadata["widgets"]
     notebook.reopen()
     notebook.wait_for_output(1, "✓")
-    assert notebook.count(1, "tbody tr") == ranks
+    assert notebook.count(1, "tbody tr") == rows
     assert notebook.count(1, ".jupyter-widgets") == 0
     notebook.screenshot(f"{name}-reopened", cell=1)
 
@@ -209,12 +210,36 @@ def test_of_64_ranks_one_sees_how_all_are_and_who_is_slow(open_notebook: OpenNot
     notebook.screenshot("panel-64-light-done", cell=1)
 
 
+_LINES = "document.querySelector('.nba details.nba-each[open] pre')"
+
+
+def test_a_line_for_each_rank_unfolds_by_a_click_and_stays_open_also_when_the_run_is_over(
+    open_notebook: OpenNotebook,
+) -> None:
+    notebook = open_notebook([SETUP, launch(3, steps=200)])
+    notebook.run(0)
+    notebook.wait_until_done()
+    start(notebook, 1)
+    notebook.wait_for_output(1, "each rank")
+    summary = "document.querySelector('.nba-each > summary')"
+    notebook.evaluate(f"() => {{ window.first = {summary}; window.first.click(); }}")
+    notebook.wait_until(f"() => !window.first.isConnected && {_LINES} !== null")
+    lines = notebook.evaluate(f"() => {_LINES}.innerText").splitlines()
+    assert lines[0].split() == ["rank", "step", "loss", "memory"]
+    assert [line.split()[0] for line in lines[1:]] == ["0", "1", "2"]
+    notebook.screenshot("panel-each-rank-running", cell=1)
+    notebook.wait_until_done(90)
+    notebook.wait_for_output(1, "✓")
+    notebook.wait_until(f"() => {_LINES} !== null")
+    notebook.screenshot("panel-each-rank-done", cell=1)
+
+
 def test_a_stopped_rank_is_named_and_its_row_recovers_when_it_goes_on(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook([SETUP, launch(2, steps=1000)])
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
-    wait_for_percent(notebook, 1, ranks=2)  # in its second step a model still prepares, and waits elsewhere
+    wait_for_percent(notebook, 1, rows=2)  # in its second step a model still prepares, and waits elsewhere
     rank = ranks_of(notebook)[1]
     os.kill(rank.pid, signal.SIGSTOP)
     try:
@@ -281,7 +306,7 @@ def test_after_a_reload_of_the_page_the_panel_of_the_cell_that_runs_moves_and_ca
     notebook.save()
     notebook.reload()
     notebook.wait_until("() => document.querySelector('.nba-again .nba') !== null", timeout=60)
-    wait_for_percent(notebook, 0, ranks=2)
+    wait_for_percent(notebook, 0, rows=2)
     steps = "() => document.querySelector('.nba-again td.nba-step').innerText"
     seen = notebook.evaluate(steps)
     notebook.wait_until(f"seen => ({steps})() !== seen", seen)

@@ -68,7 +68,7 @@ def test_without_a_saved_panel_attach_shows_one_at_once_though_the_cell_goes_on(
     assert notebook.count(1, ".jp-OutputArea-child") == 0, "nothing of it was saved"
     notebook.run(2)
     notebook.wait_until_done()
-    wait_for_percent(notebook, 0, ranks=2)
+    wait_for_percent(notebook, 0, rows=2)
     notebook.wait_until(HAS_BUTTONS)
     notebook.screenshot(f"reload-attached-{where}", cell=2)
     notebook.press_button(2, "Interrupt")
@@ -88,7 +88,7 @@ def test_a_page_that_gets_no_answer_about_all_widgets_asks_for_each_and_finds_th
     notebook = open_notebook([SILENT + CELLS[0], *CELLS[1:]])
     run_and_reload(notebook, saved=True)
     notebook.wait_until(MOVES, timeout=60)
-    wait_for_percent(notebook, 0, ranks=2)
+    wait_for_percent(notebook, 0, rows=2)
     notebook.press_button(1, "Interrupt")
     notebook.wait_for_output(1, "■")
 

@@ -135,9 +135,9 @@ def test_without_styles_there_is_a_heading_a_table_and_sentences():
     header = page.said[page.said.index("rank") : page.said.index("now") + 1]
     assert header == ["rank", "step", "epoch", "it/s", "loss", "memory", "now"]
     cells = page.said[page.said.index("now") + 1 :][:8]
-    assert cells == ["0", "40", "/ 80", "1", "0", "6.1000", "840 MB", "backward"]
+    assert cells == ["0, 2", "40", "/ 80", "1", "0", "6.1000", "840 MB", "backward"]
     assert "Rank 1 has not moved for 9 s; ranks 0 and 2 wait for it." in page.said
-    assert page.tags.count("tr") == 4
+    assert page.tags.count("tr") == 3
 
 
 def test_a_run_that_is_done_folds_its_ranks_away_but_says_how_it_was():
@@ -173,7 +173,7 @@ def test_the_small_curve_is_interrupted_where_the_loss_was_not_finite():
 def test_warnings_stand_above_advice_and_where_the_time_went_is_folded_away():
     view = dataclasses.replace(views()["done"], warnings=("Wrong.",), advice="Do this.", times="forward 75 %")
     source = html.render(view)
-    order = ["<details><summary>", "time: forward 75\u00a0%", "</details>", "Wrong.", "Do this."]
+    order = ["<summary>ranks", "time: forward 75\u00a0%", "</details>", "Wrong.", "Do this."]
     places = [source.rindex(one) if one == "</details>" else source.index(one) for one in order]
     assert places == sorted(places)
 
@@ -194,7 +194,26 @@ def test_a_failure_has_its_traceback_folded():
 def test_many_ranks_are_one_row_that_reads_well_without_styles():
     said = Strict(without_chart(html.render(views()["many"]))).said
     assert "0-63" in said
-    assert len(said) < 25
+    assert len(said) < 28
+
+
+def test_each_rank_has_a_line_below_the_row_of_all_with_what_it_does_if_others_do_not():
+    run = running(4)
+    run.put([1], loss=9.5, phase=Phase.SAVING)
+    run.put([0, 2, 3], phase=Phase.FORWARD)
+    run.wait(3.0)
+    source = html.render(run.view)
+    (lines,) = re.findall(r"(?s)<pre [^>]*>(.*?)</pre>", source)
+    assert re.sub("<[^>]*>", "", lines).split("\n") == [
+        "rank\tstep\tloss\tmemory",
+        "0\t40\t6.1000\t840 MB",
+        "1\t40\t9.5000\t840 MB\tsaving",
+        "2\t40\t6.1000\t840 MB",
+        "3\t40\t6.1000\t840 MB",
+    ]
+    assert "each rank" not in html.render(running(2).view)
+    assert "each rank" not in html.render(starting(4).view), "there is nothing to say yet"
+    assert "<summary>each rank</summary>" in html.render(run.end("interrupted"))
 
 
 HOSTILE = "<b>\"'&</b><script>alert(1)</script>"
@@ -233,7 +252,9 @@ def columns(table: str) -> list[str]:
 
 
 def test_a_table_is_aligned_to_the_right_but_for_its_last_column():
-    run = running(11)
+    run = running(9)
+    run.put([0, 7], state="failed")
+    run.look()
     head, *rows = columns(text.table(run.view))
     assert head.split() == ["rank", "step", "epoch", "it/s", "loss", "memory", "now"]
     for title in ("rank", "step", "epoch", "it/s", "loss", "memory"):
@@ -242,7 +263,7 @@ def test_a_table_is_aligned_to_the_right_but_for_its_last_column():
             assert row[end - 1] != " ", (title, row)
             assert row[end : end + 2] == "  ", (title, row)
     assert len({row.index(row.split("  ")[-1]) for row in rows}) == 1
-    assert [row.split()[0] for row in rows] == [str(rank) for rank in range(11)]
+    assert [row[: head.index("rank") + 4].strip() for row in rows] == ["1-6, 8", "0", "7"]
 
 
 def test_columns_that_nobody_uses_are_left_out():

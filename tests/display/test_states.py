@@ -71,12 +71,12 @@ def test_a_failure_is_shown_where_it_happened():
     run.put([1], state="failed")
     run.put([0, 2], phase=Phase.BACKWARD)
     run.look()
-    assert [row.kind for row in run.view.rows] == ["", "bad", ""]
+    assert run.kinds == {"0, 2": "", "1": "bad"}
     failure = FailureSummary(ranks=(1,), what="ValueError", label="traceback of rank 1", details="line")
     view = run.end("failed", failure)
     assert (view.state, view.failure) == ("failed", failure)
-    assert [row.kind for row in view.rows] == ["", "bad", ""]
-    assert [row.now for row in view.rows] == ["stopped", "ValueError", "stopped"]
+    assert run.kinds == {"0, 2": "", "1": "bad"}
+    assert [row.now for row in view.rows] == ["stopped", "ValueError"]
 
 
 def test_a_rank_that_was_killed_has_failed_although_its_page_says_forward():
@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_move_while_others_wait_for_it_is_named():
     assert run.state.stalled(run.now) == {0, 1, 2, 3}
     (warning,) = run.view.warnings
     assert warning == "Rank 1 has not moved for 12 s; ranks 0, 2 and 3 wait for it in reduce."
-    assert [row.kind for row in run.view.rows] == ["", "late", "", ""]
+    assert run.kinds == {"0, 2-3": "", "1": "late"}
     assert run.row(0).now == "waits in reduce"
     assert run.row(1).now == "running"
     assert run.view.outlook == ("no step for 12 s",)
@@ -212,7 +212,7 @@ def test_lines_tell_where_they_are_and_who_waits():
     assert warning == (
         "Rank 2 has not moved for 6 s: train.py:7; ranks 0 and 1 wait for it in all_reduce, train.py:12."
     )
-    assert [row.kind for row in run.view.rows] == ["", "", "late"]
+    assert run.kinds == {"0-1": "", "2": "late"}
 
 
 def test_a_stall_that_is_over_leaves_no_trace():
@@ -236,7 +236,7 @@ def test_all_ranks_in_a_long_step_are_not_accused():
     run.look()
     run.wait(20.0)
     assert run.view.warnings == ()
-    assert [row.now for row in run.view.rows] == ["forward"] * 3
+    assert [row.now for row in run.view.rows] == ["forward"]
     assert run.view.outlook == ("no step for 20 s",)
 
 
@@ -302,32 +302,56 @@ def test_a_stopped_process_is_named_with_the_command_that_lets_it_go_on():
     run.put([1], state="running")
     run.train(1.0)
     assert run.view.warnings == ()
-    assert [row.kind for row in run.view.rows] == ["", "", ""]
+    assert run.kinds == {"0-2": ""}
 
 
-# Many ranks.
+# Rows.
 
 
-@pytest.mark.parametrize("number", [1, 2, 8, 12])
-def test_up_to_twelve_ranks_have_a_row_each(number: int):
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_or_two_ranks_have_a_row_each(number: int):
     run = Run(number)
     run.begin_loop()
     run.train(3.0)
     assert [row.ranks for row in run.view.rows] == [str(rank) for rank in range(number)]
+    assert run.view.each == ()
 
 
-@pytest.mark.parametrize("number", [13, 64])
-def test_more_are_folded_into_one_row(number: int):
+@pytest.mark.parametrize("number", [3, 8, 64])
+def test_more_ranks_are_one_row_and_each_can_be_looked_at(number: int):
     run = Run(number)
     run.begin_loop(total=80)
     run.train(5.0)
     (row,) = run.view.rows
-    assert row.ranks == f"0-{number - 1}"
-    assert row.step == "40 / 80"
-    assert row.share == 0.5
+    assert (row.ranks, row.step, row.share) == (f"0-{number - 1}", "40 / 80", 0.5)
+    assert [row.ranks for row in run.view.each] == [str(rank) for rank in range(number)]
 
 
-def test_of_many_ranks_those_that_stand_out_have_rows():
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ((0.0148, 0.002, 0.011), "0.0020 to 0.0148"),
+        ((0.5, 0.51, 0.52), "0.5100"),
+        ((0.0, 0.0, 0.0), "0.0000"),
+        ((-2.0, 1.0, 0.0), "-2.0000 to 1.0000"),
+        ((0.5, None, None), "0.5000"),
+        ((None, None, None), ""),
+    ],
+)
+def test_a_row_of_several_ranks_says_the_least_and_the_greatest_loss_where_they_differ(
+    losses: tuple[float | None, ...], said: str
+):
+    run = Run(3)
+    run.begin_loop()
+    run.train(2.0)
+    for rank, loss in enumerate(losses):
+        run.put([rank], loss=loss)
+    run.look()
+    (row,) = run.view.rows
+    assert row.loss == said
+
+
+def test_ranks_that_stand_out_have_rows_and_are_in_no_other():
     run = Run(64)
     run.begin_loop()
 
@@ -338,24 +362,43 @@ def test_of_many_ranks_those_that_stand_out_have_rows():
     run.put([7], state="failed")
     run.put([40], loss=float("nan"))
     run.wait(4.0, each)
-    view = run.view
-    first, *bad, slow = view.rows
-    assert first.ranks == "rest"
-    assert first.now in ("forward", "backward", "loading data")
-    assert [(row.ranks, row.kind) for row in bad] == [("7", "bad"), ("40", "bad")], "what is worst comes first"
-    assert (slow.ranks, slow.kind) == ("20", "late")
-    assert slow.now.endswith("x slower")
-    assert [one for one in view.warnings if one.startswith("Rank 20 is ")]
+    assert run.kinds == {"rest": "", "7": "bad", "40": "bad", "20": "late"}
+    assert [one for one in run.view.warnings if one.startswith("Rank 20 is ")]
 
 
-def test_when_half_of_many_are_bad_a_few_have_rows():
+def test_a_rank_that_is_not_in_step_has_a_row():
+    run = Run(8)
+    run.begin_loop()
+    run.train(2.0)
+    run.train(2.0, [0, 1, 2, 4, 5, 6, 7])
+    assert [(row.ranks, row.step) for row in run.view.rows] == [("0-2, 4-7", "32 / 1,000"), ("3", "16 / 1,000")]
+    run.train(1.0, [3], rate=16.0)
+    assert run.kinds == {"0-7": ""}
+
+
+def test_ranks_that_each_go_at_their_own_speed_are_one_row_that_says_how_far_apart_they_are():
+    run = Run(8)
+    run.begin_loop()
+
+    def each() -> None:
+        for rank in range(8):
+            run.step_of([rank], rate=8.0 + rank / 4)
+
+    run.wait(20.0, each)
+    assert [(row.ranks, row.step) for row in run.view.rows] == [("0-7", "160 to 195 / 1,000")]
+
+
+def test_more_than_two_that_stand_out_alike_are_one_row():
     run = Run(64)
     run.begin_loop()
     run.train(2.0)
     run.put(range(40), loss=float("nan"))
     run.look()
-    assert len(run.view.rows) == 7
-    assert run.view.warnings[0].endswith(" on ranks 0-39."), "a sentence names all of them"
+    assert run.kinds == {"40-63": "", "0-39": "bad"}
+    assert [row.loss for row in run.view.rows] == ["", "nan"]
+    run.put(range(1, 40, 2), loss=0.5)
+    run.look()
+    assert run.kinds == {"rest": "", "20 ranks": "bad"}
 
 
 # The whole run, before its first step.
@@ -396,7 +439,7 @@ def test_a_rank_that_is_stuck_before_its_first_step_is_named():
     run.wait(8.0)
     (warning,) = run.view.warnings
     assert warning == "Rank 1 has not moved for 8 s; ranks 0 and 2 wait for it in wait_for_everyone."
-    assert [row.kind for row in run.view.rows] == ["", "late", ""]
+    assert run.kinds == {"0, 2": "", "1": "late"}
     run.put([0, 2], phase=Phase.RUNNING, waits_in=None)
     run.look()
     assert run.view.warnings == ()

@@ -1,10 +1,10 @@
-"""The rows of a panel: one for each rank, or of many one for all and one for each that stands out."""
+"""The rows of a panel: one for the ranks that are in step, and one for each that stands out."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
     from nb_accelerate.notebook.display.view import FailureSummary, Kind, PanelStatus
 
-MOST_ROWS = 12
-"""Ranks with a row each; more are folded into one, with those that stand out."""
+FEW = 2
+"""Ranks that have a row each. More that are alike are one row."""
 
-_OUTLIERS = 6
-"""Ranks that stand out and keep a row of their own where there are more than `MOST_ROWS`, at most."""
+_SHORT = 8
+"""Characters of the numbers of ranks for which their column has room."""
+
+_SPREAD = 0.1
+"""Part of a loss by which those of ranks in one row differ from which on it says the least and the greatest."""
 
 
 _OF_FIRST_BATCH = [PHASES[phase] for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.TRAINING)]
@@ -62,32 +65,36 @@ class Rows:
         """How far ranks are, by rank: the step, and the share from 0 to 1 if that is known."""
         return {number: self._step(number) for number in self.ranks}
 
+    @cached_property
+    def apart(self) -> float:
+        """How many steps ranks that are in step may be apart: those of a second, since all are not read at once."""
+        return max(2.0, self.rate or 0.0)
+
+    @cached_property
+    def strays(self) -> set[int]:
+        """Ranks that are not in step; none where most are not, since each goes at its own speed."""
+        steps = {number: rank.sample.steps for number, rank in self.ranks.items()}
+        middle = median(steps.values())
+        found = {number for number, step in steps.items() if abs(step - middle) > self.apart}
+        return found if 2 * len(found) < len(steps) else set()
+
     def each(self) -> tuple[Row, ...]:
         """Return a row for each rank."""
-        return tuple(self._row(number) for number in self.ranks)
+        return tuple(self._row([number], str(number)) for number in self.ranks)
 
-    def folded(self) -> tuple[Row, ...]:
-        """Return a row for all ranks and one for each of the first `_OUTLIERS` that stand out."""
-        done = {number: share or 0.0 for number, (_, share) in self.steps.items()}
-        kinds = self.kinds
-        apart = [number for number, kind in kinds.items() if kind in ("late", "bad")]
-        apart.sort(key=lambda number: (kinds[number] != "bad", done[number]))
-        others = [number for number in self.ranks if number not in apart] or list(self.ranks)
-        middle = self._row(sorted(others, key=lambda number: done[number])[len(others) // 2])
-        losses = [loss for number in others if (loss := self.ranks[number].loss) is not None]
-        memory = max(self.ranks[number].memory for number in others)
-        whole = replace(
-            middle,
-            ranks="rest" if apart else ranges(list(self.ranks)),
-            kind="done" if all(kinds[number] == "done" for number in others) else "",
-            loss=words.measured(sum(losses) / len(losses)) if losses else "",
-            memory=words.size(memory) if memory else "",
-            gpu=self._gpu(others),
-            now=Counter(self._activity(number) for number in others).most_common(1)[0][0],
-            location="",
-            times=in_words(self.seconds(self.ranks[number]) for number in others),
-        )
-        return (whole, *(self._row(number) for number in apart[:_OUTLIERS]))
+    def together(self) -> tuple[Row, ...]:
+        """Return a row for the ranks that are in step, then those of others; more than `FEW` alike are one row too."""
+        if len(self.ranks) <= FEW:
+            return self.each()
+        groups: dict[tuple[str, ...], list[int]] = {}  # by what sets them apart
+        for number, kind in self.kinds.items():
+            what: tuple[str, ...] = (kind, self.ranks[number].status.state) if kind in ("late", "bad") else ()
+            groups.setdefault((*what, "stray") if number in self.strays else what, []).append(number)
+        rows = []
+        for what, numbers in sorted(groups.items()):
+            each = [numbers] if len(numbers) > FEW or not what else [[number] for number in numbers]
+            rows += [self._row(some, _label(some, is_rest=not what and len(groups) > 1)) for some in each]
+        return tuple(rows)
 
     def _kind(self, number: int) -> Kind:
         rank = self.ranks[number]
@@ -125,29 +132,39 @@ class Rows:
         """Return where the time of a rank goes: lately, and of a run that has ended, from its first step on."""
         return rank.times.whole() if self.has_ended else rank.times.recent()
 
-    def _row(self, number: int) -> Row:
-        rank = self.ranks[number]
-        sample, rate = rank.sample, rank.rate
-        if self.has_ended or (rate is None and number not in self.stalled):
+    def _row(self, numbers: Sequence[int], label: str) -> Row:
+        """Return a row for ranks of the same kind; what it says of one is that of the rank in their middle."""
+        ranks = [self.ranks[number] for number in numbers]
+        ordered = sorted(numbers, key=lambda number: self.ranks[number].sample.steps)
+        first, middle, last = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+        sample, rate = self.ranks[middle].sample, self.ranks[middle].rate
+        if self.has_ended or (rate is None and middle not in self.stalled):
             rate = self.rate or rate
-        location = ""
-        if rank.status.state == "running" and not self.has_ended and not sample.paused:
-            location = rank.location
-        step, share = self.steps[number]
+        step, share = self.steps[middle]
+        if self.ranks[last].sample.steps - self.ranks[first].sample.steps > self.apart:
+            step = f"{self.steps[first][0].partition(' / ')[0]} to {self.steps[last][0]}"
+        memory = max(rank.memory for rank in ranks)
+        places = Counter((self._activity(number), self._location(self.ranks[number])) for number in numbers)
+        now, location = places.most_common(1)[0][0]
+        kinds = {self.kinds[number] for number in numbers}
         return Row(
-            ranks=str(number),
-            kind=self.kinds[number],
+            ranks=label,
+            kind=kinds.pop() if len(kinds) == 1 else "",
             share=share,
             step=step,
             epoch=f"{sample.epoch} / {sample.epochs}" if sample.epochs else str(sample.epoch or ""),
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
-            loss="" if rank.loss is None else words.measured(rank.loss),
-            memory=words.size(rank.memory) if rank.memory else "",
-            gpu=self._gpu([number]),
-            now=self._activity(number),
+            loss=_losses([rank.loss for rank in ranks if rank.loss is not None]),
+            memory=words.size(memory) if memory else "",
+            gpu=self._gpu(numbers),
+            now=now,
             location=location,
-            times=in_words([self.seconds(rank)]),
+            times=in_words(self.seconds(rank) for rank in ranks),
         )
+
+    def _location(self, rank: RankHistory) -> str:
+        is_on = rank.status.state == "running" and not self.has_ended and not rank.sample.paused
+        return rank.location if is_on else ""
 
     def _gpu(self, numbers: Sequence[int]) -> str:
         """Return the median utilisation at the last steps; "" if none is known, "-" if no rank takes steps now."""
@@ -195,8 +212,6 @@ class Rows:
             return "paused"
         if number in self.stalled:
             return f"waits in {rank.called}" if rank.called else doing
-        if number in self.slow and len(self.ranks) > MOST_ROWS:
-            return self.slow[number].words
         if rank.phase is Phase.RUNNING and sample.in_loop:
             doing = "between steps"
         elif rank.phase is Phase.EVALUATING and sample.total:
@@ -206,3 +221,20 @@ class Rows:
 
 def _of_total(done: int, total: int) -> tuple[str, float]:
     return f"{words.count(done)} / {words.count(total)}", min(1.0, done / total) if total else 1.0
+
+
+def _label(numbers: Sequence[int], *, is_rest: bool) -> str:
+    """Return the numbers of ranks, or of so many that these do not fit how many they are."""
+    label = ranges(numbers, shortest=2)
+    return label if len(label) <= _SHORT else "rest" if is_rest else words.plural(len(numbers), "rank")
+
+
+def _losses(losses: Sequence[float]) -> str:
+    """Return the mean of losses, or where they differ the least and the greatest; one that is not finite of all."""
+    wrong = [loss for loss in losses if not math.isfinite(loss)]
+    if wrong or not losses:
+        return words.measured(wrong[0]) if wrong else ""
+    least, greatest = min(losses), max(losses)
+    if greatest - least > _SPREAD * max(abs(least), abs(greatest)):
+        return f"{words.measured(least)} to {words.measured(greatest)}"
+    return words.measured(sum(losses) / len(losses))

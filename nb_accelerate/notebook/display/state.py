@@ -18,7 +18,7 @@ from nb_accelerate.notebook.display.memory import sharded_line
 from nb_accelerate.notebook.display.pace import Pace, outlook, summary
 from nb_accelerate.notebook.display.phase_times import in_words
 from nb_accelerate.notebook.display.rank_history import RankHistory, mean_loss
-from nb_accelerate.notebook.display.rows import MOST_ROWS, Rows
+from nb_accelerate.notebook.display.rows import FEW, Rows
 from nb_accelerate.notebook.display.view import FIGURES, View
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class PanelState:
         bars = bar_lines({number: rank.sample for number, rank in ranks.items()}, has_ended=has_ended)
         rows: tuple[Row, ...] = ()
         if not bars or has_steps or {"late", "bad"} & {*makes.kinds.values()}:  # else the bars say it all
-            rows = makes.folded() if len(ranks) > MOST_ROWS else makes.each()
+            rows = makes.together()
         if self._state == "failed" and not has_steps and self._is_told_by_traceback(makes):
             rows = ()
         self._columns.update(name for row in rows for name, _ in FIGURES if getattr(row, name))
@@ -130,6 +130,7 @@ class PanelState:
             peak=words.size(self._peak) if has_ended and self._peak else "",
             bars=bars,
             rows=rows,
+            each=makes.each() if rows and len(ranks) > FEW else (),
             columns=tuple(name for name, _ in FIGURES if name in self._columns) if has_steps or not has_ended else (),
             curve=self._losses.points,
             held=sharded_line({number: rank.sample.held for number, rank in ranks.items()}),

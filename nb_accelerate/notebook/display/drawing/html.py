@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.records import LABELS, draw, is_wide, pieces
+from nb_accelerate.notebook.display.drawing.fold import fold
 from nb_accelerate.notebook.display.drawing.loss_chart import with_chart
 from nb_accelerate.notebook.display.view import FIGURES
 
@@ -38,8 +39,13 @@ _SHEETS = ("style.css", "chart.css")
 _WIDEST = 32
 """Characters of the name of a run of a sweep that its column has room for; the front end shows all of it as a hint."""
 
-_ONLY_NOW = ' class="nba-only-now"'
-"""A table without bars and figures: its last column begins beside the rank."""
+_OF_TOTAL = re.compile(r"^\S+ / (.+)$")
+
+_MANY = 16
+"""Ranks up to which their lines are in one column."""
+
+_OF_EACH = ("step", "loss", "memory", "gpu")
+"""Figures in which ranks that are in step differ."""
 
 
 @functools.cache
@@ -117,14 +123,17 @@ def _curve(view: View) -> str:
 def _body(view: View) -> str:
     times = f'<p class="nba-dim">{_prose(f"time: {view.times}")}</p>' if view.times else ""
     failed = view.state == "failed"
+    key = f"{view.key}-each" if view.key else ""
+    each = _each(view)
     if view.facts.runs:
         table = _table(view.rows, view.columns, whose="run")
     elif view.state == "done" and view.rows:
         summary = f"ranks: peak {view.peak}" if view.peak else "ranks"
-        folded = f"<details><summary>{summary}</summary>{_table(view.rows, view.columns)}{times}</details>"
-        table = folded + _bars(view.bars)
+        inside = _table(view.rows, view.columns, kind="nba-groups" if view.each else "") + each + times
+        table = fold(summary, inside, key=key, kind="nba-each") + _bars(view.bars)
     else:
-        table = _table(view.rows, view.columns, failed=failed) + times + _bars(view.bars)
+        table = _table(view.rows, view.columns, failed=failed, kind="nba-groups" if view.each else "")
+        table += (fold("each rank", each, key=key, kind="nba-each") if each else "") + times + _bars(view.bars)
     advice = f'<p class="nba-advice">{_prose(view.advice)}</p>' if view.advice else ""
     warnings = "".join(f'<p class="nba-warn">{_prose(sentence)}</p>' for sentence in view.warnings)
     held = f'<p class="nba-dim">{_prose(view.held)}</p>' if view.held else ""
@@ -137,29 +146,50 @@ def _prose(text: str) -> str:
     return escape(re.sub(r"(?<=\d) %", "\u00a0%", text))
 
 
-def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False, whose: str = "rank") -> str:
+def _each(view: View) -> str:
+    """Return a line for each rank that has no row, with what differs between ranks; "" if there is nothing to say."""
+    names = [name for name in _OF_EACH if any(getattr(row, name) for row in view.each)]
+    if not names:
+        return ""
+    usual = view.rows[0].said
+    lines = [["rank", *(dict(FIGURES)[name] for name in names)]]
+    for row in view.each:
+        figures = [getattr(row, name).partition(" / ")[0] for name in names]
+        lines.append([row.ranks, *figures, *([row.said] if row.said != usual else [])])
+    head, *others = ("\t".join(line) for line in lines)
+    kind = "nba-lines nba-many" if len(others) > _MANY else "nba-lines"
+    said = "\n".join(map(_prose, others))
+    return f'<pre class="{kind}" tabindex="0" aria-label="each rank"><span class="nba-dim">{head}</span>\n{said}</pre>'
+
+
+def _table(
+    rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False, whose: str = "rank", kind: str = ""
+) -> str:
     """Return a table.
 
     Args:
-        whose: what a row is of, unless it is a bar.
+        whose: what a row is of.
+        kind: a class of the style sheet.
     """
     if not rows:
         return ""
     columns = [(name, title) for name, title in FIGURES if name in standing or any(getattr(row, name) for row in rows)]
     has_bars = bool(standing) or any(row.share is not None for row in rows)
-    head = "".join(f'<th class="nba-{name}"{_title(_HINTS.get(name))}>{title}</th>' for name, title in columns)
+    widths = {name: _width([getattr(row, name) for row in rows]) for name in ("step", "epoch")}
+    head = "".join(
+        f'<th class="nba-{name}"{widths.get(name, "")}{_title(_HINTS.get(name))}>{title}</th>'
+        for name, title in columns
+    )
     bar = '<th class="nba-bar"></th>' if has_bars else ""
     lines = "".join(
         _row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed, whose=whose) for row in rows
     )
-    kind, width = ("" if has_bars or columns else _ONLY_NOW), ""
+    width = ""
     if whose == "run":
-        kind, width = (
-            ' class="nba-sweep"',
-            f' style="width:calc({min(_WIDEST, max(len(r.ranks) for r in rows))}ch + 14px)"',
-        )
+        kind = "nba-sweep"
+        width = f' style="width:calc({min(_WIDEST, max(len(row.ranks) for row in rows))}ch + 14px)"'
     return (
-        f"<table{kind}><thead>"
+        f"<table{_class(kind if has_bars or columns else 'nba-only-now')}><thead>"
         f'<tr><th class="nba-rank nba-{whose}"{width}>{whose}</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
         f"<tbody>{lines}</tbody></table>"
     )
@@ -175,7 +205,7 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool, whose
         f'<td class="{classes[name]}"{_title(row.step if name == "step" else None)}>{texts[name]}</td>'
         for name in columns
     )
-    kind = f"nba-{row.kind}" if row.kind else ""
+    kind = f"nba-{row.kind}" if row.kind else "" if row.step else "nba-first"
     if row.kind == "bad" and not (is_finite or failed or row.now == "failed"):
         kind += " nba-runs"  # it is the loss that is bad, not what the rank does
     bar = _bar(row, whose) if has_bar else ""
@@ -184,6 +214,13 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool, whose
         f'<tr{_class(kind)}><td class="nba-rank nba-{whose}" title="{name}">{name}</td>{bar}{cells}'
         f'<td class="nba-now"><div title="{escape(row.said)}">{_now(row)}</div></td></tr>'
     )
+
+
+def _width(texts: Sequence[str]) -> str:
+    """Return the width of a column of figures with totals: nothing is to move while they come nearer to these."""
+    full = [_OF_TOTAL.sub(r"\1 / \1", text) for text in texts]
+    digits = max(5.0, *(sum(1 if one.isdigit() else 0.5 for one in text) for text in full))
+    return f' style="width:calc({digits:g}ch + 12px)"'
 
 
 def _class(names: str) -> str:
