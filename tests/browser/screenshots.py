@@ -149,6 +149,7 @@ def picture_states(notebook: Notebook, where: Where, wanted: list[str]) -> None:
         if state.opened == "chart":
             notebook.click(f".jp-Notebook .jp-Cell:nth-child({cell + 1}) .nba-chart summary")
         elif state.opened:
+            notebook.press_button(cell, "More")
             notebook.press_button(cell, state.opened)
             notebook.wait_until("() => document.querySelector('.nba-aside') !== null")
         if state.ends:

@@ -57,7 +57,7 @@ def test_axe_finds_nothing_serious_in_a_panel_that_runs_or_has_ended(open_notebo
     notebook.wait_for_output(1, "slower than the", timeout=40)
     wait_for_percent(notebook, 0, rows=2)
     notebook.click(".nba-each > summary")
-    for title, said in (("Log", "nothing yet"), ("Stacks", "train, cell 1")):
+    for title, said in (("More", "Log"), ("Log", "nothing yet"), ("Stacks", "train, cell 1")):
         notebook.press_button(1, title)
         notebook.wait_for_output(1, said)
         assert notebook.violations(".nba", ".nba-asides") == [], title

@@ -271,10 +271,13 @@ def test_stacks_and_logs_are_shown_while_the_cell_runs_and_need_no_mouse(
     start(notebook, 2)
     notebook.wait_until("() => document.querySelector('.jp-OutputArea button') !== null")  # after the table
     notebook.evaluate("() => document.querySelector('.jp-OutputArea button').focus()")
-    for _ in range(9):
-        if notebook.evaluate("() => document.activeElement.innerText") == "Stacks":
-            break
-        notebook.press("Tab")
+    notebook.press("Tab")
+    focused = "() => document.activeElement.innerText"
+    for then in ("Less", "More", "Less"):
+        notebook.press("Enter")
+        notebook.wait_until(f"then => ({focused})() === then", then)
+    notebook.press("Tab")
+    assert notebook.evaluate(focused) == "Stacks"
     notebook.press("Enter")
     assert "train, cell 1 line" in notebook.wait_for_output(2, "talk, cell 2 line")
     notebook.screenshot(f"panel-stacks-{where}", cell=2)
@@ -328,6 +331,7 @@ def test_training_is_paused_and_goes_on_by_the_same_button_while_the_cell_runs(o
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
+    notebook.press_button(1, "More", timeout=30)
     for title, then in (("Pause", "Resume"), ("Resume", "Pause"), ("Pause", "Resume")):
         notebook.press_button(1, title, timeout=30)
         notebook.wait_for_output(1, then)
@@ -346,6 +350,7 @@ def test_a_button_that_training_could_not_obey_is_not_there(open_notebook: OpenN
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
+    notebook.press_button(1, "More")
     notebook.wait_until(BUTTON, "Pause")
     assert not notebook.evaluate(BUTTON, "Save")
     notebook.wait_until(f"title => !({BUTTON})(title)", "Stop after epoch")
@@ -357,6 +362,7 @@ def test_a_button_that_training_could_not_obey_is_not_there(open_notebook: OpenN
     notebook.wait_until_done()
     notebook.run(3)
     notebook.wait_for_output(3, "2 / 1000", timeout=60)  # epochs
+    notebook.press_button(3, "More")
     for title in ("Save", "Stop after epoch"):
         notebook.wait_until(BUTTON, title)
     notebook.press_button(3, "Stop after epoch")

@@ -27,6 +27,17 @@ CELLS = [
     "import nb_accelerate; nb_accelerate.attach()",
 ]
 HAS_BUTTONS = "() => document.querySelector('.jp-OutputArea button') !== null"
+SAYS = """text => [...document.querySelectorAll('.nba-gone')].some(one =>
+    one.checkVisibility({visibilityProperty: true}) && one.offsetHeight > 0 && one.innerText.includes(text))"""
+HAS_LOST_ITS_KERNEL = "() => document.querySelector('.jupyter-widgets-disconnected') !== null"
+# Those of widgets that have lost their kernel.
+ICONS = """() => [...document.querySelectorAll('.jupyter-widgets-disconnected')].filter(one => one.offsetHeight)
+    .map(one => getComputedStyle(one, '::before').content).filter(content => content !== 'none')"""
+# Outputs in which one sees a widget, or an error in its place.
+SEEN_OF_WIDGETS = """() => [...document.querySelectorAll('.jp-OutputArea-output')]
+    .filter(one => one.checkVisibility() && one.offsetHeight > 0)
+    .filter(one => one.querySelector('.nba-asides') || one.innerText.includes('widget'))
+    .map(one => one.innerText)"""
 MOVES = "() => document.querySelector('.nba-again .nba') !== null"
 
 
@@ -48,6 +59,7 @@ def test_what_ranks_print_is_in_their_logs_below_the_panel_while_it_moves_and_at
     run_and_reload(notebook, saved=True)
     notebook.wait_until(MOVES, timeout=60)
     notebook.wait_for_output(1, "what ranks print is in their logs")
+    notebook.press_button(1, "More")
     notebook.press_button(1, "Log")
     notebook.wait_until("() => document.querySelector('.nba-asides pre')?.textContent === 'said by rank 0\\n'")
     notebook.screenshot(f"reload-log-{where}", cell=1)
@@ -55,7 +67,15 @@ def test_what_ranks_print_is_in_their_logs_below_the_panel_while_it_moves_and_at
     notebook.wait_for_output(1, "■")
     logs = notebook.evaluate("() => [...document.querySelectorAll('.nba-again pre.nba-aside')].map(o => o.textContent)")
     assert logs == ["said by rank 0\n", "said by rank 1\n"]
+    notebook.wait_until(IDLE)
+    notebook.restart()
+    notebook.wait_until(HAS_LOST_ITS_KERNEL)
+    assert notebook.evaluate(ICONS) == []
     notebook.screenshot(f"reload-end-{where}", cell=1)
+    notebook.save()
+    notebook.reload()
+    notebook.wait_until(SAYS, "No news since")
+    assert notebook.evaluate(SEEN_OF_WIDGETS) == []
 
 
 @pytest.mark.parametrize("where", ["lab", "nb7"])
@@ -115,6 +135,11 @@ def test_when_the_kernel_is_restarted_the_panel_says_that_it_has_ended(
     assert not notebook.evaluate(SAYS_IT_ENDED, shown)
     notebook.restart()
     notebook.wait_until(SAYS_IT_ENDED, shown)
-    assert "If the kernel runs" not in notebook.output(1)
+    assert "attach()" not in notebook.output(1)
     notebook.wait_until("() => [...document.querySelectorAll('.jp-OutputArea button')].every(one => !one.offsetHeight)")
+    assert notebook.evaluate(ICONS) == []
     notebook.screenshot(f"reload-restarted-{is_reloaded}", cell=1)
+    notebook.save()
+    notebook.reload()
+    notebook.wait_until(SAYS, "No news since")
+    assert notebook.evaluate(SEEN_OF_WIDGETS) == []

@@ -56,6 +56,7 @@ class Page:
         self.box: str = self.until(lambda one: VIEW in one["content"].get("data", {}))["content"]["data"][VIEW][
             "model_id"
         ]
+        self.idle(self.press("More"))
 
     def read(self, timeout: float) -> dict[str, Any]:
         message: dict[str, Any] = self.client.get_iopub_msg(timeout=max(0.0, timeout))

@@ -58,7 +58,7 @@ def test_the_style_sheet_is_sent_once_and_widgets_are_made_when_they_are_used(ke
     (buttons,) = [one for one in of_kind("display_data", "update_display_data") if VIEW in one["data"]]
     assert buttons["data"]["text/plain"]
     made = len(of_kind("comm_open"))
-    assert made <= 16
+    assert made <= 10
 
     end.touch()
     while messages[-1]["content"].get("execution_state") != "idle" or messages[-1]["parent_header"]["msg_id"] != cell:

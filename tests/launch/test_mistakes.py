@@ -114,7 +114,7 @@ BEFORE_RANKS = {
     "sending a name that there is not": Mistake(
         "%distributed push nosuch", ("NameError: name 'nosuch'", "in the notebook")
     ),
-    "asking ranks that do not run": Mistake("%distributed where", ("PoolError:", "%distributed start")),
+    "asking ranks that do not run": Mistake("%distributed pull x", ("PoolError:", "%distributed start")),
 }
 
 WITH_RANKS = {

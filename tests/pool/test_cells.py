@@ -262,12 +262,6 @@ class TestNames:
         notebook.run("%%distributed\nimport builtins\nbuiltins.allowed = True").ok()
         assert notebook.run("%%distributed\nprint(picky)").ok().stdout == "allowed\n"
 
-    def test_in_sends_whatever_the_ranks_have(self, notebook: Kernel):
-        notebook.run("%%distributed\nsetting = 'ranks'").ok()
-        notebook.run("setting = 'notebook'").ok()
-        assert notebook.run("%%distributed --in setting\nprint(setting)").ok().stdout == "notebook\n"
-        assert notebook.run("%%distributed --in nowhere\n1").error == "NameError"
-
     def test_data_changed_in_place_is_sent_again(self, notebook: Kernel):
         notebook.run("options = {'lr': 1}").ok()
         notebook.run("%%distributed\nprint(options)").ok()

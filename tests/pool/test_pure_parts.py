@@ -305,11 +305,10 @@ class TestDisplayIds:
 
 class TestArguments:
     def test_options_become_values(self):
-        line = "-n 4 --ranks 0,2-3 --in x,model --out losses --timeout 1.5 --background"
+        line = "-n 4 --ranks 0,2-3 --out losses --timeout 1.5 --background"
         assert args.DISTRIBUTED_CELL.parse(line) == {
             "num_processes": 4,
             "ranks": (0, 2, 3),
-            "send": ("x", "model"),
             "out": "losses",
             "timeout": 1.5,
             "background": True,

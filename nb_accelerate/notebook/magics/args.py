@@ -102,11 +102,6 @@ def ranks(word: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def names(word: str) -> tuple[str, ...]:
-    """Parse names of variables: ``x,model``."""
-    return tuple(variable(part.strip()) for part in word.split(",") if part.strip())
-
-
 def variable(word: str) -> str:
     """Parse the name of a variable."""
     if not word.isidentifier() or keyword.iskeyword(word):
@@ -163,13 +158,6 @@ CONVERT.add_argument(
 
 CELL = _group()
 CELL.add_argument(
-    "--in",
-    dest="send",
-    type=names,
-    metavar="NAME,...",
-    help="Send these from the notebook first, also if the ranks have their own of that name.",
-)
-CELL.add_argument(
     "--out",
     type=variable,
     metavar="NAME",
@@ -203,7 +191,7 @@ SHOW.add_argument("--quiet", action="store_true", help="Show no output.")
 SHOW.add_argument("--progress", metavar="WHERE", help="Where the panel is drawn: auto, widget, text or off.")
 
 DISTRIBUTED_CELL = LineParser(
-    "%%distributed [-n N] [--convert] [--ranks RANKS] [--in NAME,...] [--out NAME] [--background] ...",
+    "%%distributed [-n N] [--convert] [--ranks RANKS] [--out NAME] [--background] ...",
     "Run the cell on every rank. Ranks are started by the first such cell, and keep their variables.\n\n"
     "They know rank, local_rank, world_size, device and accelerator. What the cell uses of the notebook is sent\n"
     "to them; the notebook's own variables are not touched. What all ranks print is shown once, other output with\n"
@@ -216,7 +204,7 @@ DISTRIBUTED_CELL = LineParser(
 )
 
 RANK_CELL = LineParser(
-    "%%rank RANKS [--in NAME,...] [--out NAME] [--background] [--timeout SECONDS] ...",
+    "%%rank RANKS [--out NAME] [--background] [--timeout SECONDS] ...",
     "Run the cell on one rank, or some: %%rank 1, %%rank 0,2-3. The same as %%distributed --ranks.",
     CELL,
     SHOW,

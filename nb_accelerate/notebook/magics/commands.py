@@ -30,7 +30,7 @@ def _command(usage: str, about: str, *parents: argparse.ArgumentParser) -> LineP
 
 COMMANDS = {
     "start": _command("start [-n N] ...", "Start ranks; the first %%distributed cell does it by itself.", POOL),
-    "status": _command("status", "Rank, process, device, memory, state, and what it does now."),
+    "status": _command("status", "Rank, process, device, memory, state, and where it is in its code now."),
     "push": _command(
         "push NAME ... [--ranks RANKS] [--large]", "Send variables of the notebook, also over the ranks' own.", RANKS
     ),
@@ -39,7 +39,6 @@ COMMANDS = {
         "Bring variables of rank 0, or of another rank; of several, or all, a list by rank.",
         RANKS,
     ),
-    "where": _command("where", "Where every rank is in its code, also while it runs."),
     "interrupt": _command("interrupt", "Interrupt a cell that runs in the background."),
     "restart": _command("restart [RANK]", "Put a new rank in the place of one; or start all anew."),
     "debug": _command(
@@ -142,10 +141,6 @@ class Commands:
         pool.variables.note_pulled(values)
         differ = f"; the other ranks' are different: %distributed pull {' '.join(different)} --all" if different else ""
         _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
-
-    def _where(self, _: dict[str, Any]) -> None:
-        for rank, place in self._pool.where().items():
-            _say(f"rank {rank}: {place}")
 
     def _interrupt(self, _: dict[str, Any]) -> None:
         pool = self._pool

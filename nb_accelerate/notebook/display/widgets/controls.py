@@ -1,7 +1,12 @@
 """The widgets below a panel in a cell: its buttons, what they open, and what draws it in a page that was loaded anew.
 
+One button ends the run, another one opens those that show something or steer training, in the same row.
+
 Each widget is a message when it is made and another when it is closed, and so is the layout and the style of each.
 Therefore widgets share these, and what a button opens is made when it is pressed for the first time.
+
+When the run is over they are closed, but for the one that has drawn the panel in a page that was loaded anew. That page
+keeps a view in the saved notebook, which nothing but the page could remove: the style sheet hides what is left of it.
 
 Clicks are answered in the thread that reads the shell channel (`notebook.display.widgets.shell_channel`): what they do
 must not hold it up.
@@ -16,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.diagnostics.stacks import listed
 from nb_accelerate.notebook.display.drawing import html
-from nb_accelerate.notebook.display.panel import PAUSE, RESUME
+from nb_accelerate.notebook.display.panel import PAUSE, RESUME, Action
 from nb_accelerate.notebook.display.widgets import asides
 from nb_accelerate.notebook.display.widgets.shell_channel import answer_widgets
 
@@ -39,6 +44,9 @@ _TO_KEEP = (
     "panel. To keep it: nb_accelerate.attach() in a cell, before the kernel ends.</p></div>"
 )
 
+_MORE, _LESS = "More", "Less"
+"""Titles of the button that opens others, and of the same one while they are open."""
+
 _LINES_MISSING = (
     '<div class="nba"><p class="nba-dim">This page was loaded while it ran: what ranks print is in their logs, below, '
     "and no longer in this cell.</p></div>"
@@ -57,6 +65,9 @@ class Controls:
         self._is_over = False
         self._aside: Any = None
         self._rank_field: Any = None
+        self._others: list[tuple[Action, Any]] = []  # buttons that are opened, once they were for the first time
+        self._opened: tuple[Any, ...] = ()  # those that are there now
+        self._is_open = False
         self._check_actions_at = 0.0
         self._shown: Callable[[], str] | None = None
         self._ask_at = 0.0
@@ -70,16 +81,9 @@ class Controls:
         self._one_line = ipywidgets.Layout(width="auto", flex="0 0 auto")
         self._again = self._add(_html_of_new_pages(self._plain))
         self._shared: dict[str, Any] = {"layout": self._one_line}
-        self._actions = [
-            (action, self._button(action.title, action.hint, action.do)) for action in self._source.actions()
-        ]
-        self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
-        self._log_button = self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log))
-        stacks = self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks))
-        self._row = (
-            *(button for _, button in self._actions[:1]),  # it ends the run, and is always there
-            *((stacks, self._log_button) if self._source.has_asides else ()),
-        )
+        end, *self._steering = self._source.actions()
+        self._more = self._button(Action(_MORE, "stacks, logs and what else can be done now", self._open_or_close))
+        self._row = (self._button(end), self._more) if self._source.has_asides else (self._button(end),)
         margin = ipywidgets.Layout(margin="0 0 0 5px", flex_flow="row wrap")
         self._controls = self._add(ipywidgets.HBox(self._row, layout=margin))
         children = (self._again, self._controls)
@@ -92,14 +96,10 @@ class Controls:
 
     def draw(self, view: View) -> None:
         """Bring them up to date."""
-        if self._pause is not None:
-            self._pause.description = RESUME if view.is_paused else PAUSE
-        if time.monotonic() >= self._check_actions_at:
-            self._check_actions_at = time.monotonic() + _ACTIONS_EVERY
-            # New ones come last: a front end would make those behind anew, which would lose the focus of the keyboard.
-            cannot = [button for action, button in self._actions if not action.can()]
-            new = [button for _, button in self._actions if button not in (*self._row, *cannot)]
-            self._row = (*(button for button in self._row if button not in cannot), *new)
+        for action, button in self._others:
+            if action.title == PAUSE:
+                button.description = RESUME if view.is_paused else PAUSE
+        if self._is_open and time.monotonic() >= self._check_actions_at:
             self._show_row()
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S on %d %B")
@@ -138,13 +138,33 @@ class Controls:
         answer_widgets(self._kernel, [widget])
         return widget
 
-    def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
+    def _button(self, action: Action) -> Any:
         import ipywidgets
 
-        button = self._add(ipywidgets.Button(description=title, tooltip=hint, **self._shared))
+        button = self._add(ipywidgets.Button(description=action.title, tooltip=action.hint, **self._shared))
         self._shared["style"] = button.style
-        button.on_click(lambda _: action())
+        button.on_click(lambda _: action.do())
         return button
+
+    def _open_or_close(self) -> None:
+        """Show the other buttons, or no longer, nor what one of them has opened."""
+        with self._lock:
+            if self._is_over:
+                return
+            if not self._others:
+                actions = (
+                    Action("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
+                    Action("Log", "show what a rank printed last", lambda: self._toggle(self._log)),
+                    *self._steering,
+                )
+                self._others = [(action, self._button(action)) for action in actions]
+            self._is_open, self._opened = not self._is_open, ()
+            self._more.description = _LESS if self._is_open else _MORE
+            shown = self._shown
+        if shown is None or self._is_open:
+            self._show_row()
+        else:
+            self._open(None)
 
     def _toggle(self, aside: Callable[[], str]) -> None:
         """Show something below the panel, or no longer."""
@@ -167,14 +187,20 @@ class Controls:
             self._ask()
 
     def _show_row(self) -> None:
-        """Show the buttons and, beside a log of several ranks, which one it is of."""
+        """Show the buttons that can work now and, beside a log of several ranks, which one it is of."""
         with self._lock:
-            chooses_rank = self._shown == self._log and len(self._ranks) > 1
-            children = self._row
-            if chooses_rank:
-                at = self._row.index(self._log_button) + 1
-                children = (*self._row[:at], self._field_of_rank(), *self._row[at:])
-            if not self._is_over and self._controls.children != children:
+            if self._is_over:
+                return
+            self._check_actions_at = time.monotonic() + _ACTIONS_EVERY
+            can = [button for action, button in self._others if self._is_open and action.can()]
+            # New ones come last: a front end would make those behind anew, which would lose the focus of the keyboard.
+            kept = [button for button in self._opened if button in can]
+            self._opened = (*kept, *(button for button in can if button not in kept))
+            children = [*self._row, *self._opened]
+            if self._shown == self._log and len(self._ranks) > 1:
+                log = next(button for action, button in self._others if action.title == "Log")
+                children.insert(children.index(log) + 1, self._field_of_rank())
+            if self._controls.children != tuple(children):
                 self._controls.children = children
 
     def _field_of_rank(self) -> Any:
