@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fixtures.kernels import Kernel
 
+import nb_accelerate
 from nb_accelerate.errors import ConfigError, DeadlineError, RankDiedError, ShippingError
 from nb_accelerate.notebook.launch import notebook_launcher
 from nb_accelerate.notebook.launch.configurations import names_of
@@ -250,9 +251,28 @@ def test_a_run_is_named_by_what_differs_from_others() -> None:
     assert names_of([{"lr": 0.1, "depth": 2}, {"lr": 0.2, "depth": 2}]) == ["lr=0.1", "lr=0.2"]
     assert names_of([{"lr": 0.1}]) == ["lr=0.1"]
     assert names_of([{"lr": 0.1}, {"lr": 0.1}]) == ["#0", "#1"]
-    assert names_of([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.2}]) == ["lr=0.1 #0", "lr=0.1 #1", "lr=0.2"]
-    assert names_of([{"lr": 0.1}, {"lr": 0.1, "clip": 1.0}]) == ["#0", "clip=1.0"]
-    assert names_of([{"kind": int}, {"kind": "x" * 99}]) == ["kind=int", f"kind='{'x' * 22}…"]
+    assert names_of([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.2}]) == ["#0, lr=0.1", "#1, lr=0.1", "#2, lr=0.2"]
+    assert names_of([{"lr": 0.1}, {"lr": 0.1, "clip": 1.0}]) == ["#0", "#1, clip=1"]
+
+
+def test_runs_are_kept_with_their_configuration_and_how_they_ended() -> None:
+    def learn(lr: float, momentum: float = 0.5) -> None:
+        import torch
+
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr, momentum))
+        accelerator.backward((model(torch.ones(1, 1)) * 0 + 7.0).mean())
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        sweep(learn, [{"lr": 0.1}, {"lr": -1.0}], ranks=1)
+    first, second = nb_accelerate.runs()[-2:]
+    assert (first.config, first.ended) == ({"lr": 0.1, "momentum": 0.5}, "done")
+    assert [loss for _, loss in first.column("loss")] == [7.0]
+    assert (second.config, second.ended) == ({"lr": -1.0, "momentum": 0.5}, "failed: ValueError")
 
 
 def test_a_kernel_keeps_what_an_interrupted_sweep_has_and_nothing_else(kernel: Kernel) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import described, shown
 from nb_accelerate.base.config.launch import LaunchOptions
+from nb_accelerate.base.records.naming import labels, settings
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,11 +22,6 @@ _REFUSED = {
     "log_line_prefix_template": "each line is marked with the configuration of its run",
 }
 """Options of a launch that are not for a sweep, and why."""
-
-_WIDEST = 24
-"""Characters of a value in the name of a run."""
-
-_ABSENT = object()
 
 
 def check_sweep(sweep: Iterable[Mapping[str, Any]], options: LaunchOptions) -> list[dict[str, Any]]:
@@ -76,17 +71,6 @@ def _check_run(index: int, run: object, options: LaunchOptions) -> dict[str, Any
 
 def names_of(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name for each run: what differs in its configuration from others, ``lr=0.1, depth=3``."""
-    names = dict.fromkeys(name for run in runs for name in run)
-    values = {name: [_short(run.get(name, _ABSENT)) for run in runs] for name in names}
-    differing = [name for name in names if len(runs) == 1 or len({*values[name]}) > 1]
-    found = [
-        ", ".join(f"{name}={values[name][index]}" for name in differing if name in run)
-        for index, run in enumerate(runs)
-    ]
-    count = Counter(found)
-    return [name if name and count[name] == 1 else f"{name} #{index}".strip() for index, name in enumerate(found)]
-
-
-def _short(value: object) -> str:
-    text = getattr(value, "__name__", None) or shown(value)  # of a class or a function, not where it is defined
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+    if len(runs) == 1:
+        return [settings(runs[0], runs[0]) or "#0"]
+    return labels([f"#{index}" for index in range(len(runs))], runs)

@@ -16,17 +16,20 @@ import contextlib
 import time
 from collections import deque
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.base.records import Curve, is_training_loss
+from nb_accelerate.base.records.kept import note_run
 from nb_accelerate.errors import ConfigError, DeadlineError
 from nb_accelerate.notebook.display.frontend import is_in_kernel
+from nb_accelerate.notebook.display.logged_values import LoggedValues, ThinnedCurve
 from nb_accelerate.notebook.display.panel import Action, PanelSource
 from nb_accelerate.notebook.display.run_rows import RunStatus
 from nb_accelerate.notebook.launch.configurations import names_of
-from nb_accelerate.notebook.launch.description import facts_of
+from nb_accelerate.notebook.launch.description import facts_of, simple_arguments
 from nb_accelerate.notebook.launch.launch import WORDING, Launch
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
@@ -67,11 +70,15 @@ class _Run:
     """A run that has a process, whose rank number is the index of the run."""
 
     place: int
+    options: LaunchOptions
     rank: RankProxy
     calling: Request
     view: RequestView
     resources: contextlib.ExitStack
     leaving: Request | None = None
+    began: float = field(default_factory=time.time)
+    losses: ThinnedCurve = field(default_factory=ThinnedCurve)
+    logged: LoggedValues = field(default_factory=LoggedValues)
 
     @property
     def index(self) -> int:
@@ -85,7 +92,24 @@ class _Run:
     def look(self) -> RunStatus:
         """Return what is seen of it now."""
         status = self.view.statuses()[0]
-        return RunStatus(rank=self.index, sample=status.sample, state=status.state, pid=status.pid)
+        sample = status.sample
+        loss = next((value for name, value in sample.scalars.items() if is_training_loss(name)), sample.loss)
+        if loss is not None:
+            self.losses.add(sample.steps, loss)
+        self.logged.add(sample)
+        return RunStatus(rank=self.index, sample=sample, state=status.state, pid=status.pid)
+
+    def record(self, name: str, ended: str) -> None:
+        """Note it for `nb_accelerate.runs`."""
+        curves = (Curve("loss", self.losses.points), *self.logged.curves)
+        note_run(
+            name,
+            config=simple_arguments(self.options),
+            values={curve.name: curve.points for curve in curves if curve.points},
+            began=self.began,
+            ended=ended,
+            logged_as=[*self.rank.output.logged],
+        )
 
 
 class Sweep(Launch):
@@ -237,6 +261,7 @@ class Sweep(Launch):
             )
             run = _Run(
                 place=place,
+                options=options,
                 rank=rank,
                 calling=calling,
                 view=RequestView(calling, ()),
@@ -277,6 +302,7 @@ class Sweep(Launch):
         if cause is not None and cause.failure is not None and why == cause.failure[0].report.type_name:
             why = one_line(cause.failure[0].report)
         self._source.note_end(run, outcome, why)
+        run.record(self._name, f"{outcome}: {failure.what}" if failure is not None and failure.what else outcome)
         if error is not None:
             self._failures[run.index] = error
             others = self._waiting or len(self._running) > 1
