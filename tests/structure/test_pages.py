@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import re
 import shlex
 import subprocess
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import nbformat
 import pytest
 import yaml
-
-from nb_accelerate.cli import notebook
+from fixtures.page_code import Code, code_of, not_shown, run_cells, run_commands, shown_below
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 PAGES = sorted(path for path in NOTEBOOKS.rglob("*.md") if "site" not in path.parts)
-BLOCK = re.compile(r'^```([\w-]*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 ELSEWHERE = {"git", "jupyter", "jupyter-repo2docker", "make", "pip", "srun", "ssh"}
 """Commands that install, serve or need other machines: they are not run here."""
 
-LISTINGS = {"bash", "text"}
-"""Kinds of blocks that are no code of this package: what a batch system reads, and what something printed."""
-
-
-@dataclass
-class Code:
-    """What of a page can be run."""
-
-    cells: list[str] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    commands: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-
-
-def code_of(text: str) -> Code:
-    code = Code()
-    for kind, title, body in BLOCK.findall(text):
-        if title:
-            code.files[title] = body
-        elif kind == "python":
-            code.cells.append(body.strip())
-        elif kind == "console":
-            code.commands += [line.removeprefix("$ ") for line in body.splitlines() if line.startswith("$ ")]
-        elif kind not in LISTINGS:
-            code.unknown.append(kind)
-    return code
+WITH_TRAINERS = NOTEBOOKS / "how_to" / "trainer.md"
+"""Needs packages that `make test-trainers` has: it is run there."""
 
 
 def with_code() -> list[Path]:
@@ -77,17 +47,19 @@ def test_every_block_of_a_page_is_of_a_kind_that_is_run(path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.limit(240)
+@pytest.mark.limit(400)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
-def test_the_cells_of_all_pages_run(tmp_path: Path):
+def test_the_cells_of_all_pages_run_and_show_what_stands_below_them(tmp_path: Path):
     # In one kernel, which takes seconds to start, but with no names of the page before.
-    cells = []
+    cells, expected = [], []
     for path in with_code():
-        cells += [f"%reset -f\n# {path.name}", *code_of(path.read_text(encoding="utf-8")).cells]
-    pages = tmp_path / "pages.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), pages)
-    run = notebook.execute(pages, progress=io.StringIO(), env=_env())
-    assert run.failure is None, run.failure.render(color=False)
+        if path != WITH_TRAINERS:
+            found = shown_below(path.read_text(encoding="utf-8"))
+            cells += [f"%reset -f\n# {path.name}", *(code.strip() for code, _ in found)]
+            expected += ["", *(shown for _, shown in found)]
+    run = run_cells(cells, tmp_path)
+    missing = [not_shown(cell, shown) for cell, shown in zip(run.cells, expected, strict=True)]
+    assert [lines for lines in missing if lines] == []
 
 
 @pytest.mark.slow
@@ -95,27 +67,8 @@ def test_the_cells_of_all_pages_run(tmp_path: Path):
 @pytest.mark.may_leave("files")  # as above
 @pytest.mark.parametrize("path", with_code(), ids=lambda path: str(path.relative_to(NOTEBOOKS)))
 def test_the_commands_of_a_page_run(path: Path, tmp_path: Path):
-    code = code_of(path.read_text(encoding="utf-8"))
-    for name, text in code.files.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    for command in code.commands:
-        program, *arguments = shlex.split(command)
-        if program not in ELSEWHERE:
-            ran = subprocess.run(
-                [sys.executable, "-m", "nb_accelerate", *arguments],
-                cwd=tmp_path,
-                env=_env(),
-                capture_output=True,
-                text=True,
-                timeout=200,
-                check=False,
-            )
-            assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def _env() -> dict[str, str]:
-    """The environment, without what makes ipykernel believe that it runs in its own tests."""
-    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    if path != WITH_TRAINERS:
+        run_commands(code_of(path.read_text(encoding="utf-8")), tmp_path)
 
 
 def test_the_page_of_benchmarks_is_made_of_what_was_printed():
