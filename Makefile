@@ -26,7 +26,7 @@ DOCS       := .venv-docs
 DOCS_PINS  := tests/requirements-docs.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-places test-deepspeed test-trainers test-xla docs notebooks picture screenshots
+.PHONY: help setup demo test test-slow test-places test-deepspeed test-trainers test-xla package docs notebooks picture screenshots
 .PHONY: soak lint format bench bench-deepspeed clean
 
 help: ## Show this list
@@ -56,6 +56,9 @@ test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed or 
 
 test-trainers: $(WITH_TRAINERS)/ready ## Run published trainers with this package in accelerate's place, in an environment with them
 	@$(WITH_TRAINERS)/bin/python -m pytest tests/with_trainers $(ARGS)
+
+package: $(READY) ## Build the wheel and the source distribution, in dist/, and try what the README says with the wheel alone
+	@$(RUN) tests/package/run.py
 
 # Without --quiet, with which MkDocs counts no warnings and --strict fails for none.
 docs: $(DOCS)/ready ## Build the documentation site, build/docs/index.html

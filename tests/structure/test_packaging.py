@@ -106,6 +106,30 @@ def test_the_pythons_that_are_named_begin_with_the_oldest_that_is_allowed():
     assert PROJECT["requires-python"] == f">={named[0]}"
 
 
+def committed() -> set[str]:
+    """The files of the repository."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    return {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+
+
+@pytest.mark.slow
+def test_the_wheel_has_all_files_of_the_package_and_no_others(distributions: Distributions):
+    with zipfile.ZipFile(distributions.wheel) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == {name for name in committed() if name.startswith("nb_accelerate/")}
+    assert {"nb_accelerate/py.typed", "nb_accelerate/__init__.pyi", "nb_accelerate/cli/flags.md"} <= packed
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_the_repository(distributions: Distributions):
+    with tarfile.open(distributions.sdist) as sdist:
+        packed = {name.partition("/")[2] for name in sdist.getnames()}
+    assert packed == {*committed(), "PKG-INFO"}
+
+
 @pytest.mark.slow
 def test_a_page_of_an_index_would_show_no_link_that_leads_nowhere(distributions: Distributions):
     with zipfile.ZipFile(distributions.wheel) as wheel:
