@@ -1,7 +1,7 @@
 """Build the wheel and the source distribution, and try what the README says in an environment that has only the wheel.
 
-What `make package` runs. Both files are left in ``dist/``. The environment lies outside of the checkout, so that nothing
-is imported from there.
+What `make package` runs. Both files are left in ``dist/``. The environment lies outside of the checkout, so that
+nothing is imported from there.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
             the exception, also on that of an interrupt, is then a list with what each run has returned or raised, and
             ``concurrent.futures.CancelledError`` for one that was not started.
 
-    Example:
+    Examples:
         >>> def train(lr):
         ...     accelerator = Accelerator()
         ...     return accelerator.process_index

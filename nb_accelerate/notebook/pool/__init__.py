@@ -43,7 +43,7 @@ def start(num_processes: int | None = None, **options: Any) -> None:
 
     Args:
         num_processes: number of ranks; None for one for each GPU, or two on a machine without GPUs.
-        options: other fields of `PoolOptions`.
+        options: other fields of `PoolOptions`, such as ``devices="cpu"``.
 
     Raises:
         PoolError: they run already.
@@ -67,7 +67,7 @@ def run(code: str, *, wait: bool = True, **options: Any) -> list[Any] | CellHand
         SyntaxError: the code does not compile; nothing was run.
         BaseException: what it raised on a rank.
 
-    Example:
+    Examples:
         >>> run("rank * 10")
         [0, 10]
     """
@@ -79,23 +79,56 @@ def run(code: str, *, wait: bool = True, **options: Any) -> list[Any] | CellHand
 
 
 def push(values: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-    """Define names on the ranks. See `Pool.push`."""
+    """Define variables on the ranks, also over those that cells have bound there.
+
+    A module of yours, which is sent by its name, is loaded anew from its file there.
+
+    Args:
+        values: by name.
+        ranks: the ranks; None for all.
+
+    Raises:
+        ShippingError: a value cannot be pickled; the text says which part.
+        TooLargeError: the values have more than a GiB.
+        PoolError: no ranks are running.
+    """
     _pool.push(values, ranks)
 
 
 def pull(*names: str, ranks: Sequence[int] | None = None) -> list[Any]:
-    """Return the value of a name on each rank; for several names, a list for each rank. See `Pool.pull`."""
+    """Return the value that a variable has on each rank.
+
+    Args:
+        names: of one variable, or several.
+        ranks: the ranks; None for all.
+
+    Returns:
+        A list by rank: of values, or, for several names, of lists of values in the order of the names.
+
+    Raises:
+        NameError: a rank has no such variable.
+        ShippingError: a value cannot be pickled.
+        PoolError: no ranks are running.
+    """
     values = _pool.pull(names, ranks)
     return [of_rank[0] for of_rank in values] if len(names) == 1 else values
 
 
 def interrupt() -> None:
-    """Interrupt the cell that runs."""
+    """Interrupt the cell that runs. The ranks keep their variables; without a running cell nothing happens."""
     _pool.interrupt()
 
 
 def restart(rank: int | None = None) -> None:
-    """Start all ranks anew, or replace one. See `Pool.restart`."""
+    """Start all ranks anew, or replace one, and those that have ended. The others keep their variables then.
+
+    Args:
+        rank: the one to replace; None for all.
+
+    Raises:
+        PoolError: no ranks are running.
+        ConfigError: there is no such rank.
+    """
     _pool.restart(rank)
 
 
@@ -105,5 +138,5 @@ def status() -> list[RankStatus]:
 
 
 def stop() -> None:
-    """End every rank."""
+    """End every rank. Their variables are lost."""
     _pool.stop()

@@ -61,7 +61,7 @@ class CellHandle(Steerable):
         Raises:
             TimeoutError: it has not ended within `timeout` seconds. It goes on.
             KeyboardInterrupt: the wait was interrupted. The cell goes on.
-            BaseException: what the cell has raised, see `Pool.run`.
+            BaseException: what the cell has raised on a rank.
         """
         if not self.wait(timeout):
             raise TimeoutError(f"the cell has not ended within {timeout} s; it goes on")

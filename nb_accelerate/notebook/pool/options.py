@@ -87,10 +87,11 @@ class CellOptions:
         ranks: the ranks that run it; None for all.
         send: names to send from the notebook first, also if the ranks have bound them themselves.
         large: send more than a GiB, too.
-        timeout: seconds until it is ended; None for no limit.
-        style: how output of several ranks is shown, see `notebook.ranks.output.request_output.RequestOutput`.
+        timeout: seconds until it is interrupted; None for no limit.
+        style: ``"fold"`` shows equal lines of ranks once, ``"group"`` at the end what each rank printed, and ``"raw"``
+            every line as it comes.
         quiet: show no output.
-        progress: where its panel is drawn, see `notebook.launch.notebook_launcher`.
+        progress: ``"auto"``, ``"widget"``, ``"text"`` or ``"off"``: where its panel is drawn, as of `notebook_launcher`.
         wants_values: return the value of the last expression of each rank.
         converts: the cell is written for one process; ranks share the work of its models.
 

@@ -34,7 +34,7 @@ def attach(name: str | None = None) -> None:
     Raises:
         ConfigError: there is no such run.
 
-    Example:
+    Examples:
         >>> launch = notebook_launcher(train, num_processes=2, block=False)
         >>> attach("train")
     """
