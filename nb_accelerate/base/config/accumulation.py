@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.base.config.checks import check_options, check_whole, first_given
 from nb_accelerate.base.config.kwargs import KwargsHandler
@@ -33,7 +33,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
-    _checks: ClassVar = {"num_steps": partial(check_whole, at_least=1)}
+    _checks: ClassVar[dict[str, Any]] = {"num_steps": partial(check_whole, at_least=1)}
 
 
 def resolve_accumulation(

@@ -101,7 +101,7 @@ class DeepSpeedPlugin(KwargsHandler):
     msamp_opt_level: str | None = None
     selected: bool = field(default=False, init=False, repr=False, compare=False)
 
-    _checks: ClassVar = {
+    _checks: ClassVar[dict[str, Any]] = {
         "hf_ds_config": lambda _, value: value if isinstance(value, HfDeepSpeedConfig) else HfDeepSpeedConfig(value),
         "gradient_accumulation_steps": partial(check_whole, at_least=1),
         "gradient_clipping": partial(check_number, above=0),

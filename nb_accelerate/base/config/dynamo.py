@@ -85,7 +85,7 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool = False
 
-    _checks: ClassVar = {
+    _checks: ClassVar[dict[str, Any]] = {
         "backend": lambda name, value: DynamoBackend(check_choice(f"dynamo_{name}", value, _BACKENDS).upper()),
         "mode": partial(check_choice, choices=_MODES),
     }

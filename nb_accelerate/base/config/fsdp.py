@@ -98,7 +98,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     transformer_cls_names_to_wrap: Sequence[str] | str | None = None
     min_num_params: int | None = None
 
-    _checks: ClassVar = {
+    _checks: ClassVar[dict[str, Any]] = {
         "fsdp_version": lambda _, value: _version(value),
         "sharding_strategy": lambda _, value: _strategy(value),
         "backward_prefetch": lambda name, value: check_choice(name, _name_of(value), _PREFETCHES) and value,

@@ -86,7 +86,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
     comm_state_option: Mapping[str, Any] = field(default_factory=dict)
 
-    _checks: ClassVar = {
+    _checks: ClassVar[dict[str, Any]] = {
         "dim": partial(check_whole, at_least=0),
         "bucket_cap_mb": partial(check_whole, at_least=1),
         "comm_hook": lambda name, value: DDPCommunicationHookType(check_choice(name, value, _HOOKS)),
@@ -153,7 +153,7 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int = 2000
     enabled: bool = True
 
-    _checks: ClassVar = {
+    _checks: ClassVar[dict[str, Any]] = {
         "init_scale": partial(check_number, above=0.0),
         "growth_factor": partial(check_number, above=1.0),
         "backoff_factor": partial(check_number, above=0.0),

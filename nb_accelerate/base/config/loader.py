@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nb_accelerate.base.config.checks import check_flag, check_options, check_whole
 from nb_accelerate.base.config.options import Options
@@ -44,7 +44,7 @@ class DataLoaderConfiguration(Options):
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
-    _checks: ClassVar = {"data_seed": partial(check_whole, at_least=0)}
+    _checks: ClassVar[dict[str, Any]] = {"data_seed": partial(check_whole, at_least=0)}
 
 
 def resolve_loader(split_batches: bool | None, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:

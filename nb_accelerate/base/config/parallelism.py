@@ -81,7 +81,7 @@ class TorchTensorParallelPlugin(Options):
     tp_size: int = 1
     torch_device_mesh: DeviceMesh | Any = None
 
-    _checks: ClassVar = {"tp_size": partial(check_whole, at_least=1)}
+    _checks: ClassVar[dict[str, Any]] = {"tp_size": partial(check_whole, at_least=1)}
 
     @override
     def _check(self) -> None:
@@ -130,7 +130,7 @@ class ParallelismConfig(Options):
     cp_handler: Any = None
     sp_handler: Any = None
 
-    _checks: ClassVar = {
+    _checks: ClassVar[dict[str, Any]] = {
         **dict.fromkeys(_VARIABLES, partial(check_whole, at_least=1)),
         "cp_backend": partial(check_choice, choices=("torch",)),
         "sp_backend": partial(check_choice, choices=("deepspeed",)),

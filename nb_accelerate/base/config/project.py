@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -124,7 +124,7 @@ class ProjectConfiguration(Options):
     monitor: str = "loss"
     mode: str = "min"
 
-    _checks: ClassVar = {
+    _checks: ClassVar[dict[str, Any]] = {
         "total_limit": partial(check_whole, at_least=1),
         "iteration": partial(check_whole, at_least=0),
         "keep": partial(check_choice, choices=("newest", "best")),

@@ -91,7 +91,7 @@ class CellOptions:
         style: ``"fold"`` shows equal lines of ranks once, ``"group"`` at the end what each rank printed, and ``"raw"``
             every line as it comes.
         quiet: show no output.
-        progress: ``"auto"``, ``"widget"``, ``"text"`` or ``"off"``: where its panel is drawn, as of `notebook_launcher`.
+        progress: ``"auto"``, ``"widget"``, ``"text"`` or ``"off"``: where its panel is drawn.
         wants_values: return the value of the last expression of each rank.
         converts: the cell is written for one process; ranks share the work of its models.
 

@@ -143,8 +143,8 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             Its folder; None if nothing is being written.
 
         Raises:
-            CheckpointError: it could not be written. The first of these raises it, the other does not: this method,
-                the next save. `CheckpointHandle.wait` raises it each time.
+            CheckpointError: it could not be written. It is raised once, by this method or by the next save, whichever
+                comes first. `CheckpointHandle.wait` raises it each time.
         """
         return saves.join()
 

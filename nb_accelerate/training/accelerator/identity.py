@@ -47,12 +47,12 @@ class IdentityMixin(CoreMixin, Identity):
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """See `AcceleratorState.deepspeed_plugin`."""
+        """The plugin of DeepSpeed that counts for what is prepared now; None where DeepSpeed does not train."""
         return self.state.deepspeed_plugin
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """See `AcceleratorState.parallelism_config`."""
+        """How ranks are laid out; None if nobody has said."""
         return self.state.parallelism_config
 
     @property
@@ -92,12 +92,12 @@ class IdentityMixin(CoreMixin, Identity):
 
     @property
     def is_fsdp2(self) -> bool:
-        """See `AcceleratorState.is_fsdp2`."""
+        """Whether models are sharded with FSDP2; its first version is not supported."""
         return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """See `is_fsdp2`."""
+        """Whether models are sharded with FSDP2, under accelerate's other name."""
         return self.is_fsdp2
 
     @property
