@@ -23,10 +23,10 @@ from nb_accelerate.base.config.kwargs import (
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     GradScalerKwargs as GradScalerKwargs,
     InitProcessGroupKwargs as InitProcessGroupKwargs,
+    ProfileKwargs as ProfileKwargs,
 )
 from nb_accelerate.base.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
 from nb_accelerate.base.config.parallelism import ParallelismConfig as ParallelismConfig
-from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
 from nb_accelerate.base.config.project import ProjectConfiguration as ProjectConfiguration
 from nb_accelerate.base.records.kept import runs as runs
 from nb_accelerate.base.version import __version__ as __version__

@@ -15,6 +15,19 @@ if TYPE_CHECKING:
 
 _WHERE = "the file (default: default_config.yaml in $HF_HOME/accelerate, or in ~/.cache/huggingface/accelerate)"
 _PRECISIONS = ("no", "fp16", "bf16")
+_POLICIES = [
+    ("TRANSFORMER_BASED_WRAP", "each block of a transformer, by its class"),
+    ("SIZE_BASED_WRAP", "each module with enough parameters"),
+    ("NO_WRAP", "the model as a whole"),
+]
+_STATE_DICTS = [
+    ("FULL_STATE_DICT", "one file with the whole model"),
+    ("SHARDED_STATE_DICT", "a file from each process: faster, and needs less memory"),
+]
+_STAGES = ["shard nothing", "shard the optimizer", "shard gradients too", "shard parameters too"]
+_DEVICES = [("none", "on the GPUs"), ("cpu", "in the memory of the host"), ("nvme", "on a disk")]
+_SPLIT = "TENSOR_PARALLEL"
+"""Each layer is split over processes. It has no ``distributed_type``: ``parallelism_config`` says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +125,7 @@ def _update(arguments: argparse.Namespace) -> int:
 
 def machine_here() -> Machine:
     """Return the hardware of this machine. PyTorch is imported only if there is the driver of a GPU."""
-    from nb_accelerate.base.config.installed import is_installed
+    from nb_accelerate.base.config.versions import is_installed
     from nb_accelerate.base.devices.xla import XLA
     from nb_accelerate.notebook.launch.machine import facts_here
 
@@ -150,8 +163,6 @@ def default_config(machine: Machine, mixed_precision: str = "no") -> dict[str, A
 
 def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     """Put the questions that matter on this machine, and return the answers as a configuration."""
-    from nb_accelerate.cli.engine_questions import SPLIT, ask_layout
-
     found = default_config(machine)
     kind = asker.choose(
         "How do you want to train?",
@@ -182,8 +193,8 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
             "XLA": machine.num_xla_devices or 8,
         }[kind]
         found["num_processes"] = _ask_processes(asker, usual, machines)
-    if engine in ("FSDP", SPLIT) and (layout := ask_layout(asker, found["num_processes"], is_sharded=engine == "FSDP")):
-        found["parallelism_config"] = layout
+    if engine in ("FSDP", _SPLIT):
+        found |= _ask_layout(asker, found["num_processes"], is_sharded=engine == "FSDP")
     if machine.num_gpus and not found["use_cpu"] and kind != "XLA":
         found["gpu_ids"] = asker.value("GPUs of this machine, by number, such as 0,1", "all", _checked("gpu_ids"))
     if kind == "MULTI_GPU":
@@ -204,16 +215,19 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
 
 
 def _ask_engine(asker: Asker, machine: Machine, found: dict[str, Any], machines: int) -> str:
-    from nb_accelerate.cli.engine_questions import SPLIT, ask_deepspeed, ask_engine, ask_fsdp
-
-    is_alone = found["distributed_type"] == "NO"
-    engine = ask_engine(asker, is_alone=is_alone, has_deepspeed=machine.has_deepspeed)
-    if engine and engine != SPLIT:
+    """Ask how the model is kept: ``FSDP``, ``DEEPSPEED``, `_SPLIT`, or "" for none of them."""
+    missing = "" if machine.has_deepspeed else " (not installed here: pip install deepspeed)"
+    options = [("", "whole on the GPU"), ("DEEPSPEED", f"by DeepSpeed{missing}")]
+    if found["distributed_type"] != "NO":
+        shards = ("FSDP", "in shards, by PyTorch (FSDP)"), (_SPLIT, "each layer split (tensor parallel)")
+        options = [("", "whole on each GPU"), *shards, options[1]]
+    engine = asker.choose("How is the model kept?", options, "")
+    if engine and engine != _SPLIT:
         found["distributed_type"] = engine
     if engine == "FSDP":
-        found["fsdp_config"] = ask_fsdp(asker)
+        found["fsdp_config"] = _ask_fsdp(asker)
     elif engine == "DEEPSPEED":
-        found["deepspeed_config"] = ask_deepspeed(asker, num_machines=machines)
+        found["deepspeed_config"] = _ask_deepspeed(asker, num_machines=machines)
     return engine
 
 
@@ -265,7 +279,7 @@ def _ask_dynamo(asker: Asker) -> dict[str, Any]:
 
 def _checked(key: str) -> Callable[[str], Any]:
     """Return a function that makes an answer a value of the configuration file, as it is checked there."""
-    from nb_accelerate.base.config.file_keys import KEYS
+    from nb_accelerate.base.config.file import KEYS
 
     return lambda text: KEYS[key](key, int(text) if text.isdecimal() and key != "gpu_ids" else text)
 
@@ -279,3 +293,104 @@ def _address(text: str) -> str:
     if not text or any(letter.isspace() or letter in "/,;" for letter in text):
         raise ValueError(f"{text!r} is not an address. Write a name or an IP address, without the port.")
     return text
+
+
+def _ask_fsdp(asker: Asker) -> dict[str, Any]:
+    """Ask for the options of FSDP, and return the section ``fsdp_config``."""
+    found: dict[str, Any] = {"fsdp_version": 2}
+    found["fsdp_reshard_after_forward"] = asker.confirm(
+        "Free the gathered parameters of a block after its forward? It needs less memory, and is slower", default=True
+    )
+    found["fsdp_offload_params"] = asker.confirm("Keep parameters and gradients in the memory of the host?")
+    policy = asker.choose("What is gathered at a time?", _POLICIES, "TRANSFORMER_BASED_WRAP")
+    found["fsdp_auto_wrap_policy"] = policy
+    if policy == "TRANSFORMER_BASED_WRAP":
+        names = asker.line("Classes of the blocks, such as BertLayer,T5Block; nothing for those that the model names")
+        if names:
+            found["fsdp_transformer_layer_cls_to_wrap"] = names
+    elif policy == "SIZE_BASED_WRAP":
+        found["fsdp_min_num_params"] = asker.value("Parameters of such a module, at least", 100_000_000, int)
+    found["fsdp_state_dict_type"] = asker.choose("What is saved?", _STATE_DICTS, "FULL_STATE_DICT")
+    found["fsdp_cpu_ram_efficient_loading"] = asker.confirm(
+        "Read pretrained weights in one process, which sends them to the others?", default=True
+    )
+    found["fsdp_activation_checkpointing"] = asker.confirm(
+        "Compute activations again in the backward? It needs less memory, and is slower"
+    )
+    return found
+
+
+def _ask_layout(asker: Asker, num_processes: int, *, is_sharded: bool) -> dict[str, Any]:
+    """Ask how the processes are laid out, and return the section ``parallelism_config``, if one is needed.
+
+    Args:
+        is_sharded: FSDP keeps the model; otherwise its layers are split (tensor parallel), and copied.
+    """
+    split = asker.value(
+        "Processes that compute each layer together (tensor parallel)",
+        1 if is_sharded else num_processes,
+        lambda text: _divisor(text, num_processes, "processes"),
+    )
+    copies = groups = num_processes // split
+    if is_sharded:
+        copies = asker.value(
+            "Copies of the model, each in shards on its share of the processes",
+            1,
+            lambda text: _divisor(text, groups, "processes" if split == 1 else "groups of processes"),
+        )
+    if copies == split == 1:
+        return {}
+    sizes = {"dp_replicate": copies, "dp_shard": groups // copies, "tp": split, "cp": 1}
+    return {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
+
+
+def _ask_deepspeed(asker: Asker, *, num_machines: int) -> dict[str, Any]:
+    """Ask for the options of DeepSpeed, and return the section ``deepspeed_config``."""
+    # accelerate would ask on which machines to start processes; here the command is started on each.
+    found: dict[str, Any] = {"deepspeed_multinode_launcher": "standard"} if num_machines > 1 else {}
+    stage = 3
+    if asker.confirm("Is there a JSON file with a configuration of DeepSpeed?"):
+        found["deepspeed_config_file"] = asker.value("Path of that file", "", _not_empty)
+    else:
+        stages = [(str(number), f"{number}: {text}") for number, text in enumerate(_STAGES)]
+        stage = int(asker.choose("Stage of ZeRO?", stages, "2"))
+        found["zero_stage"] = stage
+        found |= _ask_offload(asker, stage)
+        found["gradient_accumulation_steps"] = asker.number("Batches for one optimizer step", 1)
+        if asker.confirm("Clip gradients?"):
+            found["gradient_clipping"] = asker.value("Largest norm of all gradients", 1.0, float)
+        if stage == 3:
+            found["zero3_save_16bit_model"] = asker.confirm("Save models in 16 bits?")
+    found["zero3_init_flag"] = stage == 3 and asker.confirm(
+        "Shard models of stage 3 while they are built? For those that one process cannot hold"
+    )
+    if asker.confirm("Does the model have blocks with a mixture of experts?"):
+        found["deepspeed_moe_layer_cls_names"] = asker.value(
+            "Classes of these blocks, such as MixtralSparseMoeBlock", "", _not_empty
+        )
+    return found
+
+
+def _ask_offload(asker: Asker, stage: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for what, name, least in (("the state of the optimizer", "optimizer", 2), ("parameters", "param", 3)):
+        if stage < 2:
+            break
+        devices = _DEVICES if stage == 3 else _DEVICES[:2]  # DeepSpeed uses a disk in stage 3 only
+        device = asker.choose(f"Where is {what}?", devices, "none") if stage >= least else "none"
+        found[f"offload_{name}_device"] = device
+        if device == "nvme":
+            found[f"offload_{name}_nvme_path"] = asker.value(f"Folder on that disk for {what}", "/nvme", str)
+    return found
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("an answer is needed here.")
+    return text
+
+
+def _divisor(text: str, number: int, what: str) -> int:
+    if not text.isdecimal() or not int(text) or number % int(text):
+        raise ValueError(f"{text!r} does not divide {number}, the number of {what}.")
+    return int(text)

@@ -29,9 +29,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.base.config.file import NO_FILE, read_config
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.cli.checks import run_checks
+    from nb_accelerate.cli.flags import errors_in_flags
     from nb_accelerate.cli.launch import launch_options
     from nb_accelerate.cli.script import tell
-    from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.notebook.launch.launch import Launch
     from nb_accelerate.notebook.launch.machine import facts_here
     from nb_accelerate.notebook.launch.plan import make_plan

@@ -6,7 +6,7 @@ import importlib.metadata
 import subprocess
 import sys
 
-from nb_accelerate.base.config.installed import is_installed
+from nb_accelerate.base.config.versions import is_installed
 
 _WHEELS = (
     "https://storage.googleapis.com/libtpu-releases/index.html",

@@ -15,6 +15,7 @@ from nb_accelerate.base.config.kwargs import (
     GradScalerKwargs as GradScalerKwargs,
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
+    ProfileKwargs as ProfileKwargs,
 )
 from nb_accelerate.base.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
 from nb_accelerate.base.config.parallelism import (
@@ -23,7 +24,6 @@ from nb_accelerate.base.config.parallelism import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from nb_accelerate.base.config.precision import AORecipeKwargs as AORecipeKwargs
-from nb_accelerate.base.config.profiling import ProfileKwargs as ProfileKwargs
 from nb_accelerate.base.config.project import (
     ComputeEnvironment as ComputeEnvironment,
     LoggerType as LoggerType,

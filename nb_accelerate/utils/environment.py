@@ -18,4 +18,4 @@ from nb_accelerate.compat.environ import (
     str_to_bool as str_to_bool,
 )
 from nb_accelerate.compat.packages import are_libraries_initialized as are_libraries_initialized
-from nb_accelerate.training.process.affinity import set_numa_affinity as set_numa_affinity
+from nb_accelerate.training.process.devices import set_numa_affinity as set_numa_affinity

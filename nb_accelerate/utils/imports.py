@@ -59,5 +59,5 @@ from nb_accelerate.compat.packages import (
     is_transformers_available as is_transformers_available,
     is_triton_available as is_triton_available,
     is_wandb_available as is_wandb_available,
+    is_weights_only_available as is_weights_only_available,
 )
-from nb_accelerate.compat.versions import is_weights_only_available as is_weights_only_available

@@ -14,8 +14,8 @@ import pytest
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.file import NO_FILE, name_unknown, read_config, write_config
 from nb_accelerate.cli import main
-from nb_accelerate.cli.engines import chosen_engine, rank_variables
 from nb_accelerate.cli.flags import add_flags
+from nb_accelerate.cli.launch import chosen_engine, rank_variables
 
 FSDP = {
     "fsdp_version": 2,

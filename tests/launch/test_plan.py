@@ -16,7 +16,7 @@ import pytest
 from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.base.devices.cuda import CUDA, devices_in
 from nb_accelerate.base.devices.xla import XLA
-from nb_accelerate.cli.wording import in_flags
+from nb_accelerate.cli.flags import in_flags
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, facts_here, interface_of, warnings_from

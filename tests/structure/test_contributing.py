@@ -240,7 +240,7 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
 
 
 ABACUS = """\
-from nb_accelerate.base.devices.backend import GLOO
+from nb_accelerate.base.devices.kind import GLOO
 from nb_accelerate.base.devices.kind import DeviceKind
 
 ABACUS = DeviceKind(

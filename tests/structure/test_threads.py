@@ -12,7 +12,7 @@ ALLOWED = {
     # Python prints why it has failed, and C code answers instead.
     "notebook/worker/stack_writer.py": {"start_new_thread"},
     # Whoever has submitted something to a pool asks for its result.
-    "training/checkpoint/checksums.py": {"ThreadPoolExecutor"},
+    "training/checkpoint/manifest.py": {"ThreadPoolExecutor"},
 }
 STARTING = {"Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "ThreadPool", "to_thread", "run_in_executor"}
 

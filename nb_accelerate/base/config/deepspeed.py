@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_number, check_options, check_whole
 from nb_accelerate.base.config.deepspeed_json import AUTO, HfDeepSpeedConfig, contradictions, filled
-from nb_accelerate.base.config.installed import is_installed
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.base.config.options import fields_in
 from nb_accelerate.base.config.variables import DEEPSPEED, USES
+from nb_accelerate.base.config.versions import is_installed
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.config.checks import check_whole
-from nb_accelerate.base.config.file import read_config
-from nb_accelerate.base.config.file_keys import NO_WORDS
+from nb_accelerate.base.config.file import NO_WORDS, read_config
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from nb_accelerate.base.config.kwargs import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
 )
 from nb_accelerate.base.config.precision import AORecipeKwargs
-from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,9 +1,11 @@
-"""The lowest version of each package that this one works with, and whether an older one is installed."""
+"""Which packages are installed, and the lowest version of each package that this one works with."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
+import sys
 
 from nb_accelerate.errors import MissingDependencyError
 
@@ -32,6 +34,21 @@ LOWEST = {
 
 _USED_CLOSELY = ("torch", "ipython", "ipykernel", "ipywidgets", "psutil")
 """With an older one of these something fails somewhere, with an error that does not name it."""
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported.
+
+    A folder of that name in the working directory (the package wandb writes its runs into ``wandb/``) does not count.
+    Asked each time: a notebook may install the package meanwhile.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:  # a parent that is missing
+        return False
+    except ValueError:  # a stand-in without a spec
+        return sys.modules.get(module) is not None
+    return spec is not None and spec.origin is not None
 
 
 def installed_version(package: str) -> str | None:

@@ -4,8 +4,7 @@ A new device is one row of `DEVICE_KINDS`, and a file for what its row calls. Th
 and the training half runs on it.
 """
 
-from nb_accelerate.base.devices.backend import GLOO, Backend
-from nb_accelerate.base.devices.kind import DeviceKind
+from nb_accelerate.base.devices.kind import GLOO, Backend, DeviceKind
 from nb_accelerate.base.devices.table import CPU, DEVICE_KINDS, backend_named, find_kind
 
 __all__ = ["CPU", "DEVICE_KINDS", "GLOO", "Backend", "DeviceKind", "backend_named", "find_kind"]

@@ -10,8 +10,7 @@ import sys
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.devices.backend import Backend
-from nb_accelerate.base.devices.kind import DeviceKind, by_name, name_and_memory
+from nb_accelerate.base.devices.kind import Backend, DeviceKind, by_name, name_and_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from nb_accelerate.base.devices.backend import GLOO, Backend
 from nb_accelerate.base.devices.cuda import CUDA
 from nb_accelerate.base.devices.host import memory_left, memory_peak, memory_used
-from nb_accelerate.base.devices.kind import DeviceKind
+from nb_accelerate.base.devices.kind import GLOO, Backend, DeviceKind
 from nb_accelerate.base.devices.mps import MPS
 from nb_accelerate.base.devices.tpu import TPU
 from nb_accelerate.base.devices.xla import XLA

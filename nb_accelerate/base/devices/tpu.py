@@ -14,8 +14,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.devices.backend import Backend
-from nb_accelerate.base.devices.kind import DeviceKind
+from nb_accelerate.base.devices.kind import Backend, DeviceKind
 from nb_accelerate.base.devices.xla import num_chips
 
 if TYPE_CHECKING:

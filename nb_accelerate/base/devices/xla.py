@@ -13,8 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from nb_accelerate.base.devices.backend import Backend
-from nb_accelerate.base.devices.kind import DeviceKind, by_name
+from nb_accelerate.base.devices.kind import Backend, DeviceKind, by_name
 
 _VARIABLE = "PJRT_DEVICE"
 
@@ -94,7 +93,7 @@ XLA = DeviceKind(
     has_storages=False,
     start_runtime=by_name("nb_accelerate.training.process.xla:start_runtime"),
     make_collectives=by_name("nb_accelerate.training.comm.xla:XLACollectives"),
-    make_strategy=by_name("nb_accelerate.training.strategies.xla_spmd:choose_strategy"),
+    make_strategy=by_name("nb_accelerate.training.strategies.xla:choose_strategy"),
     end_step=by_name("nb_accelerate.training.data.xla:StepEnd"),
     visibility=_VARIABLE,
     find=_usable_devices,

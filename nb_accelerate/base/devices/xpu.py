@@ -6,8 +6,7 @@ import functools
 import importlib.metadata
 import sys
 
-from nb_accelerate.base.devices.backend import Backend
-from nb_accelerate.base.devices.kind import DeviceKind, by_name, name_and_memory
+from nb_accelerate.base.devices.kind import Backend, DeviceKind, by_name, name_and_memory
 
 
 def _visible_devices(visible: str | None, changed: bool) -> tuple[str, ...]:

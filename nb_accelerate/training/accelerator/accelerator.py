@@ -17,15 +17,18 @@ from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.dynamo import resolve_dynamo
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.handlers import Handlers
-from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
+from nb_accelerate.base.config.kwargs import (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
 from nb_accelerate.base.config.loader import DataLoaderConfiguration, resolve_loader
 from nb_accelerate.base.config.precision import resolve_fp8, resolve_precision
-from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
 from nb_accelerate.training.accelerator.communication import CommunicationMixin
-from nb_accelerate.training.accelerator.comparisons import EqualLosses
 from nb_accelerate.training.accelerator.core import Core
 from nb_accelerate.training.accelerator.identity import IdentityMixin
 from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
@@ -35,8 +38,9 @@ from nb_accelerate.training.accelerator.recording import RecordingMixin
 from nb_accelerate.training.accelerator.resuming import ResumingMixin
 from nb_accelerate.training.accelerator.steering import Steering
 from nb_accelerate.training.accelerator.training import TrainingMixin
-from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, watch_for_unprepared_training
+from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, EqualLosses, watch_for_unprepared_training
 from nb_accelerate.training.precision import select_precision
+from nb_accelerate.training.precision.fp16 import FP16Precision
 from nb_accelerate.training.process.rng import resolve_rng_types
 from nb_accelerate.training.process.setup import setup_process
 from nb_accelerate.training.state.choices import Prepared, inherited, remember, shared_training
@@ -67,10 +71,9 @@ _GIVEN_IN: dict[type[Options], str] = {
     DataLoaderConfiguration: "dataloader_config={}",
     ProjectConfiguration: "project_config={}",
     GradientAccumulationPlugin: "gradient_accumulation_plugin={}",
-    DistributedDataParallelKwargs: "kwargs_handlers=[{}]",
-    InitProcessGroupKwargs: "kwargs_handlers=[{}]",
-    GradScalerKwargs: "kwargs_handlers=[{}]",
-    ProfileKwargs: "kwargs_handlers=[{}]",
+    **dict.fromkeys(
+        (DistributedDataParallelKwargs, InitProcessGroupKwargs, GradScalerKwargs, ProfileKwargs), "kwargs_handlers=[{}]"
+    ),
 }
 
 
@@ -225,7 +228,8 @@ class Accelerator(
                 scaler_before=shared.scaler,
             )
         )
-        shared.scaler = precision.scaler or shared.scaler
+        if isinstance(precision, FP16Precision):
+            shared.scaler = precision.scaler
         # The parts, of which some are shared by all `Accelerator` objects of the process.
         prepared = Prepared()
         memory = MemoryReport(here(), process.kind, strategy, prepared, ranks=process.topology.local_world_size)

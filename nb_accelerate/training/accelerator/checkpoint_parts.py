@@ -21,8 +21,7 @@ from nb_accelerate.training.checkpoint.names import (
 )
 from nb_accelerate.training.checkpoint.shared_staging import ThisRank
 from nb_accelerate.training.checkpoint.state import Part, name_of
-from nb_accelerate.training.strategies.optimizer_parameters import parameter_names
-from nb_accelerate.training.strategies.unwrapping import innermost
+from nb_accelerate.training.strategies.unwrapping import innermost, parameter_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

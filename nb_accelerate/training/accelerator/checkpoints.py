@@ -12,7 +12,7 @@ from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.accelerator.checkpoint_parts import CheckpointPartsMixin
 from nb_accelerate.training.accelerator.main_process_only import is_under_main_process
 from nb_accelerate.training.accelerator.model_files import ModelFilesMixin
-from nb_accelerate.training.checkpoint import loading, opening, state
+from nb_accelerate.training.checkpoint import loading, state
 from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.checkpoint.numbered import is_taken, read_newest, remove_old
 from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks, share
@@ -256,12 +256,12 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         if engines:
             engine_kwargs |= {name: load_model_func_kwargs.pop(name) for name in list(load_model_func_kwargs)}
 
-        def read_weights(checkpoint: opening.Checkpoint) -> list[dict[str, Any]]:
+        def read_weights(checkpoint: loading.Checkpoint) -> list[dict[str, Any]]:
             return loading.read_weights(checkpoint, models, map_location=map_location, strict=strict)
 
         def read(
-            checkpoint: opening.Checkpoint,
-        ) -> tuple[opening.Checkpoint, loading.LoadedStates, list[dict[str, Any]]]:
+            checkpoint: loading.Checkpoint,
+        ) -> tuple[loading.Checkpoint, loading.LoadedStates, list[dict[str, Any]]]:
             for tag, engine in engines.items():
                 core.strategy.check_engine(
                     engine, checkpoint.folder, tag, checkpoint.all_files(), weights_only=weights_only, strict=strict
@@ -283,7 +283,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             first = gather_from_all_ranks(collectives, lambda: _given(input_dir, "input_dir").absolute())[0]
             folder = run_on_all_ranks(collectives, lambda: _own_or(first, input_dir))
             next_number = project.iteration
-            whole, damage = opening.read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
+            whole, damage = loading.read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
             if damage or whole is None:
                 raise CheckpointError("\n".join(damage))
             found = whole

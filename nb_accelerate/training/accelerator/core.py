@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.handlers import Handlers
     from nb_accelerate.base.config.loader import DataLoaderConfiguration
     from nb_accelerate.base.progress_page import ProgressPage
-    from nb_accelerate.training.accelerator.comparisons import EqualLosses
     from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
     from nb_accelerate.training.accelerator.steering import Steering
+    from nb_accelerate.training.accelerator.unprepared import EqualLosses
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data import LoaderTracker
     from nb_accelerate.training.optim import AccumulationState

@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakMethod, WeakSet
 
 import torch
-
-from nb_accelerate.base.progress_page import RankMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nb_accelerate.base.devices import DeviceKind
-    from nb_accelerate.base.progress_page import ProgressPage
+    from nb_accelerate.base.progress_page import ProgressPage, RankMemory
     from nb_accelerate.training.state.choices import Prepared
     from nb_accelerate.training.strategies.strategy import Strategy
 
@@ -182,14 +181,10 @@ class MemoryReport:
 
     def _measured(self) -> RankMemory:
         optimizers: list[torch.optim.Optimizer] = [optimizer.optimizer for optimizer in self._optimizers]
-        found = self._strategy.model_memory(self._models, optimizers)
         used = self._kind.memory_used()
         left = self._kind.memory_left(self._ranks)
-        return RankMemory(
-            parameters=found.parameters,
-            gradients=found.gradients,
-            optimizer=found.optimizer,
-            pending=found.pending,
+        return replace(
+            self._strategy.model_memory(self._models, optimizers),
             base=self._base,
             used=used,
             limit=used + left if used else 0,

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.base.config.checks import check_flag, check_options
-from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
+from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs, ProfileKwargs
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
-from nb_accelerate.base.config.profiling import ProfileKwargs
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.process.rng import resolve_rng_types

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch.profiler import profile
 
-    from nb_accelerate.base.config.profiling import ProfileKwargs
+    from nb_accelerate.base.config.kwargs import ProfileKwargs
     from nb_accelerate.base.config.project import LoggerType, ProjectConfiguration
     from nb_accelerate.training.tracking import GeneralTracker
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.checkpoint.checksums import Verification
-from nb_accelerate.training.checkpoint.manifest import examine
+from nb_accelerate.training.checkpoint.manifest import Verification, examine
 from nb_accelerate.training.checkpoint.names import MANIFEST_NAME
 from nb_accelerate.training.checkpoint.publishing import published
 

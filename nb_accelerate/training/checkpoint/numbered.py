@@ -8,8 +8,8 @@ import re
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.training.checkpoint.loading import read_checkpoint
 from nb_accelerate.training.checkpoint.manifest import Manifest, examine
-from nb_accelerate.training.checkpoint.opening import read_checkpoint
 from nb_accelerate.training.checkpoint.publishing import published, remove
 from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from nb_accelerate.training.checkpoint.opening import Checkpoint
+    from nb_accelerate.training.checkpoint.loading import Checkpoint
     from nb_accelerate.training.checkpoint.shared_staging import ThisRank
     from nb_accelerate.training.comm import Collectives
 

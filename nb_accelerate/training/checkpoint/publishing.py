@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.training.checkpoint.checksums import sync
 from nb_accelerate.training.checkpoint.names import IN_SHARDS, OF_A_MODEL, OF_A_STATE, OF_SHARDS
 
 if TYPE_CHECKING:
@@ -210,6 +209,15 @@ def remove(folder: Path) -> None:
     trash = folder.parent / f".{folder.name}{_new_name()}"
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Make sure that a file, or the names in a folder, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_all(folder: Path) -> None:

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.checksums import record_files
 from nb_accelerate.training.checkpoint.fitting import check_shapes
+from nb_accelerate.training.checkpoint.manifest import record_files
 from nb_accelerate.training.checkpoint.model import fit
 from nb_accelerate.training.checkpoint.names import METADATA_NAME, is_plain
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem, SavePlan
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from nb_accelerate.training.checkpoint.checksums import FileRecord
+    from nb_accelerate.training.checkpoint.manifest import FileRecord
     from nb_accelerate.training.comm import Collectives
 
 _CLASSES = {

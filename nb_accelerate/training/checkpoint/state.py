@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.training.checkpoint.background import CheckpointHandle, SaveGroup, saves
-from nb_accelerate.training.checkpoint.checksums import record_files
 from nb_accelerate.training.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
 from nb_accelerate.training.checkpoint.fitting import (
     class_of,
     number_of,
 )
-from nb_accelerate.training.checkpoint.manifest import Manifest
+from nb_accelerate.training.checkpoint.manifest import Manifest, record_files
 from nb_accelerate.training.checkpoint.names import (
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from nb_accelerate.training.checkpoint.checksums import FileRecord
     from nb_accelerate.training.checkpoint.host_copies import HostCopies
+    from nb_accelerate.training.checkpoint.manifest import FileRecord
     from nb_accelerate.training.checkpoint.registry import Progress
     from nb_accelerate.training.checkpoint.sharded import ShardedFolder
     from nb_accelerate.training.checkpoint.shared_staging import GathersObjects, SharedStaging, ThisRank

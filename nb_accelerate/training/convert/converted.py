@@ -31,7 +31,7 @@ from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.comm import SingleCollectives
-from nb_accelerate.training.comm.packing import communicate_packed
+from nb_accelerate.training.comm.operations import communicate_packed
 from nb_accelerate.training.convert.models import SharedModels, line_here
 from nb_accelerate.training.data import prepare_data_loader
 from nb_accelerate.training.process import rng

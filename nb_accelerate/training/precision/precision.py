@@ -1,4 +1,7 @@
-"""`Precision`: the interface of all precisions, whose defaults compute in the dtype of the model; and autocast."""
+"""`Precision`: the interface of all precisions, whose defaults compute in the dtype of the model; and autocast.
+
+A precision gives each optimizer an `OptimizerStep`, which takes its steps.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from nb_accelerate.training.precision.step import OptimizerStep
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.pytree import to_float32
 
 if TYPE_CHECKING:
@@ -18,7 +21,71 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nb_accelerate.base.config.kwargs import AutocastKwargs
-    from nb_accelerate.training.precision.scaler import LossScaler
+
+
+class OptimizerStep:
+    """Take the steps of one optimizer. Made by `Precision.bind`, once per prepared optimizer.
+
+    `skipped`: the last step was not taken because gradients were infinite. `unscales`: `unscale` has anything to do.
+    """
+
+    skipped = False
+    unscales = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take a step. Called by the prepared optimizer when an accumulation window closes."""
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def unscale(self) -> None:
+        """Divide gradients by the loss scale, at most once per step. Called before clipping."""
+
+    def discard(self) -> None:
+        """Note that gradients were dropped. Called by ``zero_grad``."""
+
+
+class GivenScalerStep(OptimizerStep):
+    """Take the steps of one optimizer with the user's own scaler, which scales no other losses, and update it."""
+
+    unscales = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(optimizer)
+        self._scaler = scaler
+        self._unscaled = False
+
+    @override
+    def __call__(self, closure: Callable[[], float] | None = None) -> Any:
+        refuse_closure(closure)
+        before = self._scaler.get_scale()
+        result = self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self._unscaled = False
+        self.skipped = self._scaler.get_scale() < before  # the scale shrinks only where gradients were infinite
+        return result
+
+    @override
+    def unscale(self) -> None:
+        if not self._unscaled:
+            self._scaler.unscale_(self.optimizer)
+            self._unscaled = True
+
+    @override
+    def discard(self) -> None:
+        if self._unscaled:
+            self._scaler.update()
+            self._unscaled = False
+
+
+def refuse_closure(closure: Callable[[], float] | None) -> None:
+    """Refuse a closure: the gradients it computes would not be unscaled."""
+    if closure is not None:
+        raise ConfigError(
+            "optimizer.step was given a closure, which cannot work with mixed_precision='fp16': the closure's "
+            "gradients would never be unscaled. Use mixed_precision='bf16' or 'no' for optimizers such as LBFGS."
+        )
 
 
 class Float32Forward:
@@ -65,7 +132,7 @@ class Precision:
 
     name = "no"
     dtype: torch.dtype | None = None  # that models compute in; None for that of the model
-    scaler: LossScaler | None = None
+    scaler: torch.amp.GradScaler | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Make the forward of a model compute in this precision. Called by ``prepare``, before the strategy."""

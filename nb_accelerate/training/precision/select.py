@@ -16,7 +16,7 @@ from nb_accelerate.training.precision.precision import AutocastPrecision, Precis
 if TYPE_CHECKING:
     from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
     from nb_accelerate.base.devices import DeviceKind
-    from nb_accelerate.training.precision.scaler import LossScaler
+    from nb_accelerate.training.precision.fp16 import LossScaler
 
 
 def select_precision(

@@ -20,9 +20,8 @@ from nb_accelerate.base.devices import GLOO
 from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context, group
-from nb_accelerate.training.process.affinity import bind_near
 from nb_accelerate.training.process.context import ProcessContext
-from nb_accelerate.training.process.devices import choose_device, device_of_group, idle_kind
+from nb_accelerate.training.process.devices import bind_near, choose_device, device_of_group, idle_kind
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data import DataLoaderShard
     from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler
-    from nb_accelerate.training.precision.scaler import LossScaler
+    from nb_accelerate.training.precision.fp16 import LossScaler
     from nb_accelerate.training.process.context import ProcessContext
     from nb_accelerate.training.strategies.select import EngineOptions
 

@@ -24,9 +24,8 @@ from typing_extensions import override
 
 from nb_accelerate.training.comm.data_parallel import between_groups
 from nb_accelerate.training.strategies.ddp import is_alive
-from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
-from nb_accelerate.training.strategies.sharding import SHARDED_AS
-from nb_accelerate.training.strategies.shards import (
+from nb_accelerate.training.strategies.sharding import (
+    SHARDED_AS,
     gather_whole,
     is_split,
     local_part,
@@ -35,6 +34,7 @@ from nb_accelerate.training.strategies.shards import (
     shard_state,
 )
 from nb_accelerate.training.strategies.strategy import Strategy
+from nb_accelerate.training.strategies.unwrapping import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -24,21 +24,20 @@ from nb_accelerate.training.process.devices import device_kind
 from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
 from nb_accelerate.training.strategies.blocks import find_blocks
 from nb_accelerate.training.strategies.dtensors import DTensorStrategy, has_groups, use_shards
-from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.training.strategies.model_memory import measure
-from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
 from nb_accelerate.training.strategies.sharding import (
     CheckpointedForward,
     Filler,
     Policies,
     check_weights,
     ignored_parameters,
+    is_shard,
     is_sharded,
     kept_precise,
     note_replaced,
 )
-from nb_accelerate.training.strategies.shards import is_shard
-from nb_accelerate.training.strategies.unwrapping import flattened, innermost
+from nb_accelerate.training.strategies.tensor_parallel import TensorParallelizer
+from nb_accelerate.training.strategies.unwrapping import flattened, innermost, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,10 +46,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.base.progress_page import RankMemory
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.precision import Precision
     from nb_accelerate.training.strategies.dtensors import MeshLayout
-    from nb_accelerate.training.strategies.model_memory import ModelMemory
     from nb_accelerate.training.strategies.strategy import ModelRequest
 
 
@@ -88,7 +87,7 @@ class FSDPStrategy(DTensorStrategy):
         self._holding: WeakSet[nn.Module] = WeakSet()  # may hold gradients that were not exchanged
 
     @override
-    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
+    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> RankMemory:
         models = list(models)
         # While a block is gathered, its parameters are the whole ones, and the shards are held besides.
         shards = [record.sharded_param for model in map(innermost, models) for record in _fsdp_parameters(model)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,22 +11,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from nb_accelerate.base.devices import find_kind
-from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
+from nb_accelerate.base.progress_page import RankMemory
+from nb_accelerate.training.strategies.unwrapping import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor, nn
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelMemory:
-    """What models and optimizers take on one rank, in bytes. For the fields see `RankMemory` of the progress page."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    pending: int = 0
 
 
 def measure(
@@ -37,7 +27,7 @@ def measure(
     parameters: Iterable[Tensor] = (),
     gradients: Iterable[Tensor] = (),
     states: Iterable[Tensor] = (),
-) -> ModelMemory:
+) -> RankMemory:
     """Return what is held for models and optimizers.
 
     Args:
@@ -62,7 +52,7 @@ def measure(
         states += own
         if not own:
             pending += _expected(optimizer)
-    return ModelMemory(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(states, seen), pending=pending)
+    return RankMemory(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(states, seen), pending=pending)
 
 
 def describe_sharding(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:

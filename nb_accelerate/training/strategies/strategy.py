@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
+    from nb_accelerate.base.progress_page import RankMemory
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.precision import Precision
-    from nb_accelerate.training.strategies.model_memory import ModelMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Strategy:
         """Return how models are spread over ranks, in a few words; "" if every rank has all. Exchanges nothing."""
         return describe_sharding(models, optimizers)
 
-    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
+    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> RankMemory:
         """Return how many bytes this rank holds for prepared models, perhaps compiled. Exchanges nothing."""
         return measure(models, optimizers)
 

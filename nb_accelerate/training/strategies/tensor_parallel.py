@@ -1,27 +1,188 @@
-"""Train one model on all ranks together, each of which computes a part of every layer of a plan."""
+"""Parallelize layers over the ranks that compute them together: tensor parallelism, torch's ``parallelize_module``.
+
+A plan says which layers are parallelized, and how. The weights of such a layer become `DTensor` objects, its
+inputs and outputs are those of the whole layer where the styles fit together (``"colwise"``, then ``"rowwise"``), and
+all ranks of a group compute the same loss from the same rows. What no plan names is computed by each of them.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from typing_extensions import override
 
+from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.data_parallel import share_random_numbers
 from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
 from nb_accelerate.training.strategies.dtensors import DTensorStrategy, use_shards
-from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
-from nb_accelerate.training.strategies.sharding import Filler, check_weights, note_replaced
+from nb_accelerate.training.strategies.sharding import Filler, check_weights, is_shard, note_replaced
 from nb_accelerate.training.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
-    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from nb_accelerate.base.config.distributed import DistributedType
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.strategies.dtensors import MeshLayout
+
+
+class TensorParallelizer:
+    """Parallelizes the layers of models that a plan names, over the ranks of a mesh of one dimension.
+
+    A plan has styles by the names of layers; None stands for the plans that models bring.
+    """
+
+    def __init__(self, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -> None:
+        self._mesh = mesh
+        self._plan = plan
+
+    def parallelize(self, model: nn.Module, fill_layer: Callable[[nn.Module], object]) -> None:
+        """Parallelize layers in place. A model whose layers the user has parallelized stays as it is.
+
+        ``fill_layer`` gives a layer the weights of rank 0 before.
+        """
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        if any(is_shard(parameter) for parameter in model.parameters()):
+            return
+        ties = _ties(model)
+        styles = self._without_split_ties(model, self._styles(model), ties)
+        for name, style in styles.items():
+            layer = model.get_submodule(name)
+            fill_layer(layer)
+            parallelize_module(layer, self._mesh, style, src_data_rank=None)  # all ranks have it whole
+        for tied in ties:
+            if tied[0][0] in styles:
+                _tie_again(model, tied)
+
+    def _styles(self, model: nn.Module) -> dict[str, Any]:
+        """Return the styles of the layers that are to be parallelized, by name."""
+        plan = self._plan or getattr(model, "_tp_plan", None)
+        if not plan:
+            raise ConfigError(
+                f"tp_size={self._mesh.size()} was asked for, and {type(model).__name__} brings no plan that says which "
+                "layers are parallelized (_tp_plan). Write one: ParallelismConfig(tp_size=..., tp_handler="
+                'TorchTensorParallelConfig(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})).'
+            )
+        modules = dict(model.named_modules())
+        found: dict[str, Any] = {}
+        for pattern, given in plan.items():
+            matching = [name for name in modules if _matches(name, pattern)]
+            if not matching and plan is self._plan:
+                layers = [name for name, part in modules.items() if name and not any(True for _ in part.children())]
+                raise ConfigError(
+                    f"The plan names {pattern!r}, and {type(model).__name__} has no such layer."
+                    f"{suggest(pattern, layers)} Its layers are {', '.join(map(repr, layers[:8]))} ..."
+                )
+            for name in matching:
+                style = _style_named(given, name) if isinstance(given, str) else given
+                if style is not None:
+                    self._check_size(name, modules[name], style)
+                    found[name] = style
+        return found
+
+    def _check_size(self, name: str, layer: nn.Module, style: Any) -> None:
+        """Raise `ConfigError` for a layer whose parts would not be equal, and whose parts other layers take."""
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        if not isinstance(layer, nn.Linear):
+            return
+        if isinstance(style, ColwiseParallel) and style.use_local_output and style.output_layouts == (Shard(-1),):
+            what, size = "out_features", layer.out_features
+        elif isinstance(style, RowwiseParallel) and style.input_layouts != (Replicate(),):
+            what, size = "in_features", layer.in_features
+        else:
+            return
+        if size % self._mesh.size():
+            raise ConfigError(
+                f"{name} has {what}={size}, which cannot be split into {self._mesh.size()} equal parts. Leave it out "
+                f"of the plan together with the layers that take its parts, or choose a tp_size that divides {size}."
+            )
+
+    def _without_split_ties(
+        self, model: nn.Module, styles: dict[str, Any], ties: Sequence[Sequence[tuple[str, str]]]
+    ) -> dict[str, Any]:
+        """Leave out layers that share a weight with one that is not parallelized, where the model brings the plan."""
+        for tied in ties:
+            inside = [name for name, _ in tied if name in styles]
+            if not inside or len(inside) == len(tied):
+                continue
+            if self._plan:
+                outside = next(name for name, _ in tied if name not in styles)
+                raise ConfigError(
+                    f"{inside[0]} and {outside} share a weight (tied weights), and the plan shards {inside[0]} only. "
+                    "Name both or neither in the plan; an embedding is sharded by 'embedding_rowwise', and the layer "
+                    "that is tied to it by 'colwise_gather_output'."
+                )
+            styles = {name: style for name, style in styles.items() if name not in inside}
+        if not styles:
+            raise ConfigError(f"The plan of {type(model).__name__} (_tp_plan) names none of its layers.")
+        return styles
+
+
+_STYLES = (
+    *("colwise", "colwise_rep", "colwise_gather_output", "embedding_colwise"),
+    *("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise"),
+    *("sequence_parallel", "replicate"),
+)
+"""What plans of transformers call styles."""
+
+
+def _style_named(style: str, layer: str) -> Any:
+    """Return torch's style for one of `_STYLES`; None for ``replicate``."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    if style not in _STYLES:
+        raise ConfigError(
+            f"The plan has {style!r} for {layer}, which is not a style that is known here.{suggest(style, _STYLES)} "
+            f"Write one of {', '.join(map(repr, _STYLES))}, or an object of torch.distributed.tensor.parallel."
+        )
+    if style == "replicate":
+        return None
+    if style == "sequence_parallel":
+        return SequenceParallel(use_local_output=True)
+    if style in {"colwise", "rowwise"}:
+        return ColwiseParallel() if style == "colwise" else RowwiseParallel()
+    if "colwise" in style:
+        return ColwiseParallel(output_layouts=Replicate())
+    return RowwiseParallel(input_layouts=Replicate())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _ties(model: nn.Module) -> list[list[tuple[str, str]]]:
+    """Return, for each parameter that several layers share, the names of these and what each calls it."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((name, key))
+    return [tied for tied in holders.values() if len(tied) > 1]
+
+
+def _tie_again(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
+    """Make layers share again a weight that each has sharded for itself, in one way."""
+    (first, key), *others = tied
+    shared: Any = model.get_submodule(first).get_parameter(key)
+    for other, name in others:
+        own: Any = model.get_submodule(other).get_parameter(name)
+        if own.placements != shared.placements:
+            raise ConfigError(
+                f"{first} and {other} share a weight (tied weights), and the plan shards it in two ways: "
+                f"{shared.placements} and {own.placements}. An embedding is sharded by 'embedding_rowwise', and the "
+                "layer tied to it by 'colwise_gather_output'."
+            )
+        model.get_submodule(other).register_parameter(name, shared)
 
 
 class TensorParallelStrategy(DTensorStrategy):

@@ -1,4 +1,4 @@
-"""Find the user's model inside the wrappers that distribute and compile it."""
+"""Find the user's model inside the wrappers that distribute and compile it, and the parameters of an optimizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from nb_accelerate.training.precision.precision import restore_forward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    import torch
     from torch import nn
 
 
@@ -68,3 +69,29 @@ def flattened(models: Iterable[Any]) -> Iterator[nn.Module]:
             yield from flattened(item)
         elif isinstance(item, Module):
             yield item
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the names of the parameters of an optimizer, by group.
+
+    The first model that it trains has plain names, others have ``model_1.`` before them, say; tensors of no model have
+    a number.
+    """
+    names: dict[int, str] = {}
+    mine = set(map(id, parameters_of(optimizer)))
+    for number, model in enumerate(models):
+        new = {id(weight): name for name, weight in model.named_parameters() if id(weight) in mine - names.keys()}
+        prefix = f"model_{number}." if names else ""
+        names |= {key: prefix + name for key, name in new.items()}
+    groups = []
+    count = 0
+    for group in optimizer.param_groups:
+        numbered = enumerate(group["params"], count)
+        groups.append([names.get(id(weight), f"tensor_{number}") for number, weight in numbered])
+        count += len(group["params"])
+    return groups
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
-from nb_accelerate.base.config.installed import is_installed
-from nb_accelerate.base.config.profiling import ProfileKwargs
+from nb_accelerate.base.config.kwargs import ProfileKwargs
 from nb_accelerate.base.config.project import LoggerType, ProjectConfiguration, resolve_project
+from nb_accelerate.base.config.versions import is_installed
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.tracking.tracker import GeneralTracker
 

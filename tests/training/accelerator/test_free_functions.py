@@ -402,9 +402,9 @@ def test_variables_are_read(monkeypatch, caplog):
 def test_versions_are_compared(monkeypatch):
     assert utils.compare_versions("torch", ">=", "2.6")
     assert not utils.is_torch_version("<", "2.6")
-    from nb_accelerate.compat import versions
+    from nb_accelerate.compat import packages
 
-    monkeypatch.setattr(versions.metadata, "version", lambda _: "2.10.0+cu124")
+    monkeypatch.setattr(packages.metadata, "version", lambda _: "2.10.0+cu124")
     assert utils.compare_versions("torch", ">", "2.9")
     assert utils.is_torch_version("==", "2.10.0")
     with pytest.raises(ConfigError, match="Write one of: >, >="):
@@ -412,7 +412,7 @@ def test_versions_are_compared(monkeypatch):
 
 
 def test_a_package_is_not_a_folder_of_its_name(tmp_path: Path, monkeypatch):
-    from nb_accelerate.base.config.installed import is_installed
+    from nb_accelerate.base.config.versions import is_installed
 
     (tmp_path / "clearml").mkdir()
     (tmp_path / "clearml" / "run.txt").write_text("")

@@ -18,7 +18,7 @@ from training.checkpoint.test_checkpoints import Counter
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.checkpoint.checksums import FileRecord, Verification, record_files
+from nb_accelerate.training.checkpoint.manifest import FileRecord, Verification, record_files
 from nb_accelerate.training.process import context
 
 

@@ -15,7 +15,7 @@ import torch.multiprocessing
 from nb_accelerate import Accelerator, PartialState, utils
 from nb_accelerate.base.devices.cuda import pci_address
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.process import affinity
+from nb_accelerate.training.process import devices
 from nb_accelerate.training.process.rng import RNGType, synchronize
 
 NAMES = ("RANK", "LOCAL_RANK", "FORK_LAUNCHED")
@@ -55,8 +55,8 @@ def test_processes_for_debugging_meet_at_a_file(tmp_path, monkeypatch):
 
 
 def test_lists_of_cores_are_read():
-    assert affinity.parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert affinity.parse_cores("\n") == set()
+    assert devices.parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert devices.parse_cores("\n") == set()
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def one_gpu(monkeypatch, tmp_path):
     properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties if index == 0 else object())
-    near = affinity.near_cores
-    monkeypatch.setattr(affinity, "near_cores", lambda address: near(address, tmp_path))
+    near = devices.near_cores
+    monkeypatch.setattr(devices, "near_cores", lambda address: near(address, tmp_path))
     before = os.sched_getaffinity(0)
     yield
     os.sched_setaffinity(0, before)
@@ -89,7 +89,7 @@ def test_a_process_runs_on_the_cores_near_its_device(caplog):
 def test_cores_are_left_alone_where_there_is_no_device_or_no_word_of_it(tmp_path):
     before = os.sched_getaffinity(0)
     utils.set_numa_affinity(0)
-    assert affinity.near_cores("0000:99:00.0", tmp_path) == set()
+    assert devices.near_cores("0000:99:00.0", tmp_path) == set()
     assert os.sched_getaffinity(0) == before
 
 

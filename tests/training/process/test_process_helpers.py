@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nb_accelerate import Accelerator
-from nb_accelerate.base.config.profiling import ProfileKwargs
+from nb_accelerate.base.config.kwargs import ProfileKwargs
 from nb_accelerate.compat.output import get_logger
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context, main_process

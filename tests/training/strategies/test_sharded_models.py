@@ -14,7 +14,7 @@ from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plu
 from nb_accelerate.base.config.kwargs import GradScalerKwargs
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.strategies.shards import gather_whole, local_part
+from nb_accelerate.training.strategies.sharding import gather_whole, local_part
 
 if TYPE_CHECKING:
     from pathlib import Path

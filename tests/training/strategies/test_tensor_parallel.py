@@ -254,7 +254,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan, message):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from nb_accelerate.training.strategies.layer_plan import TensorParallelizer
+    from nb_accelerate.training.strategies.tensor_parallel import TensorParallelizer
 
     init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

@@ -26,7 +26,9 @@ from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, DispatchError
 from nb_accelerate.training.data.dispatching.batch_parts import (
+    CannotCutError,
     count_batch,
+    count_rows,
     grouped,
     next_or_error,
     num_rows,
@@ -36,7 +38,6 @@ from nb_accelerate.training.data.dispatching.batch_parts import (
     take_from,
 )
 from nb_accelerate.training.data.dispatching.packing import ALIGNMENT_BYTES, BatchLayout, pack, unpack, write
-from nb_accelerate.training.data.dispatching.rows import CannotCutError, count_rows
 from nb_accelerate.training.data.loader import DataLoaderShard
 from nb_accelerate.training.data.plan.plan import part_bounds, rows_of_ranks
 from nb_accelerate.training.data.plan.samplers import innermost_sampler

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.training.comm import SingleCollectives
-from nb_accelerate.training.data.dispatching.rows import count_rows
+from nb_accelerate.training.data.dispatching.batch_parts import count_rows
 from nb_accelerate.training.data.plan.plan import GroupRows
 from nb_accelerate.training.data.plan.samplers import IterationEnd
 from nb_accelerate.training.data.reading.iterable import LastBatch

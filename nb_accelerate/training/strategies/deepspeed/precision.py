@@ -9,8 +9,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, NotPreparedError
-from nb_accelerate.training.precision.precision import Float32Forward, Precision
-from nb_accelerate.training.precision.step import OptimizerStep
+from nb_accelerate.training.precision.precision import Float32Forward, OptimizerStep, Precision
 from nb_accelerate.training.pytree import map_tensors
 from nb_accelerate.training.strategies.deepspeed.gradients import (
     engine_of,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.config.deepspeed_json import AUTO, contradictions, filled
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.optim.placeholders import DummyOptim, DummyScheduler
-from nb_accelerate.training.strategies.optimizer_parameters import parameters_of
+from nb_accelerate.training.strategies.unwrapping import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
+    from nb_accelerate.base.progress_page import RankMemory
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.precision import Precision
-    from nb_accelerate.training.strategies.model_memory import ModelMemory
     from nb_accelerate.training.strategies.strategy import ModelRequest
 
 
@@ -104,7 +104,7 @@ class DeepSpeedStrategy(Strategy):
         return f"ZeRO stage{'s' if len(stages) > 1 else ''} {named}, {self.collectives.world_size} ranks"
 
     @override
-    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
+    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> RankMemory:
         models = list(models)
         own = [model for model in models if model in engines]
         return measure(
