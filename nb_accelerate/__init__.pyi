@@ -55,6 +55,11 @@ from nb_accelerate.notebook.magics import (
 )
 from nb_accelerate.notebook.ranks.attach import attach as attach
 from nb_accelerate.training.accelerator import Accelerator as Accelerator
+from nb_accelerate.training.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
+from nb_accelerate.training.bigmodel.empty import (
+    init_empty_weights as init_empty_weights,
+    init_on_device as init_on_device,
+)
 from nb_accelerate.training.checkpoint.listing import checkpoints as checkpoints
 from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
 from nb_accelerate.training.data import skip_first_batches as skip_first_batches

@@ -5,6 +5,15 @@ from nb_accelerate.compat.models import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
     named_module_tensors as named_module_tensors,
 )
+from nb_accelerate.training.bigmodel.device_map import (
+    check_device_map as check_device_map,
+    clean_device_map as clean_device_map,
+    infer_auto_device_map as infer_auto_device_map,
+)
+from nb_accelerate.training.bigmodel.device_memory import (
+    get_balanced_memory as get_balanced_memory,
+    get_max_memory as get_max_memory,
+)
 from nb_accelerate.training.bigmodel.sizes import (
     calculate_maximum_sizes as calculate_maximum_sizes,
     compute_module_sizes as compute_module_sizes,

@@ -161,6 +161,10 @@ DIFFERENCES = {
     "test_reduce_none_gives_back_what_it_was_given": (
         "`reduce(..., reduction='none')` gives back what it was given; accelerate's is the sum."
     ),
+    "test_maps_of_devices_keep_room_for_visitors_only": (
+        "`infer_auto_device_map` keeps room for the largest offloaded block only where one will visit, so devices take "
+        "more of a model; parameters and buffers beside submodules are mapped too, and all parts that ties join."
+    ),
     "test_reduce_multiplies_with_scale": (
         "`reduce(..., scale=...)` multiplies on any hardware and any number of processes; accelerate's does "
         "on TPUs only."

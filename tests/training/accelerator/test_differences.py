@@ -180,6 +180,15 @@ def test_reduce_multiplies_with_scale(on_two_ranks):
     assert [one.reduce(torch.ones(1), "sum", scale=2.0).item() for one in both(cpu=True)] == [1.0, 2.0]
 
 
+def test_maps_of_devices_keep_room_for_visitors_only():
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
+    theirs, ours = (
+        dict(package.infer_auto_device_map(model, {0: 1600, "cpu": 1600})) for package in (accelerate, nb_accelerate)
+    )
+    assert theirs == {"0": 0, "1": 0, "2": 0, "3": "cpu"}
+    assert ours == {"": 0}
+
+
 def test_an_accelerator_outlives_the_reset_of_states():
     theirs, ours = both(cpu=True)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
