@@ -62,7 +62,7 @@ def infer_auto_device_map(
         fallback_allocation: if the next part does not fit an empty device, put the first later one there that does.
 
     Returns:
-        Devices by names of modules and tensors: numbers of GPUs, ``"mps"``, ``"cpu"``, ``"disk"``.
+        Devices by names of modules and tensors: numbers of GPUs, ``"cpu"``, ``"disk"``.
 
     Raises:
         ConfigError: as `get_max_memory`, or torch has no such dtype.
@@ -75,7 +75,7 @@ def infer_auto_device_map(
         logger.warning("The config ties weights of this model, but they are not tied yet. Call model.tie_weights().")
     gpus = [device for device in limits if device not in _OFFLOADED]
     rooms = {gpus[0]: 0.0} if gpus else {}
-    if "mps" not in gpus and "cpu" in limits:
+    if "cpu" in limits:
         rooms["cpu"] = 0.0
     while True:
         placing = _Placing(model, limits, rooms, sizes, whole, ties)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
+_NAMED = (*(kind.name for kind in DEVICE_KINDS), "disk")
+"""Devices that have no number. A GPU is one of them where it has the memory of the host."""
+
 _ALONE = 0.9
 """Part of the free memory of a single device that a model may take. The rest is for activations."""
 
@@ -32,7 +35,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     """Return the bytes that a model may take of each device, in the order in which devices are filled.
 
     Args:
-        max_memory: bytes, or text such as ``"10GiB"``, by device: a number for a GPU, ``"mps"``, ``"cpu"``, ``"disk"``.
+        max_memory: bytes, or text such as ``"10GiB"``, by device: a number for a GPU, ``"cpu"``, ``"disk"``.
             None for what is free now on each device of this machine. That starts the driver of each GPU.
 
     Raises:
@@ -41,15 +44,15 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     kind = next(kind for kind in DEVICE_KINDS if kind.is_available() and kind.start_runtime is None)
     if max_memory is None:
         return _free_memory(kind)
-    unknown = [device for device in max_memory if not isinstance(device, int) and device not in ("mps", "cpu", "disk")]
+    unknown = [device for device in max_memory if not isinstance(device, int) and device not in _NAMED]
     if unknown:
-        raise ConfigError(f"max_memory has a device {unknown[0]!r}. Write the number of a GPU, 'mps', 'cpu' or 'disk'.")
+        raise ConfigError(f"max_memory has a device {unknown[0]!r}. Write the number of a GPU, 'cpu' or 'disk'.")
     numbers = sorted(device for device in max_memory if isinstance(device, int))
     count = 0 if kind.is_host else kind.count()
     absent = [number for number in numbers if not 0 <= number < count]
     if absent:
         logger.warning("max_memory names %s, but this process sees %d GPUs.", ", ".join(map(str, absent)), count)
-    devices = [*numbers, *(name for name in ("mps", "cpu", "disk") if name in max_memory)]
+    devices = [*numbers, *(name for name in _NAMED if name in max_memory)]
     return {device: convert_file_size_to_int(max_memory[device]) for device in devices}
 
 
