@@ -17,6 +17,7 @@ from nb_accelerate.training.bigmodel.device_memory import (
 from nb_accelerate.training.bigmodel.sizes import (
     calculate_maximum_sizes as calculate_maximum_sizes,
     compute_module_sizes as compute_module_sizes,
+    convert_file_size_to_int as convert_file_size_to_int,
     dtype_byte_size as dtype_byte_size,
     get_max_layer_size as get_max_layer_size,
 )
@@ -27,7 +28,6 @@ from nb_accelerate.training.bigmodel.ties import (
     retie_parameters as retie_parameters,
 )
 from nb_accelerate.training.checkpoint.files import (
-    convert_file_size_to_int as convert_file_size_to_int,
     id_tensor_storage as id_tensor_storage,
     load_state_dict as load_state_dict,
 )

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.devices import CPU, DEVICE_KINDS
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
-from nb_accelerate.training.checkpoint.files import convert_file_size_to_int
+from nb_accelerate.training.bigmodel.sizes import compute_module_sizes, convert_file_size_to_int
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -52,7 +51,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     absent = [number for number in numbers if not 0 <= number < count]
     if absent:
         logger.warning("max_memory names %s, but this process sees %d GPUs.", ", ".join(map(str, absent)), count)
-    devices = [*numbers, *(name for name in _NAMED if name in max_memory)]
+    devices: list[int | str] = [*numbers, *(name for name in _NAMED if name in max_memory)]
     return {device: convert_file_size_to_int(max_memory[device]) for device in devices}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nb_accelerate.base.config.checks import check_whole
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ class CustomDtype(str, Enum):
 
 
 _BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+
+_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
@@ -107,6 +112,21 @@ def _layers(name: str, module: nn.Module | torch.Tensor, whole: Collection[str])
         return
     for child, part in children:
         yield from _layers(f"{name}.{child}", part, whole)
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size in bytes: ``"5GB"`` is 5,000,000,000 and ``"5GiB"`` 5 * 2**30; ``"5Gb"`` counts bits.
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    if isinstance(size, int):
+        return check_whole("size", size, at_least=0)
+    match = _SIZE.fullmatch(size.strip())
+    if match is None:
+        raise ConfigError(f"size={size!r} is not a size. Write bytes, or text such as '5GB' or '200MiB'.")
+    size_in_units = float(match[1]) * _PREFIXES[match[2].upper()]
+    return int(size_in_units / 8 if match[3] == "b" else size_in_units)
 
 
 def _as_dtype(given: torch.dtype | CustomDtype | str) -> torch.dtype | CustomDtype:

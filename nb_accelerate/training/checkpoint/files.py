@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import struct
 import sys
 import threading
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nb_accelerate.base.config.checks import check_whole
-from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.bigmodel.ties import device_of
 
 if TYPE_CHECKING:
@@ -41,9 +39,6 @@ _UNREADABLE = (
     EOFError, OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
     OverflowError, MemoryError, struct.error,
 )  # fmt: skip
-
-_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
 
 
 def write(obj: Any, file: Any, *, safe_serialization: bool, has_checksums: bool = False) -> None:
@@ -281,21 +276,6 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
         plain = tensor.detach().resolve_conj().resolve_neg()
         kept[name] = tensor.detach() if own else plain.clone(memory_format=torch.contiguous_format)
     return kept
-
-
-def convert_file_size_to_int(size: int | str) -> int:
-    """Return a size in bytes: ``"5GB"`` is 5,000,000,000 and ``"5GiB"`` 5 * 2**30; ``"5Gb"`` counts bits.
-
-    Raises:
-        ConfigError: it is not a size.
-    """
-    if isinstance(size, int):
-        return check_whole("size", size, at_least=0)
-    match = _SIZE.fullmatch(size.strip())
-    if match is None:
-        raise ConfigError(f"size={size!r} is not a size. Write bytes, or text such as '5GB' or '200MiB'.")
-    size_in_units = float(match[1]) * _PREFIXES[match[2].upper()]
-    return int(size_in_units / 8 if match[3] == "b" else size_in_units)
 
 
 def _numpy_globals() -> list[Any]:
