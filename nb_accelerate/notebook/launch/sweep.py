@@ -96,7 +96,7 @@ class _Run:
         loss = next((value for name, value in sample.scalars.items() if is_training_loss(name)), sample.loss)
         if loss is not None:
             self.losses.add(sample.steps, loss)
-        self.logged.add(sample)
+        self.logged.add(sample, sample.steps)
         return RunStatus(rank=self.index, sample=sample, state=status.state, pid=status.pid)
 
     def record(self, name: str, ended: str) -> None:
