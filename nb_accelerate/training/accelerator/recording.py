@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.errors import ConfigError, NbAccelerateError, NotPreparedError
+from nb_accelerate.errors.traceback_lines import calling_line
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.model_files import save
 from nb_accelerate.training.checkpoint.background import saves
@@ -141,6 +142,13 @@ class RecordingMixin(CoreMixin):
         """
         self.core.page.log(values)
         self.core.registry.progress.note(values)
+        refused = self.core.recording.refused
+        if self.log_with and not self.trackers and not refused and self.core.process.topology.is_main:
+            refused.add(("no tracker", ""))
+            logger.warning(
+                "%s: no tracker records this, since none is open. Write accelerator.init_trackers('my run') before.",
+                calling_line() or "accelerator.log",
+            )
         for tracker in self._recording(self.trackers):
             self._log(tracker, values, step, (log_kwargs or {}).get(tracker.name, {}))
 

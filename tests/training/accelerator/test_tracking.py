@@ -314,6 +314,18 @@ def test_tensorboard_shows_what_was_logged(tmp_path: Path):
     assert json.loads((tmp_path / "digits" / "hparams.yml").read_text()) == {"lr": 0.1, "layers": [1, 2]}
 
 
+def test_values_that_no_open_tracker_records_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    for step in range(3):
+        accelerator.log({"loss": 1.0}, step=step)
+    (said,) = (record.message for record in caplog.records)
+    assert "no tracker records this, since none is open. Write accelerator.init_trackers('my run') before." in said
+    Accelerator(cpu=True).log({"loss": 1.0})
+    accelerator.init_trackers("first")
+    accelerator.log({"loss": 1.0})
+    assert len(caplog.records) == 1
+
+
 def test_using_a_tracker_before_it_is_open_is_an_error_that_says_so(tmp_path: Path):
     from nb_accelerate.training.tracking import TensorBoardTracker
 
