@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 FEW = 2
 """Ranks that have a row each. More that are alike are one row."""
+
+_MANY = 16
+"""Ranks of which each is told what it does, at most."""
 
 _SHORT = 8
 """Characters of the numbers of ranks for which their column has room."""
@@ -78,23 +81,45 @@ class Rows:
         found = {number for number, step in steps.items() if abs(step - middle) > self.apart}
         return found if 2 * len(found) < len(steps) else set()
 
+    @cached_property
+    def doings(self) -> dict[int, str]:
+        """What ranks do, by rank."""
+        return {number: self._activity(number) for number in self.ranks}
+
     def each(self) -> tuple[Row, ...]:
-        """Return a row for each rank."""
-        return tuple(self._row([number], str(number)) for number in self.ranks)
+        """Return a row for each rank, with what differs between ranks in step; of many without what they do."""
+        is_said = len(self.ranks) <= _MANY
+        return tuple(
+            Row(
+                ranks=str(number),
+                loss="" if rank.loss is None else words.measured(rank.loss),
+                memory=words.size(rank.memory) if rank.memory else "",
+                gpu=self._gpu([number]),
+                now=self.doings[number] if is_said else "",
+                location=self._location(rank) if is_said else "",
+            )
+            for number, rank in self.ranks.items()
+        )
 
     def together(self) -> tuple[Row, ...]:
         """Return a row for the ranks that are in step, then those of others; more than `FEW` alike are one row too."""
-        if len(self.ranks) <= FEW:
-            return self.each()
+        sets = self._sets() if len(self.ranks) > FEW else [(str(number), [number]) for number in self.ranks]
+        return tuple(
+            replace(self._row(numbers, label), times=in_words(self.seconds(self.ranks[number]) for number in numbers))
+            for label, numbers in sets
+        )
+
+    def _sets(self) -> list[tuple[str, list[int]]]:
+        """Return what each row calls its ranks, and these."""
         groups: dict[tuple[str, ...], list[int]] = {}  # by what sets them apart
         for number, kind in self.kinds.items():
             what: tuple[str, ...] = (kind, self.ranks[number].status.state) if kind in ("late", "bad") else ()
             groups.setdefault((*what, "stray") if number in self.strays else what, []).append(number)
-        rows = []
+        found = []
         for what, numbers in sorted(groups.items()):
             each = [numbers] if len(numbers) > FEW or not what else [[number] for number in numbers]
-            rows += [self._row(some, _label(some, is_rest=not what and len(groups) > 1)) for some in each]
-        return tuple(rows)
+            found += [(_label(some, is_rest=not what and len(groups) > 1), some) for some in each]
+        return found
 
     def _kind(self, number: int) -> Kind:
         rank = self.ranks[number]
@@ -144,8 +169,8 @@ class Rows:
         if self.ranks[last].sample.steps - self.ranks[first].sample.steps > self.apart:
             step = f"{self.steps[first][0].partition(' / ')[0]} to {self.steps[last][0]}"
         memory = max(rank.memory for rank in ranks)
-        places = Counter((self._activity(number), self._location(self.ranks[number])) for number in numbers)
-        now, location = places.most_common(1)[0][0]
+        now = Counter(self.doings[number] for number in numbers).most_common(1)[0][0]
+        one = next(number for number in numbers if self.doings[number] == now)
         kinds = {self.kinds[number] for number in numbers}
         return Row(
             ranks=label,
@@ -158,8 +183,7 @@ class Rows:
             memory=words.size(memory) if memory else "",
             gpu=self._gpu(numbers),
             now=now,
-            location=location,
-            times=in_words(self.seconds(rank) for rank in ranks),
+            location=self._location(self.ranks[one]),
         )
 
     def _location(self, rank: RankHistory) -> str:

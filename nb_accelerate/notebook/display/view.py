@@ -116,7 +116,7 @@ class View:
     peak: str = ""  # most memory that a rank used, when it has ended
     bars: tuple[BarLine, ...] = ()
     rows: tuple[Row, ...] = ()  # of ranks; those that are in step have one together
-    each: tuple[Row, ...] = ()  # a row for each rank, where ranks can have one together
+    each: tuple[Row, ...] = ()  # what differs between ranks, where these can have one together
     columns: tuple[str, ...] = ()  # figures that have a column in any case, so that none comes and goes
     curve: Points = ()  # losses; nan where no rank had a finite one
     logged: tuple[Curve, ...] = ()  # what else was logged

@@ -41,10 +41,7 @@ _WIDEST = 32
 
 _OF_TOTAL = re.compile(r"^\S+ / (.+)$")
 
-_MANY = 16
-"""Ranks up to which their lines are in one column."""
-
-_OF_EACH = ("step", "loss", "memory", "gpu")
+_OF_EACH = ("loss", "memory", "gpu")
 """Figures in which ranks that are in step differ."""
 
 
@@ -110,8 +107,8 @@ def _curve(view: View) -> str:
     across = width / ((points[-1][0] - first) or 1.0)
     down = (height - 4) / ((high - low) or 1.0)
     path = ""
-    for piece in pieces(points, width // 2):
-        at = (f"{(step - first) * across:.1f},{2 + (high - scale(loss)) * down:.1f}" for step, loss in piece)
+    for piece in pieces(points, width // 3):
+        at = (f"{(step - first) * across:.0f},{2 + (high - scale(loss)) * down:.1f}" for step, loss in piece)
         path += "M" + "L".join(at)
     label = f"loss from {finite[0]:.3g} to {finite[-1]:.3g}"
     return (
@@ -151,14 +148,14 @@ def _each(view: View) -> str:
     names = [name for name in _OF_EACH if any(getattr(row, name) for row in view.each)]
     if not names:
         return ""
-    usual = view.rows[0].said
-    lines = [["rank", *(dict(FIGURES)[name] for name in names)]]
-    for row in view.each:
-        figures = [getattr(row, name).partition(" / ")[0] for name in names]
-        lines.append([row.ranks, *figures, *([row.said] if row.said != usual else [])])
-    head, *others = ("\t".join(line) for line in lines)
-    kind = "nba-lines nba-many" if len(others) > _MANY else "nba-lines"
-    said = "\n".join(map(_prose, others))
+    head = "\t".join(["rank", *(dict(FIGURES)[name] for name in names)])
+    kind = "nba-lines" if any(row.now for row in view.each) else "nba-lines nba-many"
+    usual = ("", view.rows[0].said)
+    lines = [
+        [row.ranks, *(getattr(row, name) for name in names), *([] if row.said in usual else [row.said])]
+        for row in view.each
+    ]
+    said = "\n".join(_prose("\t".join(line)) for line in lines)
     return f'<pre class="{kind}" tabindex="0" aria-label="each rank"><span class="nba-dim">{head}</span>\n{said}</pre>'
 
 
