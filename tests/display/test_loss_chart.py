@@ -109,7 +109,7 @@ def test_where_tags_are_dropped_no_numbers_of_axes_are_left() -> None:
 def test_while_a_run_is_on_its_chart_has_fewer_points_and_ends_where_the_loss_does() -> None:
     now, then = draw_losses(NOISY, is_on=True), draw_losses(NOISY)
     (points_now, *_), (points_then, *_) = (re.findall(r'points="([^"]+)"', one) for one in (now, then))
-    assert 40 < len(points_now.split()) <= 81 < len(points_then.split()) == 100
+    assert 20 < len(points_now.split()) <= 41 < len(points_then.split()) == 100
     assert points_now.split()[-1] == points_then.split()[-1]
 
 

@@ -167,13 +167,14 @@ def picture(
         ]
         labels.append(_label("x", f"left:50%;top:{bottom + 22}px", "step"))
     total = bottom + (_AXIS if has_axis else 0)
+    bands = _bands(lines, steps, bottom, num_bands) if num_bands else ""
     said = "; ".join(f"{line.curve.name} {line.curve.points[-1][1]:.4g}" for line in reversed(lines))
     return (
         f'<div class="nba-plot" style="height:{total}px;margin:0 {_RIGHT}px 0 {_LEFT}px;font:11px sans-serif">'
         f'<svg width="{_WIDTH - _LEFT - _RIGHT}" height="{total}" style="overflow:visible" role="img" '
         f'aria-label="{escape(said)}">{grid}<svg viewBox="0 0 {_ACROSS} {total}" preserveAspectRatio="none" '
         f'width="100%" height="{total}" overflow="visible">{drawn}</svg>{marks}{gaps}</svg>'
-        f'<div aria-hidden="true">{"".join(labels)}{_bands(lines, steps, bottom, num_bands)}</div></div>'
+        f'<div aria-hidden="true">{"".join(labels)}{bands}</div></div>'
     )
 
 

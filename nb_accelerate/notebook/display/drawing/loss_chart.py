@@ -6,8 +6,8 @@
     whatever else was logged, such as the learning rate                         a low picture each, over the same steps;
                                                                                 a constant is said in words
 
-Values appear as the browser's own tooltips. A script of one line, where scripts run, keeps the chart open when the
-panel is drawn again. While the run is on the chart has fewer points, because it is sent with each drawing.
+Values appear as the browser's own tooltips when the run is over. While it is on the chart is sent with each drawing: it
+has fewer points, and no tooltips, which would not stay.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.records import SMOOTHED_FROM, Curve, Line, is_wide, legend, picture, smoothed
+from nb_accelerate.notebook.display.drawing.fold import fold
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,19 +42,8 @@ def with_chart(view: View, curve: str) -> str:
     if "<path" not in curve:
         return curve
     is_on = view.state in ("starting", "running")
-    keeps = script = ""
-    if view.key:
-        opened = f"(window.nbaOpen=window.nbaOpen||{{}})['{view.key}']"
-        keeps = f' data-nba="{view.key}" ontoggle="{opened}=this.open"'
-        script = (
-            f"<script>document.querySelectorAll('details[data-nba=\"{view.key}\"]').forEach("
-            f"function(d){{d.open=!!{opened}}})</script>"
-        )
     chart = draw_losses(view.curve, view.logged, view.before, view.own_settings, is_on=is_on)
-    return (
-        f'<details class="nba-chart"{keeps}><summary title="chart of the loss" aria-label="chart of the loss">{curve}'
-        f"</summary>{chart}</details>{script}"
-    )
+    return fold(curve, chart, key=view.key, kind="nba-chart", hint="chart of the loss")
 
 
 def draw_losses(
@@ -71,7 +61,7 @@ def draw_losses(
         before: losses of earlier runs.
         own_settings: by which this run differs from them.
     """
-    most, num_bands = (80, 12) if is_on else (240, 32)
+    most, num_bands = (40, 0) if is_on else (240, 32)
     validation = [curve for curve in logged if is_loss_of_validation(curve.name)]
     constant = [curve for curve in logged if len({value for _, value in curve.points}) == 1]
     others = [curve for curve in logged if curve not in (*validation, *constant)][:_MOST_LOW]
@@ -101,7 +91,16 @@ def draw_losses(
         line = Line(curve, "low", "#6a4fb0")
         is_last = curve is others[-1]
         pictures.append(
-            picture([line], curve.name, height=_LOW_HEIGHT, num_ticks=2, has_axis=is_last, span=span, most=most)
+            picture(
+                [line],
+                curve.name,
+                height=_LOW_HEIGHT,
+                num_ticks=2,
+                has_axis=is_last,
+                span=span,
+                most=most,
+                num_bands=num_bands // 2,
+            )
         )
     has_gaps = not all(math.isfinite(value) for _, value in loss)
     said = " · ".join(f"{curve.name} {curve.points[-1][1]:.4g}" for curve in constant if curve not in validation)
