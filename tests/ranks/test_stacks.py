@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import mmap
 import os
 import signal
+import sys
+import textwrap
 import time
+import types
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -51,6 +56,38 @@ def test_a_list_of_frames_has_those_of_users_and_of_libraries_and_none_of_our_ow
     )
     assert listed(f"{head}{ours}") == (["outside your code"], [])
     assert listed("") == (["no answer"], [])
+
+
+def test_a_finalizer_is_not_where_a_rank_is() -> None:
+    frames = (
+        f'  File "{torch.__file__}", line 3 in wait\n'
+        f'  File "{torch.__file__}", line 2 in __del__\n'
+        '  File "/train.py", line 7 in train\n'
+    )
+    assert where(f"Current thread 0x0000000000000001 (most recent call first):\n{frames}") == "in train, /train.py:7"
+
+
+def test_what_a_line_runs_is_told_while_it_imports_or_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    source = """
+    import sys
+    from nb_accelerate.notebook.worker.stack_writer import _inside
+    imported = _inside(sys._getframe())
+    def load():
+        return _inside(sys._getframe())
+    class Model:
+        def __init__(self):
+            self.said = load()
+    """
+    (folder / "slow_library.py").write_text(textwrap.dedent(source), encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))  # as while another thread imports it
+    library = importlib.import_module("slow_library")
+    monkeypatch.delitem(sys.modules, "slow_library")
+    assert library.imported == "importing slow_library"
+    assert library.load() == "load"
+    assert library.Model().said == "Model"
 
 
 def test_stacks_that_are_asked_for_before_a_rank_is_ready_are_asked_for_when_it_is(loop: RankLoop) -> None:

@@ -306,11 +306,10 @@ class PreparingMixin(CoreMixin):
         )
         core.prepared.schedulers.append(prepared)
         if prepared.repeats > 1 and prepared.step_with_optimizer and core.process.topology.is_main:
-            number = prepared.repeats
             note(
-                f"{type(scheduler).__name__} advances {number} times for each optimizer step, once for each of "
-                f"{number} processes, as schedules written for one process need; once, if it is stepped once an epoch. "
-                "Accelerator(scheduler_steps_per_process=False) makes it advance once at each step."
+                f"{type(scheduler).__name__} advances {prepared.repeats} times at each optimizer step, once for each "
+                "process, as schedules for one process need (once, if it is stepped once an epoch). To have it advance "
+                "once: Accelerator(scheduler_steps_per_process=False)."
             )
         return prepared
 
