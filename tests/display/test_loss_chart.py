@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from fixtures.panels import Run
 
-from nb_accelerate.base.records import Curve, Points, draw, kept, smoothed
+from nb_accelerate.base.records import Curve, Points, draw, kept
+from nb_accelerate.base.records.curves import smoothed
 from nb_accelerate.notebook.display import logged_values
 from nb_accelerate.notebook.display.drawing import html
 from nb_accelerate.notebook.display.drawing.loss_chart import draw_losses, is_loss_of_validation

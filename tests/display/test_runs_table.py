@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nb_accelerate.base.records import Curve, RunRecord, Runs, kept
+from nb_accelerate.base.records import Curve, RunRecord, kept
 from nb_accelerate.base.records.naming import labels
+from nb_accelerate.base.records.table import Runs
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch.description import simple_arguments
 from nb_accelerate.training.tracking import JSONLinesTracker, NotebookTracker
@@ -152,7 +153,9 @@ def test_arguments_that_are_numbers_or_short_texts_are_settings() -> None:
 
     def train(lr: float, data: object, depth: int = 3, **others: object) -> None: ...
 
-    options = LaunchOptions(function=train, args=(0.1, [1, 2]), kwargs={"name": "x", "text": "y" * 1000})
+    options = LaunchOptions(
+        function=train, args=(0.1, [1, 2]), kwargs={"name": "x", "text": "y" * 1000, "hf_token": "z"}
+    )
     assert simple_arguments(options) == {"lr": 0.1, "depth": 3, "name": "x"}
     assert simple_arguments(LaunchOptions(function=train, args=(), kwargs={})) == {}
 
@@ -240,6 +243,7 @@ DAMAGED = {
     "bytes": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n\udcff\udcfe\n', "Line 3 of"),
     "newer": ('{"run": {"began": 5, "version": 2}}\n{"new": []}\n{"step": 1, "time": 5, "loss": 2}\n', "newer"),
     "being-written": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n{"step": 2, "ti', ""),
+    "odd-rows": ('{"config": {"lr": 1}}\n{"step": "first", "time": "now", "loss": 2}\n', ""),
     "odd-first-line": ('{"run": {"began": "yesterday"}}\n', "Line 1 of"),
 }
 
@@ -251,7 +255,7 @@ def test_a_file_that_is_damaged_is_said_and_read_so_far(kind: str, tmp_path: Pat
     runs = kept.runs(project_dir=tmp_path)
     assert [run.last("loss") for run in runs] == [2 if "loss" in text else None]
     assert said in repr(runs)
-    assert said in runs._repr_html_()
+    assert said in runs._repr_html_() + "".join(run.plot()._repr_html_() for run in runs)
     assert bool(said) == ("run.jsonl" in repr(runs))
 
 

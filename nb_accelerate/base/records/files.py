@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.records.record import RunRecord
+from nb_accelerate.base.records.record import RunRecord, number
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _FIRST = 1 << 16
 
 def first_line() -> dict[str, Any]:
     """Return the line with which the file of a run begins that begins now."""
-    return {"run": {"began": round(time.time(), 3), "version": _VERSION}}
+    return {"run": {"began": time.time(), "version": _VERSION}}
 
 
 def write_end(file: str | os.PathLike[str], how: str) -> None:
@@ -102,7 +102,7 @@ def _read(file: Path) -> tuple[RunRecord, str, int]:
     record = RunRecord(name=file.stem, file=str(file.resolve()))
     damage, version = "", _VERSION
     with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
+        for at, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
                 break  # it is being written
             try:
@@ -110,13 +110,13 @@ def _read(file: Path) -> tuple[RunRecord, str, int]:
                 if not isinstance(entry, dict):
                     raise TypeError
                 record.read(entry)
-                if number == 1 and entry.keys() == {"run"}:
+                if at == 1 and entry.keys() == {"run"}:
                     version = int(entry["run"]["version"])
             except (ValueError, TypeError, KeyError):
-                damage = f"Line {number} of {file} is not JSON: {line[:60]!r}."
+                damage = f"Line {at} of {file} is not JSON: {line[:60]!r}."
                 break
     if not record.began:
-        record.began = next((row["time"] for row in record.rows if "time" in row), file.stat().st_mtime)
+        record.began = next((number(row, "time", 0.0) for row in record.rows[:1]), 0.0) or file.stat().st_mtime
     return record, damage, version
 
 

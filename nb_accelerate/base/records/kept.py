@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.records.files import read_folder, write_end, write_lines
-from nb_accelerate.base.records.record import RunRecord, is_training_loss
+from nb_accelerate.base.records.record import RunRecord
 from nb_accelerate.base.records.table import Runs
 
 if TYPE_CHECKING:
@@ -45,14 +45,15 @@ def runs(name: str = "", *, project_dir: str | os.PathLike[str] | None = None) -
         project_dir: a folder with files of the JSON lines tracker, read as well.
     """
     folders = {Path(project_dir): None} if project_dir is not None else {}
-    folders |= {Path(record.file).parent: None for record in _records.values() if record.file}
+    kept = list(_records.values())
+    folders |= {Path(record.file).parent: None for record in kept if record.file}
     files: dict[str, RunRecord] = {}
     problems: list[str] = []
     for folder in folders:
         read, said = read_folder(folder)
         files |= {record.file: record for record in read if record.file not in files}
         problems += said
-    found = [*files.values(), *(record for record in _records.values() if record.file not in files)]
+    found = [*files.values(), *(record for record in kept if record.file not in files)]
     if name:
         found = [record for record in found if re.fullmatch(re.escape(name) + r"(-\d+)?", record.name)]
     return Runs(sorted(found, key=lambda record: record.began), dict.fromkeys(problems))
@@ -103,20 +104,13 @@ def note_run(
         told = [RunRecord(name=_free_name(name), began=began)]
         _records[uuid.uuid4().hex] = told[0]
     for record in told:
-        added = {key: value for key, value in config.items() if key not in record.config}
-        record.config.update(added)
         if Path(record.file).is_file():
+            added = {key: value for key, value in config.items() if key not in record.config}
             with contextlib.suppress(OSError):  # the disk is full: it stays a run whose end nobody has noted
                 write_lines(record.file, *([{"config": added}] if added else ()))
                 if not record.ended:
                     write_end(record.file, ended)
-        was_ended = record.ended
-        known = record.columns
-        for metric, points in values.items():
-            if not any(metric == name or (metric == "loss" and is_training_loss(name)) for name in known):
-                for step, value in points:
-                    record.add({"step": step, metric: value})
-        record.end(was_ended or ended)
+        record.complete(dict(config), values if len(told) == 1 else {}, ended)
 
 
 def record_of(key: str) -> RunRecord:
@@ -136,7 +130,7 @@ def kind_of(name: str) -> str:
 
 
 def _free_name(name: str) -> str:
-    names = {record.name for record in _records.values()}
+    names = {record.name for record in list(_records.values())}
     number, free = 1, name
     while free in names:
         number += 1

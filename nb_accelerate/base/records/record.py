@@ -7,28 +7,20 @@ import re
 import time
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.records.curves import Curve, Plot
 from nb_accelerate.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.base.records.curves import Points
+
 _NOT_VALUES = ("step", "time")
 
 _LOWER_IS_BETTER = {"error", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "nll", "fid"}
-_HIGHER_IS_BETTER = {
-    "accuracy",
-    "acc",
-    "f1",
-    "auc",
-    "auroc",
-    "precision",
-    "recall",
-    "score",
-    "bleu",
-    "iou",
-    "r2",
-    "reward",
-}
+_HIGHER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "precision", "recall", "score", "bleu", "iou", "reward"}
 
 _MOST_ROWS = 4001
 """Rows of the same names that are kept, at most: an odd number, so that the last one stays."""
@@ -122,10 +114,21 @@ class RunRecord:
         self.ended = "nan" if how == "done" and any(not math.isfinite(loss or 0.0) for loss in losses) else how
         self._until = at or time.time()
 
+    def complete(self, config: dict[str, Any], values: Mapping[str, Points], ended: str) -> None:
+        """Add what was known from outside when it had ended: what it did not tell itself."""
+        how, at = (self.ended, self._until) if self.ended else (ended, 0.0)
+        self.config = {**config, **self.config}
+        has_loss = any(map(is_training_loss, self.columns))
+        for name, points in values.items():
+            if not (name in self._extremes or (has_loss and is_training_loss(name))):
+                for step, value in points:
+                    self.add({"step": step, name: value})
+        self.end(how, at)
+
     @property
     def duration(self) -> float | None:
         """Return seconds from its begin to its end, or to the newest row while it has none; None if not known."""
-        until = self._until if self.ended else max((row.get("time", 0.0) for row in self.rows[-1:]), default=0.0)
+        until = self._until if self.ended else number(self.rows[-1] if self.rows else {}, "time", 0.0)
         return max(0.0, until - self.began) if self.began and until else None
 
     @property
@@ -135,7 +138,8 @@ class RunRecord:
 
     def column(self, name: str) -> list[tuple[float, float]]:
         """Return (step, value) for every row that has a value; rows without a step are counted instead."""
-        return [(row.get("step", index), row[name]) for index, row in enumerate(self.rows) if _is_number(row.get(name))]
+        having = ((index, row) for index, row in enumerate(self.rows) if _is_number(row.get(name)))
+        return [(number(row, "step", index), row[name]) for index, row in having]
 
     def last(self, name: str) -> float | None:
         """Return the newest value; None if there is none."""
@@ -186,6 +190,12 @@ def better(name: str) -> str:
     if "loss" in name.lower() or parts & _LOWER_IS_BETTER:
         return "lowest"
     return "highest" if parts & _HIGHER_IS_BETTER else ""
+
+
+def number(row: dict[str, Any], name: str, default: float) -> float:
+    """Return a number of a row; the default if there is something else, or nothing."""
+    value: Any = row.get(name)
+    return value if _is_number(value) else default
 
 
 def _is_number(value: Any) -> bool:

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from typing_extensions import override
 
-from nb_accelerate.base.records.curves import (
-    LABELS,
-    SMOOTHED_FROM,
-    Curve,
-    Line,
-    is_wide,
-    legend,
-    picture,
-    smoothed,
-)
+from nb_accelerate.base.records.curves import LABELS, SMOOTHED_FROM, Curve, Line, is_wide, legend, picture, smoothed
 from nb_accelerate.base.records.naming import differing, labels, settings, shown
 from nb_accelerate.base.records.record import better
 from nb_accelerate.errors import ConfigError
@@ -29,9 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from nb_accelerate.base.records.record import RunRecord
-
-_MOST_ROWS = 50
-"""Runs in a table."""
 
 _MOST_VALUES = 4
 """Logged values with columns of their own."""
@@ -150,19 +138,14 @@ class Runs(Sequence["RunRecord"]):
         return "\n".join((*padded, *self._notes))
 
     @property
-    def _shown(self) -> tuple[RunRecord, ...]:
-        return self._runs[-_MOST_ROWS:]
-
-    @property
     def _columns(self) -> list[_Column]:
-        runs = self._shown
+        runs = self._runs
         today = time.strftime("%d %b")
         begins = [time.localtime(run.began) if run.began else None for run in runs]
         of_today = all(began is None or time.strftime("%d %b", began) == today for began in begins)
         when = "%H:%M:%S" if of_today else "%d %b %H:%M"
-        first = len(self._runs) - len(runs)
         columns = [
-            _text("", (str(first + index) for index in range(len(runs)))),
+            _text("", map(str, range(len(runs)))),
             _text("name", (run.name for run in runs)),
             _text("began", (time.strftime(when, began) if began else "" for began in begins)),
         ]
@@ -181,7 +164,7 @@ class Runs(Sequence["RunRecord"]):
 
         A value that is the same in all runs all the time, and one that a column of settings has, is none.
         """
-        runs = self._shown
+        runs = self._runs
         names = dict.fromkeys(name for run in runs for name in run.columns)
         config = {name for run in runs for name in run.config}
         found = [name for name in names if name not in {*config, *_COUNTERS} and not _constant(name, runs)]
@@ -190,14 +173,13 @@ class Runs(Sequence["RunRecord"]):
     @property
     def _notes(self) -> list[str]:
         """Return sentences below the table: what is the same in all runs, and what it does not show."""
-        runs = self._shown
+        runs = self._runs
         told = differing([run.config for run in runs])
         steady = {name: runs[0].last(name) for name in runs[0].columns if _constant(name, runs)}
         known = {name: value for name, value in (steady | runs[0].config).items() if value is not None}
         same = settings(known, (name for name in known if name not in {*told, *_COUNTERS}))
         rest = self._values[_MOST_VALUES:]
-        notes = [f"Earlier ones are left out: runs()[:{len(self) - len(runs)}]."] if len(runs) < len(self) else []
-        notes += [f"{'The same in all' if len(runs) > 1 else 'With'}: {same}"] if same else []
+        notes = [f"{'The same in all' if len(runs) > 1 else 'With'}: {same}"] if same else []
         notes += [f"Also logged: {', '.join(rest)}"] if rest else []
         return [*notes, *self._problems]
 

@@ -6,9 +6,10 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.records import Curve, is_training_loss
+from nb_accelerate.base.records import Curve
 from nb_accelerate.base.records.kept import kind_of, note_run
 from nb_accelerate.base.records.naming import differing, labels, settings
+from nb_accelerate.base.records.record import is_training_loss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

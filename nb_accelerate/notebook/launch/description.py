@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import string
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _MAX_TEXT = 100
 """Characters of a text that tells a run from another one."""
+
+_SECRET = re.compile("token|secret|passw|api_?key|credential")
+"""Names of arguments that are not shown, nor written to files."""
 
 
 def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
@@ -47,13 +51,8 @@ def simple_arguments(options: LaunchOptions) -> dict[str, Any]:
     except (TypeError, ValueError):  # which the call tells, or a function that does not say what it takes
         return {}
     bound.apply_defaults()
-    given = {**bound.arguments, **bound.arguments.get(_rest_of(bound.signature), {})}
-    return {name: value for name, value in given.items() if _is_simple(value)}
-
-
-def _rest_of(signature: inspect.Signature) -> str:
-    """Return the name of the parameter that takes keyword arguments by any name; "" if there is none."""
-    return next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
+    given = {**bound.arguments, **options.kwargs}
+    return {name: value for name, value in given.items() if _is_simple(value) and not _SECRET.search(name.lower())}
 
 
 def _is_simple(value: object) -> bool:

@@ -12,7 +12,8 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.records import LABELS, draw, is_wide, pieces
+from nb_accelerate.base.records import LABELS, draw, pieces
+from nb_accelerate.base.records.curves import is_wide
 from nb_accelerate.notebook.display.drawing.fold import fold
 from nb_accelerate.notebook.display.drawing.loss_chart import with_chart
 from nb_accelerate.notebook.display.view import FIGURES

@@ -16,7 +16,8 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.records import SMOOTHED_FROM, Curve, Line, is_wide, legend, picture, smoothed
+from nb_accelerate.base.records import Curve, Line, picture
+from nb_accelerate.base.records.curves import SMOOTHED_FROM, is_wide, legend, smoothed
 from nb_accelerate.notebook.display.drawing.fold import fold
 
 if TYPE_CHECKING:
