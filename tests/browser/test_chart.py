@@ -17,7 +17,7 @@ import time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from nb_accelerate import Accelerator, notebook_launcher
+from nb_accelerate import Accelerator, notebook_launcher, runs
 
 
 def train(lr, steps=60):
@@ -45,7 +45,7 @@ _SVG = "document.querySelectorAll('.jp-Notebook .jp-Cell')[2]?.querySelector('de
 
 @pytest.mark.parametrize(("where", "theme"), [("lab", "light"), ("nb7", "dark")])
 def test_a_chart_opens_and_stays_open(open_notebook: OpenNotebook, where: Where, theme: Theme) -> None:
-    notebook = open_notebook([SETUP, *RUNS], where, theme)
+    notebook = open_notebook([SETUP, *RUNS, "runs()", "runs().plot()"], where, theme)
     notebook.run(0)
     notebook.wait_until_done(90)
     notebook.run(1)
@@ -62,9 +62,21 @@ def test_a_chart_opens_and_stays_open(open_notebook: OpenNotebook, where: Where,
     notebook.wait_until(f"() => {_SVG} != null", timeout=30)
     legend = notebook.evaluate(f"() => {_SVG}.closest('.nba-big').querySelector('p').innerText")
     assert "val_loss" in legend
-    assert "train, " in legend  # the run before
+    assert "lr=0.02, steps=60" in legend  # the run before
     titles = notebook.evaluate(f"() => [...{_SVG}.parentElement.querySelectorAll('i[title]')].map(one => one.title)")
     assert len(titles) > 8
     assert all("loss" in one for one in titles[1:])
     notebook.scroll_to(2)
     notebook.screenshot(f"chart-done-{where}-{theme}", cell=2)
+    for cell in (3, 4):
+        notebook.run(cell)
+        notebook.wait_until_done(60)
+        notebook.scroll_to(cell)
+        notebook.screenshot(f"runs-{cell}-{where}-{theme}", cell=cell)
+    shown = "[...document.querySelectorAll('.jp-Notebook .jp-Cell')].at(-2).querySelectorAll('td')"
+    cells = notebook.evaluate(f"() => [...{shown}].map(one => one.innerText)")
+    assert (cells[1], cells[3:5]) == ("train", ["0.02", "60"])
+    chart = "[...document.querySelectorAll('.jp-Notebook .jp-Cell')].at(-1)"
+    assert notebook.evaluate(f"() => {chart}.querySelectorAll('polyline').length") == 2
+    tip = notebook.evaluate(f"() => {chart}.querySelector('.nba-bands').lastChild.title")
+    assert "lr=0.05, steps=120" in tip
