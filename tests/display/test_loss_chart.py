@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 import xml.etree.ElementTree as ET
 from typing import Any
 
@@ -159,7 +158,7 @@ def test_a_constant_is_said_in_words() -> None:
 
 
 def end(name: str, **config: Any) -> None:
-    remember(trained(name).end(), config, time.time())
+    remember(trained(name).end(), config, 1.0)
 
 
 def test_earlier_runs_are_called_by_the_settings_in_which_they_differ() -> None:
@@ -181,13 +180,13 @@ def test_earlier_runs_with_the_same_settings_are_called_by_the_time_of_their_end
 
 
 def test_what_the_panel_saw_is_a_run_also_of_a_few_steps_and_no_curve_behind_later_ones() -> None:
-    remember(Run(2).end(), {}, time.time())
+    remember(Run(2).end(), {}, 1.0)
     assert not kept.runs(), "it has trained nothing"
     few = Run(2)
     few.begin_loop()
     few.put(step=1, loss=2.0)
     few.wait(0.125)
-    remember(few.end(), {"lr": 0.1}, time.time())
+    remember(few.end(), {"lr": 0.1}, 1.0)
     assert [(run.config, run.last("loss"), run.ended) for run in kept.runs()] == [({"lr": 0.1}, 2.0, "done")]
     assert earlier_runs("train", {}) == ("", ())
 

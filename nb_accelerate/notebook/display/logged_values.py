@@ -90,18 +90,19 @@ class LoggedValues:
         return tuple(Curve(name, history.points) for name, history in self._histories.items())
 
 
-def remember(view: View, config: Mapping[str, Any], began: float, logged_as: Sequence[str] = ()) -> None:
+def remember(view: View, config: Mapping[str, Any], seconds: float, logged_as: Sequence[str] = ()) -> None:
     """Keep a run that has ended: for `nb_accelerate.runs`, and its losses for the charts of later ones.
 
     Args:
         config: its settings.
-        began: `time.time` when it began.
+        seconds: that it took.
         logged_as: ids of runs that trackers have told of.
     """
     name = view.facts.name
     values = {curve.name: curve.points for curve in (Curve("loss", view.curve), *view.logged) if curve.points}
     if values or logged_as:
         what = f": {view.failure.what}" if view.failure and view.failure.what else ""
+        began = time.time() - seconds
         note_run(name, config=config, values=values, began=began, ended=view.state + what, logged_as=logged_as)
     if len(view.curve) >= _FEW_POINTS:
         _earlier.append((kind_of(name), dict(config), Curve(f"{name}, {time.strftime('%H:%M:%S')}", view.curve)))

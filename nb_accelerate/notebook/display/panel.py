@@ -236,7 +236,7 @@ class Panel:
         if not (self._was_drawn or others or own.is_announced or self._runs or self._notes or self._state.has_content):
             return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
         self._last_view = view = self._view(self._runs, now)
-        remember(view, config_of(view.facts, self._runs), time.time() - (now - self._began), self._runs)
+        remember(view, config_of(view.facts, self._runs), now - self._began, self._runs)
         # What was over before a panel appeared has none, but for what was not printed, and warnings.
         if self._was_drawn or view.bars or view.charts or view.warnings or view.notes or own.is_announced:
             own.finish(view, was_drawn=self._was_drawn)
