@@ -264,8 +264,9 @@ def test_runs_are_kept_with_their_configuration_and_how_they_ended() -> None:
         accelerator = Accelerator()
         model = torch.nn.Linear(1, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr, momentum))
-        accelerator.backward((model(torch.ones(1, 1)) * 0 + 7.0).mean())
-        optimizer.step()
+        for loss in (9.0, 8.0, 7.0):  # in less time than there is between two reports
+            accelerator.backward((model(torch.ones(1, 1)) * 0 + loss).mean())
+            optimizer.step()
 
     with pytest.raises(ValueError, match="Invalid learning rate"):
         sweep(learn, [{"lr": 0.1}, {"lr": -1.0}], ranks=1)

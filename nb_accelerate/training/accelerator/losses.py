@@ -5,14 +5,18 @@ What only tells about a run never stops it: see `only_reports`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakMethod, WeakSet
 
 import torch
+
+from nb_accelerate.base.progress_page import RankMemory
+from nb_accelerate.base.seam import call_returned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +70,28 @@ def only_reports(what: str) -> Callable[[Report], Report]:
     return decorate
 
 
+@dataclass
+class _LastLoss:
+    """The newest loss that was not reported, since the one before was too new; the process, not an object, keeps it.
+
+    When a call has returned, its `Accelerator` is gone.
+    """
+
+    loss: Tensor | None = None
+    page: ProgressPage | None = None
+
+    def report(self) -> None:
+        """Report it after all: it is the last one of a call, which tells runs apart that took a moment."""
+        loss, self.loss = self.loss, None
+        if loss is not None and self.page is not None and loss.numel() == 1:
+            with contextlib.suppress(RuntimeError):  # the device has failed; the call has its value without it
+                self.page.loss(float(loss))
+
+
+_last = _LastLoss()
+call_returned.subscribe(_last.report)
+
+
 class LossReport:
     """Writes the loss of some steps, and the memory and utilisation of the device, to the progress page.
 
@@ -96,7 +122,9 @@ class LossReport:
             # It was computed with its step. On the host, what is done to it is no program that has to be compiled.
             loss = before.cpu()
         elif now < self._due:
+            _last.loss = loss.detach()
             return
+        _last.loss, _last.page = None, self._page
         self._due = now + _REPORT_SECONDS
         if loss.numel() == 1:
             self._report_loss(loss.detach().reshape(()))
