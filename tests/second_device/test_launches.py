@@ -127,3 +127,34 @@ def test_the_quick_tour_trains_on_both_devices_and_learns_the_digits(tmp_path: P
     assert first == second > 0.8
     assert found["evaluated"] == [360, 360]
     assert found["losses"][0] != found["losses"][1]
+
+
+SWEEP = (
+    PLACES
+    + """
+import os, time
+
+def train(index, folder):
+    open(os.path.join(folder, str(index)), "w").close()
+    while index < 2 and len(os.listdir(folder)) < 2:
+        time.sleep(0.005)
+    return place(), torch.simgpu.device_count()
+
+def sweep(folder, **options):
+    return notebook_launcher(train, sweep=[dict(index=index, folder=folder) for index in range(4)], **options)
+"""
+)
+
+
+@pytest.mark.limit(120)
+def test_each_run_of_a_sweep_sees_one_of_the_devices(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(SWEEP).ok()
+    cell = kernel.run(f"places = sweep({str(tmp_path)!r}); print([*places])").ok()
+    line, values = cell.stdout.splitlines()
+    assert line == "4 runs, 2 at a time on SIMGPU"
+    places = literal_eval(values)
+    assert {(device, alike, count) for (device, alike, _), count in places} == {("simgpu", True, 1)}
+    assert [uuid for (_, _, uuid), _ in places[:2]] == ["0", "1"]
+    assert {uuid for (_, _, uuid), _ in places} == {"0", "1"}
+    cell = kernel.run(f"print([uuid for (_, _, uuid), _ in sweep({str(tmp_path)!r}, devices=[1])])").ok()
+    assert cell.stdout.splitlines()[-1] == "['1', '1', '1', '1']"
