@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.base.records import Curve, is_training_loss
+from nb_accelerate.base.records import Curve
 from nb_accelerate.base.records.kept import note_run
+from nb_accelerate.base.records.record import is_training_loss
 from nb_accelerate.errors import ConfigError, DeadlineError
 from nb_accelerate.notebook.display.frontend import is_in_kernel
 from nb_accelerate.notebook.display.logged_values import LoggedValues, ThinnedCurve

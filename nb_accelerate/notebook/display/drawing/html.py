@@ -16,6 +16,7 @@ from nb_accelerate.base.records import LABELS, draw, pieces
 from nb_accelerate.base.records.curves import is_wide
 from nb_accelerate.notebook.display.drawing.fold import fold
 from nb_accelerate.notebook.display.drawing.loss_chart import with_chart
+from nb_accelerate.notebook.display.drawing.run_table import run_table
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ _FEW_POINTS = 8
 _NOT_FINITE = ("nan", "inf")
 
 _SHEETS = ("style.css", "chart.css")
-
-_WIDEST = 32
-"""Characters of the name of a run of a sweep that its column has room for; the front end shows all of it as a hint."""
 
 _OF_TOTAL = re.compile(r"^\S+ / (.+)$")
 
@@ -124,7 +122,7 @@ def _body(view: View) -> str:
     key = f"{view.key}-each" if view.key else ""
     each = _each(view)
     if view.facts.runs:
-        table = _table(view.rows, view.columns, whose="run")
+        table = run_table(view.rows)
     elif view.state == "done" and view.rows:
         summary = f"ranks: peak {view.peak}" if view.peak else "ranks"
         inside = _table(view.rows, view.columns, kind="nba-groups" if view.each else "") + each + times
@@ -160,13 +158,10 @@ def _each(view: View) -> str:
     return f'<pre class="{kind}" tabindex="0" aria-label="each rank"><span class="nba-dim">{head}</span>\n{said}</pre>'
 
 
-def _table(
-    rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False, whose: str = "rank", kind: str = ""
-) -> str:
+def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False, kind: str = "") -> str:
     """Return a table.
 
     Args:
-        whose: what a row is of.
         kind: a class of the style sheet.
     """
     if not rows:
@@ -179,21 +174,15 @@ def _table(
         for name, title in columns
     )
     bar = '<th class="nba-bar"></th>' if has_bars else ""
-    lines = "".join(
-        _row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed, whose=whose) for row in rows
-    )
-    width = ""
-    if whose == "run":
-        kind = "nba-sweep"
-        width = f' style="width:calc({min(_WIDEST, max(len(row.ranks) for row in rows))}ch + 14px)"'
+    lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed) for row in rows)
     return (
         f"<table{_class(kind if has_bars or columns else 'nba-only-now')}><thead>"
-        f'<tr><th class="nba-rank nba-{whose}"{width}>{whose}</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
+        f'<tr><th class="nba-rank">rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
         f"<tbody>{lines}</tbody></table>"
     )
 
 
-def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool, whose: str) -> str:
+def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool) -> str:
     texts = {name: escape(getattr(row, name)) for name in columns} | {"step": _step(row)}
     is_finite = row.loss.lstrip("-") not in _NOT_FINITE
     classes = {name: f"nba-{name}" for name in columns}
@@ -206,10 +195,9 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool, whose
     kind = f"nba-{row.kind}" if row.kind else "" if row.step else "nba-first"
     if row.kind == "bad" and not (is_finite or failed or row.now == "failed"):
         kind += " nba-runs"  # it is the loss that is bad, not what the rank does
-    bar = _bar(row, whose) if has_bar else ""
-    name = escape(row.ranks)
+    bar = _bar(row) if has_bar else ""
     return (
-        f'<tr{_class(kind)}><td class="nba-rank nba-{whose}" title="{name}">{name}</td>{bar}{cells}'
+        f'<tr{_class(kind)}><td class="nba-rank">{row.ranks}</td>{bar}{cells}'
         f'<td class="nba-now"><div title="{escape(row.said)}">{_now(row)}</div></td></tr>'
     )
 
@@ -243,11 +231,11 @@ def _now(row: Row) -> str:
     return f'{_prose(row.said.removesuffix(location))}<span class="nba-place">{escape(location)}</span>'
 
 
-def _bar(row: Row, whose: str) -> str:
+def _bar(row: Row) -> str:
     times = _title(f"time: {row.times}" if row.times else None)
     if row.share is None:
         return f'<td class="nba-bar"{times}>{"" if row.step else _EMPTY_TRACK}</td>'
-    return f'<td class="nba-bar"{times}>{_track(row.share, f"{whose} {row.ranks}")}</td>'
+    return f'<td class="nba-bar"{times}>{_track(row.share, f"rank {row.ranks}")}</td>'
 
 
 def _track(share: float, label: str) -> str:
