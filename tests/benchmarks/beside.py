@@ -12,11 +12,17 @@ best time of each is printed: what else the machine does makes times longer, nev
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
+import uuid
 from importlib.metadata import version
+
+import psutil
 
 _LIMIT = 60
 _LIMITS = {"ray": 240}
@@ -156,14 +162,30 @@ def measure(tool: str, case: str) -> str:
     prepare = "def say(text):\n    print('SAID', text, file=sys.__stderr__, flush=True)\n"
     begin = BEGIN.format(launch=textwrap.dedent(LAUNCH[tool]))
     program = begin + prepare + textwrap.dedent(CASES[case]) + END
-    command = [sys.executable, "-c", program]
     limit = _LIMITS.get(tool, _LIMIT)
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return f"nothing within {limit} s"
-    said = [line.removeprefix("SAID ") for line in ran.stderr.splitlines() if line.startswith("SAID ")]
-    return said[0] if said else f"exit {ran.returncode}: {ran.stderr[-300:]}"
+    mark = {"BESIDE_CASE": uuid.uuid4().hex}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=errors, env={**os.environ, **mark}
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"nothing within {limit} s"
+        finally:
+            _end_all(mark)
+        errors.seek(0)
+        printed = errors.read()
+    said = [line.removeprefix("SAID ") for line in printed.splitlines() if line.startswith("SAID ")]
+    return said[0] if said else f"exit {code}: {printed[-300:]}"
+
+
+def _end_all(mark: dict[str, str]) -> None:
+    """End the processes of a case, also those that have left its session: engines of ipyparallel, daemons of Ray."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if mark.items() <= process.environ().items():
+                process.kill()
 
 
 def best(answers: list[str]) -> str:
