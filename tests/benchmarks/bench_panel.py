@@ -265,8 +265,8 @@ def _widgets_on(wire: _Wire) -> Iterator[None]:
 
 def _kernel() -> Any:
     """What stands for a kernel whose panels have buttons; nobody presses one."""
-    loop = SimpleNamespace(add_callback=lambda *_: None)
-    stream = SimpleNamespace(io_loop=loop)
+    loop = SimpleNamespace(add_callback=lambda *_: None, call_later=lambda *_: None)
+    stream = SimpleNamespace(io_loop=loop, on_recv=lambda *_, **__: None, flush=lambda: None)
     return SimpleNamespace(
         shell_stream=stream, schedule_dispatch=print, dispatch_shell=print, _parents={}, comm_manager=stream
     )
