@@ -65,7 +65,8 @@ def build(tools: Path) -> Path:
 def install(environment: Path, wheel: Path) -> Path:
     """Install the wheel and what it asks for; return the Python that has it."""
     python = make_environment(environment)
-    run(python, "-m", "pip", "install", "--quiet", "--constraint", PINS, f"{wheel}[notebooks]")
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-compile")  # most of the modules are never imported here
+    run(*pip, "--constraint", PINS, f"{wheel}[notebooks]")
     run(python, "-m", "pip", "check")
     return python
 

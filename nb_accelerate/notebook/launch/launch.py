@@ -87,12 +87,10 @@ class Launch(Steerable):
         launch.save_checkpoint("runs/by_hand")
         launch.pause()
         ```
-
-    Attributes:
-        timeouts: timeouts of launches that begin from now on.
     """
 
     timeouts: ClassVar[Timeouts] = Timeouts()
+    """Timeouts of launches that begin from now on."""
 
     def __init__(
         self,

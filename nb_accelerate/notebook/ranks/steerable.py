@@ -93,7 +93,11 @@ class Steerable(ABC):
         self._show_here("training is paused")
 
     def resume(self, *, timeout: float = 60.0) -> None:
-        """End what `pause` began. See there."""
+        """Let training go on after `pause`. It raises the same errors.
+
+        Args:
+            timeout: seconds for all ranks to go on.
+        """
         self._give(Command(kind=CommandKind.RESUME), timeout)
         self._show_here("training goes on")
 
