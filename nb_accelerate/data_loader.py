@@ -14,5 +14,5 @@ from nb_accelerate.training.data import (
     skip_first_batches as skip_first_batches,
 )
 from nb_accelerate.training.data.adapter import DataLoaderAdapter as DataLoaderAdapter
+from nb_accelerate.training.data.loops import DataLoaderStateMixin as DataLoaderStateMixin
 from nb_accelerate.training.data.reading.iterable import IterableDatasetShard as IterableDatasetShard
-from nb_accelerate.training.data.tracker import DataLoaderStateMixin as DataLoaderStateMixin

@@ -249,7 +249,7 @@ class Accelerator(
             recording=recording,
             page=here(),
             losses=LossReport(here(), process.kind, memory),
-            equal_losses=EqualLosses(strategy, shared.tracker, reads_later=process.kind.reads_later),
+            equal_losses=EqualLosses(strategy, shared.loops, reads_later=process.kind.reads_later),
             steering=Steering(here().commands, shared, prepared, recording.project, self._save_on_command),
             memory=memory,
             prepared=prepared,

@@ -14,8 +14,8 @@ from nb_accelerate.training.pytree import find_batch_size, map_tensors, tensors_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nb_accelerate.training.data.loops import RunningLoop
     from nb_accelerate.training.data.plan.plan import GroupRows
-    from nb_accelerate.training.data.tracker import TrackedLoop
 
 
 class CommunicationMixin(CoreMixin):
@@ -103,7 +103,7 @@ class CommunicationMixin(CoreMixin):
         """
         collectives = self.core.data_collectives
         ranks = collectives.world_size
-        loops = self.core.tracker.together
+        loops = self.core.loops.together
         if ranks == 1:
             return _rows_of_smaller_batch(input_data, loops)
         as_objects = use_gather_object or not _only_tensors(input_data)
@@ -146,7 +146,7 @@ class CommunicationMixin(CoreMixin):
         return gathered
 
 
-def _rows_of_group(data: Any, loops: Sequence[TrackedLoop], ranks: int) -> GroupRows | None:
+def _rows_of_group(data: Any, loops: Sequence[RunningLoop], ranks: int) -> GroupRows | None:
     """Return the numbers of rows of the group that data were computed for. Outer loops come first."""
     if len({loop.rows for loop in loops}) == 1:
         return loops[0].rows
@@ -161,14 +161,14 @@ def _rows_of_group(data: Any, loops: Sequence[TrackedLoop], ranks: int) -> Group
     return next((loop.rows for loop in [*fitting, *loops]), None)
 
 
-def _rows_on_rank(loop: TrackedLoop, ranks: int) -> int | None:
+def _rows_on_rank(loop: RunningLoop, ranks: int) -> int | None:
     if loop.rows is not None and loop.rows.on_rank is not None:
         return loop.rows.on_rank
     full = _rows_of_full_group(loop)
     return None if full is None else full // ranks
 
 
-def _rows_of_full_group(loop: TrackedLoop) -> int | None:
+def _rows_of_full_group(loop: RunningLoop) -> int | None:
     try:
         return getattr(loop.loader, "total_batch_size", None)
     except TypeError:  # batches have no fixed size
@@ -181,7 +181,7 @@ def _entries(data: Any) -> int | None:
     return find_batch_size(data)
 
 
-def _rows_of_smaller_batch(data: Any, loops: Sequence[TrackedLoop]) -> Any:
+def _rows_of_smaller_batch(data: Any, loops: Sequence[RunningLoop]) -> Any:
     """Cut what a single process computed for a full batch to the rows of a smaller last one."""
     rows_at_end: dict[int | None, set[int | None]] = {}
     for loop in loops:
@@ -195,7 +195,7 @@ def _rows_of_smaller_batch(data: Any, loops: Sequence[TrackedLoop]) -> Any:
     return data[: smaller.get(len(data))] if isinstance(data, (list, tuple)) else data
 
 
-def _rows_at_end(loop: TrackedLoop) -> int | None:
+def _rows_at_end(loop: RunningLoop) -> int | None:
     if not loop.end_of_dataloader or loop.rows is None:
         return None
     return loop.rows.real or loop.rows.on_rank

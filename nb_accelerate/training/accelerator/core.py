@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.accelerator.steering import Steering
     from nb_accelerate.training.accelerator.unprepared import EqualLosses
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data import LoaderTracker
+    from nb_accelerate.training.data import RunningLoops
     from nb_accelerate.training.optim import AccumulationState
     from nb_accelerate.training.precision import Precision
     from nb_accelerate.training.process.context import ProcessContext
@@ -72,7 +72,7 @@ class Core:
             dynamo=self.dynamo,
             engines=self.engines,
             accumulation=self.accumulation,
-            tracker=self.tracker,
+            loops=self.loops,
         )
 
     @property
@@ -87,9 +87,9 @@ class Core:
         return self.data_collectives.world_size if is_repeated else 1
 
     @property
-    def tracker(self) -> LoaderTracker:
+    def loops(self) -> RunningLoops:
         """The loaders that are being iterated in this process."""
-        return self.shared.tracker
+        return self.shared.loops
 
     @property
     def device(self) -> torch.device:

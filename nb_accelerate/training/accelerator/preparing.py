@@ -269,7 +269,7 @@ class PreparingMixin(CoreMixin):
             rng_types=core.rng_types,
             slice_fn=slice_fn_for_dispatch,
         )
-        prepared.track(core.tracker)
+        prepared.track(core.loops)
         if not _contains(core.prepared.loaders, prepared):
             core.prepared.loaders.append(prepared)
         return prepared
@@ -372,7 +372,7 @@ class PreparingMixin(CoreMixin):
         """
         count = len(objects)
         del objects
-        self.core.tracker.forget(self.core.prepared.loaders)
+        self.core.loops.forget(self.core.prepared.loaders)
         self.core.prepared.clear()
         self.core.registry.copies.clear()
         self.core.accumulation.step = 0

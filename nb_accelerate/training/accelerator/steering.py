@@ -62,7 +62,7 @@ class Steering:
         self._shared = shared
         self._prepared = weakref.ref(prepared)
         self._project = project
-        self._tracker = shared.tracker
+        self._loops = shared.loops
         self._save = weakref.WeakMethod(save)
         self._num_epoch_loops = 0
         self._is_paused = False
@@ -70,19 +70,19 @@ class Steering:
 
     def begin(self) -> None:
         """Obey in loops over loaders from now on: an `Accelerator` that prepares a model is the one that trains."""
-        self._tracker.between_batches = self.between_batches
-        self._tracker.when_a_loop_begins = self._note_what_it_could_obey
+        self._loops.between_batches = self.between_batches
+        self._loops.when_a_loop_begins = self._note_what_it_could_obey
 
     def after_step(self) -> None:
         """Count an optimizer's step. Outside of loops over prepared loaders, obey."""
         number = self._commands.count_step()
-        if number and self._tracker.active is None:
+        if number and self._loops.active is None:
             self._obey_if_due(number)
 
     def between_batches(self, loader: DataLoaderShard) -> None:
         """Obey between two batches of a loader, or before its first. Not of one in a loop over another."""
         number = self._commands.pending
-        if number and self._tracker.loaders[:1] in ((), (loader,)):
+        if number and self._loops.loaders[:1] in ((), (loader,)):
             self._obey_if_due(number)
 
     def epochs(self, epochs: range) -> Iterator[int]:
@@ -101,7 +101,7 @@ class Steering:
 
     def _count_epoch_loop(self, change: int) -> None:
         self._num_epoch_loops += change
-        if self._tracker.when_a_loop_begins == self._note_what_it_could_obey:  # no other `Accelerator` obeys
+        if self._loops.when_a_loop_begins == self._note_what_it_could_obey:  # no other `Accelerator` obeys
             self._note_what_it_could_obey()
 
     def _note_what_it_could_obey(self) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data import LoaderTracker
+    from nb_accelerate.training.data import RunningLoops
     from nb_accelerate.training.state.choices import SharedTraining
     from nb_accelerate.training.strategies import Strategy
 
@@ -179,17 +179,17 @@ _counter = itertools.count()
 class EqualLosses:
     """Compares the first losses of the ranks, each of which is to have rows of its own, while `is_on`.
 
-    So a loop draws its batches by hand, or goes over a loader that was not prepared: over a prepared one (``tracker``)
+    So a loop draws its batches by hand, or goes over a loader that was not prepared: over a prepared one (``loops``)
     rows are shared out. With ``reads_later``, reading a loss would have a program compiled.
     """
 
-    def __init__(self, strategy: Strategy, tracker: LoaderTracker, *, reads_later: bool) -> None:
+    def __init__(self, strategy: Strategy, loops: RunningLoops, *, reads_later: bool) -> None:
         world_size = strategy.data_collectives.world_size
         self.is_on = False
         self._is_of_use = 1 < world_size == strategy.collectives.world_size and not reads_later
         self._rank = strategy.collectives.rank
         self._world_size = world_size
-        self._tracker = tracker
+        self._loops = loops
         self._key = ""
         self._losses: list[float] = []
 
@@ -202,7 +202,7 @@ class EqualLosses:
     @only_reports("the comparison of losses")
     def add(self, loss: Tensor) -> None:
         """Take the loss of a step. Waits for the device in the first few steps."""
-        self.is_on = self._tracker.active is None and loss.numel() == 1 and dist.is_initialized()
+        self.is_on = self._loops.active is None and loss.numel() == 1 and dist.is_initialized()
         if not self.is_on:
             return
         self._losses.append(float(loss.detach()) if len(self._losses) < _COMPARED else math.nan)

@@ -8,21 +8,21 @@ A batch goes from the top to the bottom::
     dispatching/                       or rank 0 reads for all, cuts and sends
     resuming/                          positions and orders of an epoch that goes on in its middle
     adapter.py, loader.py              the loop's side: position, device, the end of the data
-    tracker.py                         which loops run, for accumulation and `gather_for_metrics`
+    loops.py                           which loops run, for accumulation and `gather_for_metrics`
 """
 
 from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher
 from nb_accelerate.training.data.loader import DataLoaderShard
+from nb_accelerate.training.data.loops import RunningLoops
 from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SeedableRandomSampler
 from nb_accelerate.training.data.plan.skipping import SkipBatchSampler
 from nb_accelerate.training.data.prepare import check_lengths, prepare_data_loader, skip_first_batches
-from nb_accelerate.training.data.tracker import LoaderTracker
 
 __all__ = [
     "BatchSamplerShard",
     "DataLoaderDispatcher",
     "DataLoaderShard",
-    "LoaderTracker",
+    "RunningLoops",
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "check_lengths",

@@ -19,16 +19,16 @@ from typing_extensions import override
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.training.data.adapter import DataLoaderAdapter
+from nb_accelerate.training.data.loops import DataLoaderStateMixin, LoaderView
 from nb_accelerate.training.data.reading.iterable import LastBatch
-from nb_accelerate.training.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.training.process.rng import RNGType
 from nb_accelerate.training.pytree import map_tensors, send_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from nb_accelerate.training.data.loops import RunningLoops
     from nb_accelerate.training.data.resuming.epochs import EpochProgress
-    from nb_accelerate.training.data.tracker import LoaderTracker
 
 
 class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
@@ -40,7 +40,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     Args:
         dataset: the user's, or this rank's part of an iterable one.
         device: where batches go; None leaves them where they are.
-        gradient_state: has the `LoaderTracker` that is told when an epoch begins and ends; a new one by default.
+        gradient_state: has the `RunningLoops` that are told when an epoch begins and ends; a new one by default.
         rng_types: which random states are set to those of rank 0 before each epoch.
         on_start: called before each epoch to set them.
         rows: length of the user's dataset; None if it has none.
@@ -71,7 +71,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         self.device = device
         self.prepared = prepared
         self.gradient_state = gradient_state or LoaderView()
-        self._tracker = self.gradient_state.tracker
+        self._loops = self.gradient_state.loops
         self._rng_types = rng_types
         self._on_start = on_start
         self._rows = rows
@@ -145,14 +145,14 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         if self._on_start is not None:
             self._on_start()
 
-    def track(self, tracker: LoaderTracker) -> None:
-        """Report epochs to this tracker from now on. Called by ``prepare``."""
-        self._tracker = tracker
+    def track(self, loops: RunningLoops) -> None:
+        """Report epochs to these from now on. Called by ``prepare``."""
+        self._loops = loops
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
         evaluates = not torch.is_grad_enabled()
-        between_batches = self._tracker.between_batches
+        between_batches = self._loops.between_batches
         if not evaluates:
             between_batches(self)
         self.epochs.announce()
@@ -169,10 +169,10 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             num_workers=self._reader.source.loader.num_workers,
         )
         enter(reads)
-        progress, tracker = None, self._tracker
+        progress, loops = None, self._loops
         try:
             progress, reading = self._begin()
-            tracker.begin(progress)
+            loops.begin(progress)
             if progress.reader.source.is_stateful:
                 reading = _with_read_states(reading, progress)
             try:
@@ -191,8 +191,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             for upcoming in reading:
                 position += 1
                 progress.position = position
-                if tracker.active is not progress:
-                    tracker.advance(progress)
+                if loops.active is not progress:
+                    loops.advance(progress)
                 step(position)
                 work()
                 if type(current) is LastBatch:  # of one worker of several; others go on
@@ -207,8 +207,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 enter(reads)
             progress.end_of_dataloader = True
             progress.position = 0
-            if tracker.active is not progress:
-                tracker.advance(progress)
+            if loops.active is not progress:
+                loops.advance(progress)
             step(position + 1)
             work()
             last = progress.reader.last(current)
@@ -219,7 +219,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             page.end_loop(loop)
             if progress is not None:
                 self._end(progress)
-                tracker.end(progress)
+                loops.end(progress)
 
     def extent(self) -> tuple[int, int] | None:
         """Return the rows of the dataset and the batches of this rank, or None if ranks may differ in them."""

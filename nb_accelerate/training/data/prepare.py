@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data.dispatching.dispatcher import SliceFunction
+    from nb_accelerate.training.data.loops import LoaderView
     from nb_accelerate.training.data.plan.shuffling import SamplerSync
-    from nb_accelerate.training.data.tracker import LoaderView
 
 
 _COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they may be given a generator
@@ -254,7 +254,7 @@ def prepare_data_loader(
         loader: the user's. Its samplers are copied before they are changed, where that is possible.
         collectives: those of the ranks; also used to synchronise random states.
         device: where batches go; None leaves them where they are.
-        gradient_state: has the tracker that is told when epochs begin and end.
+        gradient_state: has the `RunningLoops` that are told when epochs begin and end.
         rng_types: which random states are set to those of rank 0 before each epoch.
         slice_fn: splits a batch, where rank 0 reads for all: called with the batch, a slice,
             ``process_index`` and ``num_processes``.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoaderProgress(Protocol):
-    """The part of `training.data.LoaderTracker` that accumulation and schedulers need."""
+    """The part of `training.data.RunningLoops` that accumulation and schedulers need."""
 
     @property
     def active(self) -> object | None:

@@ -13,7 +13,7 @@ from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.precision import resolve_precision
 from nb_accelerate.base.seam import group_replaced
 from nb_accelerate.training.comm.data_parallel import between_groups
-from nb_accelerate.training.data.tracker import LoaderTracker
+from nb_accelerate.training.data.loops import RunningLoops
 from nb_accelerate.training.optim.accumulation import AccumulationState, Window
 from nb_accelerate.training.process import context
 from nb_accelerate.training.process.setup import setup_process
@@ -55,7 +55,7 @@ class Prepared:
 class SharedTraining:
     """The prepared objects of this process that are still referred to, and the position of the training loop."""
 
-    tracker: LoaderTracker = field(default_factory=LoaderTracker)
+    loops: RunningLoops = field(default_factory=RunningLoops)
     window: Window = field(default_factory=Window)
     scaler: LossScaler | None = None  # None until an `Accelerator` uses fp16
     accumulations: WeakSet[AccumulationState] = field(default_factory=WeakSet)  # positions in accumulation windows
@@ -79,7 +79,7 @@ class SharedTraining:
 
     def accumulation(self, options: GradientAccumulationPlugin) -> AccumulationState:
         """Return the position of a new `Accelerator` in its accumulation window."""
-        state = AccumulationState(options, self.tracker, self.window)
+        state = AccumulationState(options, self.loops, self.window)
         self.accumulations.add(state)
         return state
 
@@ -122,7 +122,7 @@ class Choices:
     mixed_precision: str
     dynamo: TorchDynamoPlugin
     accumulation: AccumulationState
-    tracker: LoaderTracker
+    loops: RunningLoops
     distributed_type: DistributedType | None = None  # None where no `Accelerator` has chosen one, as `engines`
     engines: EngineOptions | None = None
     variables: Mapping[str, str] = field(default_factory=lambda: _variables(Environment()))
@@ -136,7 +136,7 @@ class Choices:
             mixed_precision=str(resolve_precision(mixed_precision, environment)),
             dynamo=resolve_dynamo(None, None, environment),
             accumulation=shared.accumulation(plugin or GradientAccumulationPlugin()),
-            tracker=shared.tracker,
+            loops=shared.loops,
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
-from nb_accelerate.training.data.tracker import LoaderView
+from nb_accelerate.training.data.loops import LoaderView
 from nb_accelerate.training.state.accelerator import AcceleratorState
 from nb_accelerate.training.state.choices import Choices, current_process, newest_choices, remember
 from nb_accelerate.training.state.partial import SharedState, View
@@ -16,7 +16,7 @@ from nb_accelerate.training.state.partial import SharedState, View
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nb_accelerate.training.data.tracker import LoaderTracker
+    from nb_accelerate.training.data.loops import RunningLoops
 
 
 class GradientState(View, LoaderView):
@@ -91,8 +91,8 @@ class GradientState(View, LoaderView):
 
     @property
     @override
-    def tracker(self) -> LoaderTracker:
-        return self._choices.tracker
+    def loops(self) -> RunningLoops:
+        return self._choices.loops
 
     @property
     def is_xla_gradients_synced(self) -> bool:

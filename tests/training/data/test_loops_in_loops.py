@@ -120,7 +120,7 @@ def zipped(first_rows: int, second_rows: int, first_size: int, second_size: int)
                 found[2].append(accelerator.sync_gradients)
             found[0].extend(accelerator.gather_for_metrics(one).tolist())
             found[1].extend(accelerator.gather_for_metrics(other).tolist())
-    assert accelerator.core.tracker.active is None
+    assert accelerator.core.loops.active is None
     return *found, [str(one.message)[:60] for one in caught]
 
 

@@ -223,8 +223,8 @@ def test_the_last_batch_is_known_while_it_is_used():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(7), batch_size=3))
     assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
-    assert [accelerator.core.tracker.end_of_dataloader for _ in loader] == [False, False, True]
-    assert accelerator.core.tracker.active is None
+    assert [accelerator.core.loops.end_of_dataloader for _ in loader] == [False, False, True]
+    assert accelerator.core.loops.active is None
 
 
 def test_a_loop_that_is_left_early_is_forgotten():
@@ -232,11 +232,11 @@ def test_a_loop_that_is_left_early_is_forgotten():
     outer, inner = (accelerator.prepare(DataLoader(range(9), batch_size=3)) for _ in range(2))
     for _ in outer:
         for _ in inner:
-            assert accelerator.core.tracker.active.loader is inner
+            assert accelerator.core.loops.active.loader is inner
             break
         gc.collect()
-        assert accelerator.core.tracker.active.loader is outer
-    assert accelerator.core.tracker.active is None
+        assert accelerator.core.loops.active.loader is outer
+    assert accelerator.core.loops.active is None
 
 
 def test_settings_of_the_loader_survive():

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler
 from typing_extensions import override
 
+from nb_accelerate.training.data.loops import RunningLoop
 from nb_accelerate.training.data.plan.samplers import PassesEpochOn
 from nb_accelerate.training.data.reading.iterable import IterableDatasetShard
 from nb_accelerate.training.data.reading.reader import ReadState
-from nb_accelerate.training.data.tracker import TrackedLoop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.data.resuming.orders import Order
 
 
-class EpochProgress(TrackedLoop):
+class EpochProgress(RunningLoop):
     """The progress of one epoch of a loader: all that belongs to one iteration, and not to the loader."""
 
     def __init__(self, reader: Reader, position: int, epoch: int = 0) -> None:

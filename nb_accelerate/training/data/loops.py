@@ -1,7 +1,7 @@
-"""Track which prepared loader is being iterated, and whether it is at its end.
+"""`RunningLoops`: which prepared loader is being iterated, and whether it is at its end.
 
-A process has one tracker, and the loops over prepared loaders report to it. Loops nest: an evaluation inside a training
-loop is on top until it ends. Loaders can also advance together, as in ``zip(first, second)``.
+A process has one `RunningLoops`, to which loops over prepared loaders report. Loops nest: an evaluation inside a
+training loop is on top until it ends. Loaders can also advance together, as in ``zip(first, second)``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class TrackedLoop:
-    """One loop over a loader, while a `LoaderTracker` tracks it."""
+class RunningLoop:
+    """One loop over a loader, while it is in `RunningLoops`."""
 
     loader: Any = None
     position = 0  # changes whenever a batch is handed out
@@ -35,7 +35,7 @@ class TrackedLoop:
         return -1 if self.rows is None else self.rows.real or 0
 
 
-class LoaderTracker:
+class RunningLoops:
     """The loops over loaders that are running, innermost last.
 
     `active` is the innermost, and `beside` has others that advance together with it: those of ``zip`` over several
@@ -49,25 +49,25 @@ class LoaderTracker:
         self.__setstate__(None)
 
     def __getstate__(self) -> bool:
-        """Return nothing of this tracker: loops, and the functions that it calls, stay with this process."""
+        """Return nothing: loops, and the functions that it calls, stay with this process."""
         return True  # so that `__setstate__` is called
 
     def __setstate__(self, _: object) -> None:
         """Begin anew."""
         self.between_batches: Callable[[Any], None] = _nothing
         self.when_a_loop_begins: Callable[[], None] = _nothing
-        self._loops: list[TrackedLoop] = []
+        self._loops: list[RunningLoop] = []
         self._positions: dict[int, int] = {}  # of loops, by id, when one outside of them advanced last
-        self.active: TrackedLoop | None = None
-        self.beside: tuple[TrackedLoop, ...] = ()
+        self.active: RunningLoop | None = None
+        self.beside: tuple[RunningLoop, ...] = ()
 
-    def begin(self, loop: TrackedLoop) -> None:
+    def begin(self, loop: RunningLoop) -> None:
         """Add a loop that begins."""
         self.when_a_loop_begins()
         self._loops.append(loop)
         self.active, self.beside = loop, ()
 
-    def advance(self, loop: TrackedLoop) -> None:
+    def advance(self, loop: RunningLoop) -> None:
         """Note that a loop hands out a batch which is not the innermost.
 
         Loops inside of it that have handed out batches since it did so last advance together with it. Others were left
@@ -83,12 +83,12 @@ class LoaderTracker:
         self._loops[index:] = [*left, loop, *moving]
         self.active, self.beside = self._loops[-1], (loop, *moving)[:-1]
 
-    def end(self, loop: TrackedLoop) -> None:
+    def end(self, loop: RunningLoop) -> None:
         """Remove a loop that ended, or was left."""
         # An abandoned iterator can end late, under a newer one, so it is not always the innermost.
         self._keep([other for other in self._loops if other is not loop])
 
-    def innermost_of(self, loader: object) -> TrackedLoop | None:
+    def innermost_of(self, loader: object) -> RunningLoop | None:
         """Return the innermost loop over a loader."""
         return next((loop for loop in reversed(self._loops) if loop.loader is loader), None)
 
@@ -97,13 +97,13 @@ class LoaderTracker:
         gone = {id(getattr(loader, "epochs", loader)) for loader in loaders}
         self._keep([loop for loop in self._loops if id(getattr(loop.loader, "epochs", loop.loader)) not in gone])
 
-    def _keep(self, loops: list[TrackedLoop]) -> None:
+    def _keep(self, loops: list[RunningLoop]) -> None:
         self._loops = loops
         self.active = loops[-1] if loops else None
         self.beside = tuple(loop for loop in self.beside if loop in loops and loop is not self.active)
 
     @property
-    def together(self) -> tuple[TrackedLoop, ...]:
+    def together(self) -> tuple[RunningLoop, ...]:
         """The innermost loop and those that advance together with it, outer ones first; empty outside loops."""
         return () if self.active is None else (*self.beside, self.active)
 
@@ -132,12 +132,12 @@ class LoaderView:
     """The members of ``GradientState`` about loaders."""
 
     def __init__(self) -> None:
-        self._own_tracker = LoaderTracker()
+        self._own_loops = RunningLoops()
 
     @property
-    def tracker(self) -> LoaderTracker:
+    def loops(self) -> RunningLoops:
         """Which prepared loaders are being iterated: where `DataLoaderStateMixin` makes loaders known."""
-        return self._own_tracker
+        return self._own_loops
 
     @property
     def in_dataloader(self) -> bool:
@@ -147,27 +147,27 @@ class LoaderView:
     @property
     def active_dataloader(self) -> Any:
         """The prepared loader that is being iterated, the innermost of several; None outside loops."""
-        active = self.tracker.active
+        active = self.loops.active
         return None if active is None else active.loader
 
     @property
     def dataloader_references(self) -> list[Any]:
         """None (for code outside of loops), then all loaders that are being iterated, innermost last."""
-        return [None, *self.tracker.loaders]
+        return [None, *self.loops.loaders]
 
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the last of its loader."""
-        return self.tracker.end_of_dataloader
+        return self.loops.end_of_dataloader
 
     @property
     def remainder(self) -> int:
         """Real rows in the last batch of all processes together; 0 if all are, -1 if not known or in no loader."""
-        return self.tracker.remainder
+        return self.loops.remainder
 
 
 class DataLoaderStateMixin:
-    """Report the epochs of a loader to a `LoaderTracker`. Prepared loaders inherit it; your own can.
+    """Report the epochs of a loader to `RunningLoops`. Prepared loaders inherit it; your own can.
 
     Such a loader sets ``gradient_state = GradientState()``, calls `begin` before its first batch and `end` after its
     last, and sets ``end_of_dataloader`` to True before it hands out the last. Then accumulation windows close there,
@@ -196,17 +196,17 @@ class DataLoaderStateMixin:
         size = getattr(self, "total_batch_size", None)
         if rows is not None and size:
             self.remainder = rows % size
-        self.gradient_state.tracker.begin(_OwnLoop(self))
+        self.gradient_state.loops.begin(_OwnLoop(self))
 
     def end(self) -> None:
         """Report that the epoch is over, or that its loop was left."""
-        tracker = self.gradient_state.tracker
-        loop = tracker.innermost_of(self)
+        loops = self.gradient_state.loops
+        loop = loops.innermost_of(self)
         if loop is not None:
-            tracker.end(loop)
+            loops.end(loop)
 
 
-class _OwnLoop(TrackedLoop):
+class _OwnLoop(RunningLoop):
     """A loop over a loader of the user's, which reports by itself: what is known of its end is what the loader says."""
 
     def __init__(self, loader: DataLoaderStateMixin) -> None:
