@@ -173,7 +173,7 @@ def from_an_index(text: str) -> list[str]:
 
 def texts() -> Iterator[tuple[str, str]]:
     """What can be read in the repository: files, and strings of sources, which may go over several lines."""
-    tops = ["nb_accelerate", "notebooks", "tests", ".ci"]
+    tops = ["nb_accelerate", "notebooks", "tests", "binder", ".ci"]
     files = [*ROOT.glob("*.*"), ROOT / "Makefile", *(file for top in tops for file in (ROOT / top).rglob("*"))]
     for file in files:
         if not file.is_file() or file == Path(__file__):

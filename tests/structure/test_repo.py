@@ -14,6 +14,7 @@ ALLOWED = {
     "LICENSE",
     "Makefile",
     "README.md",
+    "binder",
     "nb_accelerate",
     "notebooks",
     "pyproject.toml",
@@ -68,7 +69,20 @@ def test_a_folder_of_somebodys_machine_is_recognised(text: str):
     assert not SOMEBODYS_FOLDER.search("https://example.org/home/index and ./opt/x and tests/opt/y")
 
 
-def test_the_script_of_the_checks_can_be_executed_and_is_valid_shell():
-    path = ROOT / ".ci" / "run"
+def _pins(text: str) -> dict[str, str]:
+    found = re.finditer(r"^([\w-]+)==([^\s+;]+)", text, re.MULTILINE)
+    return {pin[1]: pin[2] for pin in found}
+
+
+def test_binder_installs_the_versions_that_the_tests_run_with():
+    binder = _pins((ROOT / "binder" / "requirements.txt").read_text(encoding="utf-8"))
+    development = _pins((ROOT / "tests" / "requirements-dev.txt").read_text(encoding="utf-8"))
+    assert "torch" in binder
+    assert binder.items() <= development.items()
+
+
+@pytest.mark.parametrize("script", [".ci/run", "binder/postBuild"])
+def test_a_script_can_be_executed_and_is_valid_shell(script: str):
+    path = ROOT / script
     assert path.stat().st_mode & 0o111
     subprocess.run(["bash", "-n", str(path)], timeout=30, check=True)
