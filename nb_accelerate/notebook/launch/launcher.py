@@ -148,7 +148,7 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         timeout: seconds from this call after which the launch is stopped, all its attempts together. None is no limit.
         block: False returns a `Launch` at once, and the cell ends; several launches may run. Training in it can be
             paused, saved, given another learning rate, and stopped after its epoch.
-        progress: ``"widget"`` shows a panel with a row for each rank, and ``"text"`` a line now and then. ``"auto"`` is
+        progress: ``"widget"`` shows a panel of the ranks, and ``"text"`` a line now and then. ``"auto"`` is
             the one that can be seen here. ``"off"`` shows nothing.
         env: environment variables of the ranks, on top of those of this process.
         by_value: modules of yours to send as they are in memory here, instead of importing them in the ranks.
