@@ -52,7 +52,7 @@ def test_the_style_sheet_is_sent_once_and_widgets_are_made_when_they_are_used(ke
     drawn = [one for one in of_kind("update_display_data") if has_chart(one)]
     assert len(drawn) / seconds < 2.4, "two a second, and one at both ends"
     # Most of it is the chart.
-    assert max(len(json.dumps(one, ensure_ascii=False)) for one in drawn) < 10_000
+    assert max(len(json.dumps(one, ensure_ascii=False)) for one in drawn) < 7_000
     (sheet,) = [one for one in of_kind("display_data", "update_display_data") if "<style" in str(one)]
     assert sheet["data"]["text/plain"] == ""
     (buttons,) = [one for one in of_kind("display_data", "update_display_data") if VIEW in one["data"]]
