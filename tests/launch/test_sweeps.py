@@ -324,6 +324,6 @@ def test_the_panel_is_a_table_of_runs(kernel: Kernel) -> None:
     assert head.startswith("✗ train · 3 runs · 1 at a time · CPU · 0:")
     assert head.endswith("2 done · 1 failed")
     assert titles.split() == ["run", "step", "loss", "time", "now"]
-    assert [row.split()[0] for row in rows] == ["lr=0.1", "lr=-1.0", "lr=0.3"]
+    assert [row.split()[0] for row in rows] == ["lr=0.1", "lr=-1", "lr=0.3"]
     assert [row.split()[-1] for row in (rows[0], rows[2])] == ["done"] * 2
     assert "ValueError: Invalid learning rate: -1.0" in rows[1]
