@@ -99,6 +99,7 @@ STATES = {
     "running": State(2, "", "2 / 30", False),
     "epoch-2-of-3": State(2, "steps=200, epochs=3, pause=0.1", "2 / 3", False),
     "ranks-8": State(8, "", "2 / 30", False),
+    "ranks-16": State(16, "pause=0.2", "1 / 30", False, launch=", start_method='fork'"),
     "ranks-64": State(64, "pause=0.5", "1 / 30", False, launch=", start_method='fork'"),
     "chart": State(2, "", "2 / 30", False, opened="chart"),
     "stacks": State(2, "", "2 / 30", False, opened="Stacks"),
