@@ -110,6 +110,17 @@ def test_of_many_values_some_have_columns_and_the_others_are_named() -> None:
 def test_without_runs_it_is_said_how_there_come_to_be_some() -> None:
     assert "No runs yet" in repr(kept.runs())
     assert "No runs yet" in kept.runs()._repr_html_()
+    with pytest.raises(ConfigError, match=r"There are no runs to draw\. No runs yet"):
+        kept.runs().plot()
+
+
+def test_a_name_or_a_folder_without_runs_is_named(tmp_path: Path) -> None:
+    note(1.0, name="train")
+    note(1.0, name="train")
+    assert repr(kept.runs("trian")) == "No run is called 'trian'. Did you mean 'train'? There are: train."
+    assert repr(kept.runs(project_dir=tmp_path / "lgs")).splitlines()[-1] == f"There is no folder {tmp_path / 'lgs'}."
+    kept._records.clear()
+    assert kept.runs(project_dir=tmp_path)._repr_html_() == f"<p>No runs in {tmp_path}.</p>"
 
 
 def test_text_of_users_is_no_markup() -> None:
@@ -130,7 +141,9 @@ def test_one_chart_has_all_runs_called_by_what_differs() -> None:
     assert 'data-t="loss, smoothed, logarithmic"' in page
     assert re.search(r'title="step 52; lr=0\.1 0\.\d+; lr=0\.5 0\.\d+"', page)
     assert 'data-t="loss, smoothed"' in kept.runs().plot("loss", log=False)._repr_html_()
-    with pytest.raises(ConfigError, match=r"'los' was not logged in these runs. Write one of: loss\."):
+    with pytest.raises(
+        ConfigError, match=r"'los' was not logged in these runs\. Did you mean 'loss'\? Write plot\('loss'\)\."
+    ):
         kept.runs().plot("los")
 
 
@@ -225,6 +238,18 @@ def test_whoever_started_the_ranks_writes_how_they_ended(tmp_path: Path, monkeyp
     assert (run.config, run.ended) == ({"lr": 0.1, "depth": 3}, "failed: ValueError")
     path.unlink()
     assert not kept.runs(project_dir=tmp_path)
+
+
+def test_a_loss_that_was_only_seen_is_beside_what_the_file_has(tmp_path: Path) -> None:
+    tracker = JSONLinesTracker("digits", tmp_path)
+    tracker.log({"accuracy": 0.9}, step=1)
+    tracker.finish()
+    kept.note_run(
+        "f", config={}, values={"loss": ((1, 2.0), (2, 1.0))}, began=0.0, ended="done", logged_as=[*kept._records]
+    )
+    (run,) = kept.runs()
+    assert (run.column("loss"), run.column("accuracy")) == ([(1, 2.0), (2, 1.0)], [(1, 0.9)])
+    assert run.ended == "done"
 
 
 def test_a_tracker_that_goes_on_after_a_failed_cell_is_ended_by_the_next(tmp_path: Path) -> None:

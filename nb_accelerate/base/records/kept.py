@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.records.files import read_folder, write_end, write_lines
 from nb_accelerate.base.records.record import RunRecord
 from nb_accelerate.base.records.table import Runs
@@ -53,9 +54,18 @@ def runs(name: str = "", *, project_dir: str | os.PathLike[str] | None = None) -
         read, said = read_folder(folder)
         files |= {record.file: record for record in read if record.file not in files}
         problems += said
+        if project_dir is not None and folder == Path(project_dir) and not read:
+            problems.append(f"No runs in {folder}." if folder.is_dir() else f"There is no folder {folder.absolute()}.")
+    for record in kept:
+        if record.file in files:  # a loss that was only seen is in memory, and not in the file
+            seen = {column: tuple(record.column(column)) for column in record.columns}
+            files[record.file].complete({}, seen, record.ended)
     found = [*files.values(), *(record for record in kept if record.file not in files)]
     if name:
+        others = dict.fromkeys(re.sub(r"-\d+$", "", record.name) for record in found)
         found = [record for record in found if re.fullmatch(re.escape(name) + r"(-\d+)?", record.name)]
+        if others and not found:
+            problems.append(f"No run is called {name!r}.{suggest(name, others)} There are: {', '.join(others)}.")
     return Runs(sorted(found, key=lambda record: record.began), dict.fromkeys(problems))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from typing_extensions import override
 
+from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.records.curves import LABELS, SMOOTHED_FROM, Curve, Line, is_wide, legend, picture, smoothed
 from nb_accelerate.base.records.naming import differing, labels, settings, shown
 from nb_accelerate.base.records.record import better
@@ -96,15 +97,19 @@ class Runs(Sequence["RunRecord"]):
         """
         having = [run for run in self._runs if name in run.columns]
         if not having:
+            if not self._runs:
+                raise ConfigError(f"There are no runs to draw. {self!r}")
             known = dict.fromkeys(column for run in self._runs for column in run.columns)
-            raise ConfigError(f"{name!r} was not logged in these runs. Write one of: {', '.join(known) or 'none'}.")
+            calls = ", ".join(f"plot({column!r})" for column in known)
+            instead = f"{suggest(name, known)} Write {calls}." if known else " Nothing was."
+            raise ConfigError(f"{name!r} was not logged in these runs.{instead}")
         said = labels([run.name for run in having], [run.config for run in having])
         curves = (Curve(label, tuple(run.column(name))) for label, run in zip(said, having, strict=True))
         return RunsPlot(name, tuple(curves), False if log is None and better(name) == "highest" else log)
 
     def _repr_html_(self) -> str:
         if not self._runs:
-            return f"<p>{escape(' '.join((_NONE, *self._problems)))}</p>"
+            return f"<p>{escape(' '.join(self._problems or (_NONE,)))}</p>"
         columns = self._columns
         aligned = [f'style="text-align:{"left" if column.is_text else "right"}"' for column in columns]
         head = "".join(f"<th {side}>{escape(column.title)}</th>" for side, column in zip(aligned, columns, strict=True))
@@ -124,7 +129,7 @@ class Runs(Sequence["RunRecord"]):
     @override
     def __repr__(self) -> str:
         if not self._runs:
-            return " ".join((_NONE, *self._problems))
+            return " ".join(self._problems or (_NONE,))
         columns = self._columns
         lines = [[column.title for column in columns], *zip(*(column.cells for column in columns), strict=True)]
         widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
