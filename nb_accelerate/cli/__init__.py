@@ -7,6 +7,7 @@ and returns the exit code. Importing it costs nothing: what a command needs is i
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -94,6 +95,9 @@ class _Parser(argparse.ArgumentParser):
             below = [name for action in command._actions for name in action.choices or () if not action.option_strings]
             meant = flag.lstrip("-")
             hint = f" Did you mean '{command.prog} {meant}'?" if meant in below else suggest(flag, known)
+            is_notebook = getattr(parsed, "target", "").endswith(".ipynb")
+            if is_notebook and meant.isidentifier() and not difflib.get_close_matches(flag, known, n=1, cutoff=0.7):
+                hint = f" A parameter of the notebook is set by -p {meant}=VALUE."
             command.error(f"unknown: {' '.join(unknown)}.{hint}")
         return parsed
 

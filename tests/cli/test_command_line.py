@@ -132,6 +132,8 @@ def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, cap
         (["launch", "{notebook}", "-y", "lr: 1"], "-y: Write the parameters one by one: -p NAME VALUE."),
         (["launch", "{notebook}", "-r", "lr", "1"], "-r is called --parameter here."),
         (["launch", "{notebook}", "-p", "lr"], "-p 'lr' says no value. Write -p lr=VALUE or -p lr VALUE"),
+        (["launch", "{notebook}", "--lr", "0.5"], "unknown: --lr 0.5. A parameter of the notebook is set by -p lr="),
+        (["launch", "{notebook}", "lr=0.5"], "unknown: lr=0.5. A parameter of the notebook is set by -p lr=VALUE."),
         (["launch", "{notebook}", "--num_procs", "2"], "unknown: --num_procs 2. Did you mean '--num_processes'?"),
         (
             ["launch", "{notebook}", "out.ipynb"],
