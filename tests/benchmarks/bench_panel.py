@@ -202,6 +202,8 @@ while True:
 class _Ranks:
     """64 ranks that are readers another process writes on; their processes are this one's writer, 64 times."""
 
+    has_asides = True
+
     def __init__(self, readers: list[PageReader], pid: int) -> None:
         self._pages, self._pid = readers, pid
 
