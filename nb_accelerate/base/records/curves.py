@@ -48,7 +48,6 @@ LABELS = (
     ".nba-plot svg{width:100%}.nba-plot .nba-bands{position:absolute;inset:0 0 auto;display:flex}"
     ".nba-plot .nba-bands i{position:static}.nba-plot .nba-bands i:hover{background:#8883}"
     ".nba-legend{display:flex;flex-wrap:wrap;gap:0 14px;margin:2px 0 4px;font:12px sans-serif}"
-    ".nba-legend span{white-space:nowrap}"
 )
 """Style sheet of pictures."""
 

@@ -1,10 +1,10 @@
-"""A part of a panel that opens by a click, and stays open when the panel is drawn again."""
+"""Parts of a panel that open by a click, and stay open when the panel is drawn again."""
 
 from __future__ import annotations
 
 
 def fold(summary: str, content: str, *, key: str, kind: str, hint: str = "") -> str:
-    """Return what unfolds, as HTML. A script of one line, where scripts run, opens it again in the next drawing.
+    """Return what unfolds, as HTML.
 
     Args:
         summary: what is there before, and is clicked on; HTML.
@@ -14,12 +14,17 @@ def fold(summary: str, content: str, *, key: str, kind: str, hint: str = "") -> 
         hint: what appears over the summary, and is read in its place.
     """
     says = f' title="{hint}" aria-label="{hint}"' if hint else ""
-    keeps = script = ""
-    if key:
-        opened = f"(window.nbaOpen=window.nbaOpen||{{}})['{key}']"
-        keeps = f' data-nba="{key}" ontoggle="{opened}=this.open"'
-        script = (
-            f"<script>document.querySelectorAll('details[data-nba=\"{key}\"]').forEach("
-            f"function(d){{d.open=!!{opened}}})</script>"
-        )
-    return f'<details class="{kind}"{keeps}><summary{says}>{summary}</summary>{content}</details>{script}'
+    keeps = f' data-nba="{key}" ontoggle="(window.nbaOpen=window.nbaOpen||{{}})[this.dataset.nba]=this.open"'
+    return f'<details class="{kind}"{keeps if key else ""}><summary{says}>{summary}</summary>{content}</details>'
+
+
+def open_again(key: str) -> str:
+    """Return a script, as HTML, that opens the parts of a panel that were open when it was drawn before.
+
+    Args:
+        key: with which the keys of the panel's parts begin.
+    """
+    return (
+        f"<script>document.querySelectorAll('details[data-nba^=\"{key}\"]').forEach("
+        "function(d){d.open=!!(window.nbaOpen||{})[d.dataset.nba]})</script>"
+    )

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import math
 import re
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.records import LABELS, draw, pieces
 from nb_accelerate.base.records.curves import is_wide
-from nb_accelerate.notebook.display.drawing.fold import fold
+from nb_accelerate.notebook.display.drawing.fold import fold, open_again
 from nb_accelerate.notebook.display.drawing.loss_chart import with_chart
 from nb_accelerate.notebook.display.drawing.run_table import run_table
 from nb_accelerate.notebook.display.view import FIGURES
@@ -34,6 +35,7 @@ _GONE = (
 
 _CURVE = (150, 26)
 _FEW_POINTS = 8
+_MOST_POINTS = 30
 _NOT_FINITE = ("nan", "inf")
 
 _SHEETS = ("style.css", "chart.css")
@@ -61,7 +63,9 @@ def render(view: View, *, at: str = "") -> str:
     """
     gone = f'<p class="nba-gone">{_GONE.format(at=at)}</p>' if at else ""
     live = " nba-live" if at else ""
-    return f'<div class="nba"><div class="nba-inside{live}">{_header(view)}{_body(view)}{gone}</div></div>'
+    inside = _header(view) + _body(view) + gone
+    script = open_again(view.key) if view.key and "<details" in inside else ""
+    return f'<div class="nba"><div class="nba-inside{live}">{inside}{script}</div></div>'
 
 
 def render_charts(view: View) -> str:
@@ -106,7 +110,7 @@ def _curve(view: View) -> str:
     across = width / ((points[-1][0] - first) or 1.0)
     down = (height - 4) / ((high - low) or 1.0)
     path = ""
-    for piece in pieces(points, width // 3):
+    for piece in pieces(points, _MOST_POINTS):
         at = (f"{(step - first) * across:.0f},{2 + (high - scale(loss)) * down:.1f}" for step, loss in piece)
         path += "M" + "L".join(at)
     label = f"loss from {finite[0]:.3g} to {finite[-1]:.3g}"
@@ -174,7 +178,8 @@ def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = 
         for name, title in columns
     )
     bar = '<th class="nba-bar"></th>' if has_bars else ""
-    lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed) for row in rows)
+    hinted = rows if len(rows) > 1 else [replace(row, times="") for row in rows]  # those of all are said below
+    lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed) for row in hinted)
     return (
         f"<table{_class(kind if has_bars or columns else 'nba-only-now')}><thead>"
         f'<tr><th class="nba-rank">rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'

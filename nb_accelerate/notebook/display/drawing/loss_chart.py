@@ -7,7 +7,7 @@
                                                                                 a constant is said in words
 
 Values appear as the browser's own tooltips when the run is over. While it is on the chart is sent with each drawing: it
-has fewer points, and no tooltips, which would not stay.
+has fewer points, the smoothed loss alone, and no tooltips, which would not stay.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def draw_losses(
         before: losses of earlier runs.
         own_settings: by which this run differs from them.
     """
-    most, num_bands = (40, 0) if is_on else (240, 32)
+    most, num_bands = (30, 0) if is_on else (240, 32)
     validation = [curve for curve in logged if is_loss_of_validation(curve.name)]
     constant = [curve for curve in logged if len({value for _, value in curve.points}) == 1]
     others = [curve for curve in logged if curve not in (*validation, *constant)][:_MOST_LOW]
@@ -77,7 +77,8 @@ def draw_losses(
     if len(loss) < SMOOTHED_FROM:
         lines.append(Line(Curve(f"loss{own}", loss), "loss", "#1f66ba"))
     else:
-        lines.append(Line(Curve("each step", loss), "raw", "#5796dd"))
+        if not is_on:
+            lines.append(Line(Curve("each step", loss), "raw", "#5796dd"))
         lines.append(Line(Curve(f"loss{own}, smoothed", smoothed(loss)), "loss", "#1f66ba"))
     steps = [step for line in lines for step, _ in line.curve.points]
     span = min(steps), max(steps)
