@@ -80,7 +80,7 @@ class State(NamedTuple):
         arguments: of the function, but for the first.
         said: what the cell says when its state is reached.
         ends: the run ends by itself; others are interrupted.
-        opened: a button that is pressed before, or "chart".
+        opened: a button that is pressed before, or the class of what is unfolded by a click.
         launch: more arguments of the launch.
     """
 
@@ -101,7 +101,9 @@ STATES = {
     "ranks-8": State(8, "", "2 / 30", False),
     "ranks-16": State(16, "pause=0.2", "1 / 30", False, launch=", start_method='fork'"),
     "ranks-64": State(64, "pause=0.5", "1 / 30", False, launch=", start_method='fork'"),
-    "chart": State(2, "", "2 / 30", False, opened="chart"),
+    "chart": State(2, "", "2 / 30", False, opened="nba-chart"),
+    "each-of-8": State(8, "", "2 / 30", False, opened="nba-each"),
+    "each-of-64": State(64, "pause=0.5", "1 / 30", False, opened="nba-each", launch=", start_method='fork'"),
     "stacks": State(2, "", "2 / 30", False, opened="Stacks"),
     "log": State(2, "steps=5, pause=0.1, epochs=60", "12 / 60", False, opened="Log"),
     "done": State(2, "steps=40, epochs=2", "✓", True),
@@ -114,7 +116,7 @@ STATES = {
     "deadlocked": State(2, "", "✗", True),
     "killed": State(2, "", "✗", True),
     "out-of-memory": State(2, "", "✗", True),
-    "sweep": State(2, "steps=40, epochs=6, pause=0.02", "3 done", False, launch=_SWEEP),
+    "sweep": State(2, "steps=40, epochs=6, pause=0.02", "2 done", False, launch=_SWEEP),
     "sweep-failed": State(2, "steps=20, epochs=2, pause=0.02", "✗", True, launch=_SWEEP.replace("0.03", "-1.0")),
 }
 
@@ -147,8 +149,8 @@ def picture_states(notebook: Notebook, where: Where, wanted: list[str]) -> None:
             notebook.wait_until("() => document.querySelector('.nba') !== null", timeout=90)
             print(notebook.screenshot(f"{where}-starting", cell=cell), flush=True)
         notebook.wait_for_output(cell, state.said, timeout=120)
-        if state.opened == "chart":
-            notebook.click(f".jp-Notebook .jp-Cell:nth-child({cell + 1}) .nba-chart summary")
+        if state.opened.startswith("nba-"):
+            notebook.click(f".jp-Notebook .jp-Cell:nth-child({cell + 1}) .{state.opened} summary")
         elif state.opened:
             notebook.press_button(cell, "More")
             notebook.press_button(cell, state.opened)

@@ -37,6 +37,9 @@ _WRAPPERS = ("wrapper", "inner", "decorate_context")
 
 _WORKER = re.compile(r"nb_accelerate/notebook/(?:worker|launch|diagnostics|protocol)/[\w/]+\.py$|^<string>$")
 
+OUTSIDE = "outside your code"
+"""Where a rank is that runs no code of users and of libraries."""
+
 ONE_THREAD = "Only one thread runs code of users.\n"
 """First line of a dump of such a rank, unless `faulthandler` has written it."""
 
@@ -91,7 +94,7 @@ def where(dump: str) -> str:
     if dump == STOPPED:
         return dump
     found = main_thread(dump)  # without frames of users it is about to run their code, or tells how that has ended
-    return where_in(found) or ("outside your code" if found else "no answer")
+    return where_in(found) or (OUTSIDE if found else "no answer")
 
 
 def where_in(frames: Iterable[Frame]) -> str:
@@ -140,7 +143,7 @@ def listed(dump: str) -> tuple[list[str], list[str]]:
     users = [place(frame) for frame in frames if is_users(frame.filename)]
     others = [place(frame) for frame in frames if not (is_users(frame.filename) or is_ours(frame.filename))]
     if not users and not others:
-        return ["outside your code" if frames else "no answer"], []
+        return [OUTSIDE if frames else "no answer"], []
     return users, others
 
 

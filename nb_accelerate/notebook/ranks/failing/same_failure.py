@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.topology.rank_lists import label, named
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.diagnostics.render import place
-from nb_accelerate.notebook.diagnostics.stacks import where
+from nb_accelerate.notebook.diagnostics.stacks import OUTSIDE, where
 from nb_accelerate.notebook.protocol.messages import Failure
 
 if TYPE_CHECKING:
@@ -80,8 +80,12 @@ def one_line(report: ErrorReport) -> str:
 
 
 def meanwhile(stacks: Mapping[int, str]) -> str:
-    """Return where ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``."""
-    return _lines({rank: where(dump) for rank, dump in stacks.items()}, "Meanwhile ")
+    """Return where ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``.
+
+    Not those that were outside users' code, as most are that have heard of the failure: it says nothing of the cause.
+    """
+    places = {rank: where(dump) for rank, dump in stacks.items()}
+    return _lines({rank: place_ for rank, place_ in places.items() if place_ != OUTSIDE}, "Meanwhile ")
 
 
 def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> str:
