@@ -43,7 +43,7 @@ _SMOOTHED_OVER = 0.03
 
 LABELS = (
     ".nba-plot{position:relative}.nba-plot i{position:absolute;font-style:normal;line-height:1;white-space:nowrap}"
-    ".nba-plot i::before{content:attr(data-t)}.nba-plot .nba-y{transform:translate(-100%,-50%)}"
+    ".nba-plot i::before{content:attr(data-t)}.nba-plot .nba-y{left:-6px;transform:translate(-100%,-50%)}"
     ".nba-plot .nba-x{transform:translate(-50%,0)}.nba-plot .nba-e{transform:translate(-100%,0)}"
     ".nba-plot svg{width:100%}.nba-plot .nba-bands{position:absolute;inset:0 0 auto;display:flex}"
     ".nba-plot .nba-bands i{position:static}.nba-plot .nba-bands i:hover{background:#8883}"
@@ -150,15 +150,13 @@ def picture(
     steps = _scale(shown, 0, _ACROSS, num_ticks=5)
     values = _scale([value for _, value in finite], bottom, _TOP, is_log=is_log, num_ticks=num_ticks)
     levels = [f"{values.position(tick):.1f}" for tick in values.ticks]
-    grid = "".join(f'<line x1="0" x2="100%" y1="{level}" y2="{level}" stroke="#8885"/>' for level in levels)
+    grid = "".join(f"M0 {level}H{_ACROSS}" for level in levels)
     drawn = "".join(_drawn(line, steps, values, most) for line in lines)
     marks = "".join(_marks(line, steps, values) for line in lines)
     last = lines[-1]
     gaps = "".join(_gap(*gap, steps, bottom) for gap in _gaps(last.curve.points) if "run" not in last.kind)
     labels = [_label("", f"left:0;top:{_TOP - 14}px", title)] if title else []
-    labels += [
-        _label("y", f"left:-6px;top:{level}px", f"{tick:.4g}") for tick, level in zip(values.ticks, levels, strict=True)
-    ]
+    labels += [_label("y", f"top:{level}px", f"{tick:.4g}") for tick, level in zip(values.ticks, levels, strict=True)]
     if has_axis:
         labels += [
             _label("x", f"left:{_percent(steps.position(tick))};top:{bottom + 7}px", f"{tick:,g}")
@@ -171,8 +169,9 @@ def picture(
     return (
         f'<div class="nba-plot" style="height:{total}px;margin:0 {_RIGHT}px 0 {_LEFT}px;font:11px sans-serif">'
         f'<svg width="{_WIDTH - _LEFT - _RIGHT}" height="{total}" style="overflow:visible" role="img" '
-        f'aria-label="{escape(said)}">{grid}<svg viewBox="0 0 {_ACROSS} {total}" preserveAspectRatio="none" '
-        f'width="100%" height="{total}" overflow="visible">{drawn}</svg>{marks}{gaps}</svg>'
+        f'aria-label="{escape(said)}"><svg viewBox="0 0 {_ACROSS} {total}" preserveAspectRatio="none" '
+        f'width="100%" height="{total}" overflow="visible">'
+        f'<path d="{grid}" stroke="#8885" vector-effect="non-scaling-stroke"/>{drawn}</svg>{marks}{gaps}</svg>'
         f'<div aria-hidden="true">{"".join(labels)}{bands}</div></div>'
     )
 

@@ -35,7 +35,7 @@ _GONE = (
 
 _CURVE = (150, 26)
 _FEW_POINTS = 8
-_MOST_POINTS = 30
+_MOST_POINTS = 24
 _NOT_FINITE = ("nan", "inf")
 
 _SHEETS = ("style.css", "chart.css")
@@ -126,7 +126,7 @@ def _body(view: View) -> str:
     key = f"{view.key}-each" if view.key else ""
     each = _each(view)
     if view.facts.runs:
-        table = run_table(view.rows)
+        table = run_table(view.rows, view.facts.runs)
     elif view.state == "done" and view.rows:
         summary = f"ranks: peak {view.peak}" if view.peak else "ranks"
         inside = _table(view.rows, view.columns, kind="nba-groups" if view.each else "") + each + times

@@ -16,11 +16,16 @@ _WIDEST = 32
 _FIGURES = ("step", "loss", "lasted")
 
 
-def run_table(rows: Sequence[Row]) -> str:
-    """Return the table; "" without rows."""
+def run_table(rows: Sequence[Row], runs: Sequence[str]) -> str:
+    """Return the table; "" without rows.
+
+    Args:
+        rows: of runs that have begun.
+        runs: names of all, so that no column moves when a longer name comes.
+    """
     if not rows:
         return ""
-    width = min(_WIDEST, max(len(row.ranks) for row in rows))
+    width = min(_WIDEST, max(map(len, runs)))
     return (
         '<table class="nba-only-now nba-sweep"><thead>'
         f'<tr><th class="nba-rank nba-run" style="width:calc({width}ch + 14px)">run</th><th class="nba-bar"></th>'
