@@ -73,11 +73,16 @@ class _Buttons(Steerable):
 
     @override
     def _show_here(self, text: str) -> None:
-        self._note(text)
+        """Show nothing: the panel itself shows what is paused, and its lines of information stay there."""
 
     def pause_or_resume(self) -> None:
         """Pause training, or have it go on if it is paused."""
         (self.resume if self.is_paused else self.pause)()
+
+    @override
+    def stop_after_epoch(self, *, timeout: float = 60.0) -> None:
+        super().stop_after_epoch(timeout=timeout)
+        self._note("asked to end after this epoch")
 
     def save(self) -> None:
         """Save a checkpoint, and say where."""

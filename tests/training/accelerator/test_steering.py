@@ -187,8 +187,7 @@ def test_buttons_of_a_panel_steer_and_say_what_they_did(begin: Any, tmp_path: Pa
         thread.join()
     assert launch.result(60)[0]["epochs"] > 0
     assert said[0].startswith("Numbered checkpoints need a folder")
-    assert said[1:3] == ["training goes on", "training is paused"]
-    assert said[3:] == ["training ends after this epoch", "training goes on"]
+    assert said[1:] == ["asked to end after this epoch"], "of the others rows and buttons tell"
     assert not steering_actions(request, world_size + 1, note=said.append, say=said.append)  # on another machine
 
 
