@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -131,6 +132,15 @@ def test_text_of_users_is_no_markup() -> None:
     assert "&lt;b&gt;" in page
 
 
+def test_secrets_are_not_shown() -> None:
+    note(1.0, hf_token="abc", lr=1, key=7)
+    note(2.0, hf_token="xyz", lr=2, key=7)
+    runs = kept.runs()
+    said = "".join((repr(runs), runs._repr_html_(), runs.plot()._repr_html_(), runs[1:]._repr_html_()))
+    assert not re.search("hf_token|abc|xyz", said)
+    assert "The same in all: key=7" in repr(runs)
+
+
 def test_one_chart_has_all_runs_called_by_what_differs() -> None:
     for lr in (0.1, 0.5):
         note(*(100 * lr / step for step in range(1, 101)), lr=lr, depth=3)
@@ -170,6 +180,8 @@ def test_arguments_that_are_numbers_or_short_texts_are_settings() -> None:
         function=train, args=(0.1, [1, 2]), kwargs={"name": "x", "text": "y" * 1000, "hf_token": "z"}
     )
     assert simple_arguments(options) == {"lr": 0.1, "depth": 3, "name": "x"}
+    options = LaunchOptions(function=train, args=(0.1, 0), kwargs={"max_tokens": 5, "tokenizer": "t", "apiKey": "z"})
+    assert simple_arguments(options) == {"lr": 0.1, "data": 0, "depth": 3, "max_tokens": 5, "tokenizer": "t"}
     assert simple_arguments(LaunchOptions(function=train, args=(), kwargs={})) == {}
 
 
@@ -266,10 +278,16 @@ DAMAGED = {
     "torn": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n{"step": 2, "ti\n{"step": 3}\n', "Line 3 of"),
     "no-dict": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n[1, 2]\n', "Line 3 of"),
     "bytes": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n\udcff\udcfe\n', "Line 3 of"),
-    "newer": ('{"run": {"began": 5, "version": 2}}\n{"new": []}\n{"step": 1, "time": 5, "loss": 2}\n', "newer"),
+    "newer": ('{"run": {"began": 5, "version": 2}}\n{"new": []}\n{"step": 1, "time": 5, "loss": 2}\n', ""),
     "being-written": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n{"step": 2, "ti', ""),
     "odd-rows": ('{"config": {"lr": 1}}\n{"step": "first", "time": "now", "loss": 2}\n', ""),
-    "odd-first-line": ('{"run": {"began": "yesterday"}}\n', "Line 1 of"),
+    "odd-first-line": ('{"run": {"began": "yesterday"}}\n', ""),
+    "too-deep": ('{"config": {"lr": 1}}\n{"step": 1, "time": 5, "loss": 2}\n' + "[" * 100_000 + "\n", "Line 3 of"),
+    "odd-times": (
+        '{"run": {"began": 1e300}}\n{"step": NaN, "time": -1e300, "loss": 2}\n{"end": {"time": Infinity}}\n',
+        "",
+    ),
+    "too-large": ('{"step": 1, "time": 5, "loss": 2}\n{"step": %d, "time": 6, "lr": %d}\n' % (10**400, -(10**400)), ""),
 }
 
 
@@ -282,15 +300,19 @@ def test_a_file_that_is_damaged_is_said_and_read_so_far(kind: str, tmp_path: Pat
     assert said in repr(runs)
     assert said in runs._repr_html_() + "".join(run.plot()._repr_html_() for run in runs)
     assert bool(said) == ("run.jsonl" in repr(runs))
+    assert [row["name"] for row in runs.records()] == ["run"]
 
 
 def test_data_sets_are_no_runs_and_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "hello", "time": 3}\n' * 3)
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "memory.jsonl").symlink_to("/proc/self/mem")
     runs = kept.runs(project_dir=tmp_path)
     assert not runs
-    assert "folder.jsonl cannot be read" in repr(runs)
+    assert "memory.jsonl cannot be read" in repr(runs)
     assert not kept.runs(project_dir=tmp_path / "nowhere")
 
 

@@ -87,7 +87,7 @@ def test_what_a_line_runs_is_told_while_it_imports_or_calls(tmp_path: Path, monk
     monkeypatch.delitem(sys.modules, "slow_library")
     assert library.imported == "importing slow_library"
     assert library.load() == "load"
-    assert library.Model().said == "Model"
+    assert library.Model().said == ("Model" if sys.version_info >= (3, 11) else "")
 
 
 def test_stacks_that_are_asked_for_before_a_rank_is_ready_are_asked_for_when_it_is(loop: RankLoop) -> None:

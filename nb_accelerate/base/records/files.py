@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 
-_MOST_BYTES = 200_000_000
-"""Of a file that is read where nobody has named it."""
+_LATEST = 1e11
+"""A time that is later, in seconds since 1970, is none: other functions than ours cannot show it."""
 
 _FIRST = 1 << 16
 """Bytes of a first line that are read to see whether it is the file of a run."""
@@ -68,7 +68,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
         if not runs:
             raise FileNotFoundError(f"There is no run (*.jsonl) in {file}.")
         file = runs[-1]
-    record, damage, _ = _read(file)
+    record, damage = _read(file)
     if damage:
         raise ConfigError(f"{damage} Is it the file of a run?")
     return record
@@ -81,10 +81,7 @@ def read_folder(folder: Path) -> tuple[list[RunRecord], list[str]]:
         try:
             if not _is_run(file):
                 continue
-            if file.stat().st_size > _MOST_BYTES:
-                problems.append(f"{file} is left out, because it is large; read_run({str(file)!r}) reads it.")
-                continue
-            record, damage, version = _read(file)
+            record, damage = _read(file)
         except OSError as error:
             problems.append(f"{file} cannot be read: {error.strerror}.")
             continue
@@ -92,15 +89,12 @@ def read_folder(folder: Path) -> tuple[list[RunRecord], list[str]]:
         found.append(record)
         if damage:
             problems.append(f"{damage} What is above it is shown.")
-        elif version > _VERSION:
-            problems.append(f"{file} was written by a newer nb_accelerate: what this one does not know is left out.")
     return found, problems
 
 
-def _read(file: Path) -> tuple[RunRecord, str, int]:
-    """Return a run, a sentence about a line at which reading has ended because of it, and the version of the file."""
-    record = RunRecord(name=file.stem, file=str(file.resolve()))
-    damage, version = "", _VERSION
+def _read(file: Path) -> tuple[RunRecord, str]:
+    """Return a run, and a sentence about a line at which reading has ended because of it."""
+    record, damage = RunRecord(name=file.stem, file=str(file.resolve())), ""
     with file.open(encoding="utf-8", errors="replace") as lines:
         for at, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
@@ -109,27 +103,23 @@ def _read(file: Path) -> tuple[RunRecord, str, int]:
                 entry = json.loads(line)
                 if not isinstance(entry, dict):
                     raise TypeError
-                record.read(entry)
-                if at == 1 and entry.keys() == {"run"}:
-                    version = int(entry["run"]["version"])
-            except (ValueError, TypeError, KeyError):
-                damage = f"Line {at} of {file} is not JSON: {line[:60]!r}."
+            except (ValueError, TypeError, RecursionError):
+                damage = f"Line {at} of {file} is not that of a run: {line[:60]!r}."
                 break
-    if not record.began:
-        record.began = next((number(row, "time", 0.0) for row in record.rows[:1]), 0.0) or file.stat().st_mtime
-    return record, damage, version
+            record.read(entry)
+    times = (record.began, *(number(row, "time", 0.0) for row in record.rows[:1]), file.stat().st_mtime)
+    record.began = next((time for time in times if 0 < time < _LATEST), 0.0)
+    return record, damage
 
 
 def _is_run(file: Path) -> bool:
     """Return whether a file is one of a run, by its first line: data sets are files of JSON lines too."""
+    if not file.is_file():  # a pipe would be waited for
+        return False
     with file.open("rb") as opened:
         line = opened.readline(_FIRST)
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(entry, dict) and (entry.keys() in ({"run"}, {"config"}) or {"time", "step"} <= entry.keys())
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)

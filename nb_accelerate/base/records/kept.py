@@ -80,7 +80,7 @@ def take(data: bytes) -> str | None:
     if record is None:
         record = _records[key] = RunRecord(name=_free_name(str(entry.get("name", "run"))), began=time.time())
     record.file = str(entry.get("file", record.file))
-    record.config.update(config)
+    record.config = {**record.config, **config}  # another thread may read it
     record.ended = ""
     if isinstance(entry.get("row"), dict):
         record.add(entry["row"])

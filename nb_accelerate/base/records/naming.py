@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +10,13 @@ if TYPE_CHECKING:
 
 _MAX_TEXT = 40
 """Characters of a setting that are shown."""
+
+_SECRET = re.compile(r"(token|secret|key|passw\w*|pwd|credentials?|auth)(_|$)")
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Return whether a setting is not shown, since a notebook that is saved keeps what is: ``hf_token``, a text."""
+    return isinstance(value, str) and bool(_SECRET.search(name.lower()))
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -19,7 +27,8 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def settings(config: Mapping[str, Any], names: Iterable[str]) -> str:
     """Return some settings in words: ``lr=0.1, depth=3``."""
-    return ", ".join(f"{name}={shown(config[name])}" for name in names if name in config)
+    said = [name for name in names if name in config and not is_secret(name, config[name])]
+    return ", ".join(f"{name}={shown(config[name])}" for name in said)
 
 
 def labels(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -39,4 +48,4 @@ def shown(value: Any) -> str:
 
 def _shown(config: Mapping[str, Any], name: str) -> str:
     """Return the whole of a setting, in a form that can be compared whatever it is."""
-    return repr(config[name]) if name in config else ""
+    return repr(config[name]) if name in config and not is_secret(name, config[name]) else ""

@@ -22,6 +22,9 @@ _NOT_VALUES = ("step", "time")
 _LOWER_IS_BETTER = {"error", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "nll", "fid"}
 _HIGHER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "precision", "recall", "score", "bleu", "iou", "reward"}
 
+_HUGE = 10**300
+"""Integers that are greater are not shown: they may be no `float`."""
+
 _MOST_ROWS = 4001
 """Rows of the same names that are kept, at most: an odd number, so that the last one stays."""
 
@@ -62,11 +65,11 @@ class RunRecord:
     def read(self, line: dict[str, Any]) -> None:
         """Take a line of a file of the JSON lines tracker. Rows stay as they are, and all of them."""
         if line.keys() == {"run"} and isinstance(line["run"], dict):
-            self.began = float(line["run"].get("began", 0.0))
+            self.began = number(line["run"], "began", 0.0)
         elif line.keys() == {"config"} and isinstance(line["config"], dict):
             self.config = {**line["config"], **self.config}  # first what a tracker was given, then arguments
         elif line.keys() == {"end"} and isinstance(line["end"], dict):
-            self.end(str(line["end"].get("how", "done")), float(line["end"].get("time", 0.0)))
+            self.end(str(line["end"].get("how", "done")), number(line["end"], "time", 0.0))
         else:
             self.ended = ""
             self._note(line)
@@ -193,10 +196,12 @@ def better(name: str) -> str:
 
 
 def number(row: dict[str, Any], name: str, default: float) -> float:
-    """Return a number of a row; the default if there is something else, or nothing."""
+    """Return a finite number of a row; the default if there is something else, or nothing."""
     value: Any = row.get(name)
-    return value if _is_number(value) else default
+    return value if _is_number(value) and math.isfinite(value) else default
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < _HUGE
+    return isinstance(value, float)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
 import string
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.devices.host import num_cpus
+from nb_accelerate.base.records.naming import is_secret
 from nb_accelerate.notebook.display.view import Facts
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 _MAX_TEXT = 100
 """Characters of a text that tells a run from another one."""
-
-_SECRET = re.compile("token|secret|passw|api_?key|credential")
-"""Names of arguments that are not shown, nor written to files."""
 
 
 def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
@@ -52,7 +49,7 @@ def simple_arguments(options: LaunchOptions) -> dict[str, Any]:
         return {}
     bound.apply_defaults()
     given = {**bound.arguments, **options.kwargs}
-    return {name: value for name, value in given.items() if _is_simple(value) and not _SECRET.search(name.lower())}
+    return {name: value for name, value in given.items() if _is_simple(value) and not is_secret(name, value)}
 
 
 def _is_simple(value: object) -> bool:

@@ -85,8 +85,10 @@ def _inside(frame: FrameType | None) -> str:
         elif code.co_filename.endswith(_COMPILER):
             said, is_deep = "compiling", True
         elif not is_deep:
-            own = code.co_name.startswith("__") and "self" in code.co_varnames
-            said = type(caller.f_locals.get("self")).__name__ if own else code.co_name
+            # Not by `f_locals`: until Python 3.13 a frame keeps what was read there, a batch say, until it ends.
+            said = code.co_name
+            if said.startswith("__"):  # the class, of which Python 3.10 does not tell
+                said = getattr(code, "co_qualname", "").rpartition(".")[0].rpartition(".")[2]
     return said
 
 
