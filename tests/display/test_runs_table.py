@@ -287,7 +287,7 @@ DAMAGED = {
         '{"run": {"began": 1e300}}\n{"step": NaN, "time": -1e300, "loss": 2}\n{"end": {"time": Infinity}}\n',
         "",
     ),
-    "too-large": ('{"step": 1, "time": 5, "loss": 2}\n{"step": %d, "time": 6, "lr": %d}\n' % (10**400, -(10**400)), ""),
+    "too-large": (f'{{"step": 1, "time": 5, "loss": 2}}\n{{"step": {10**400}, "time": 6, "lr": -{10**400}}}\n', ""),
 }
 
 
