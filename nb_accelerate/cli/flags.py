@@ -172,27 +172,20 @@ REFUSED = {
     ),
     "use_megatron_lm megatron_lm_*": "Megatron-LM brings a launcher of its own",
     "standalone": "A launch is on one machine unless --num_machines says otherwise: leave it out",
-    "strategy accelerator": "Models are trained by DDP unless --use_fsdp or --use_deepspeed says otherwise",
-    "f parameters_file y parameters_yaml b parameters_base64": "Write the parameters one by one: -p NAME VALUE",
-    "k kernel": "A notebook runs in the kernel that its file names",
     "fp8_*": "How layers compute in 8 bits is said in code. Write AORecipeKwargs in kwargs_handlers",
     "parallelism_config_cp_* parallelism_config_sp_*": "Context and sequence parallelism are not in this version",
 }
-"""Patterns of flags of accelerate, torchrun, Lightning and papermill that are none here, and why. A flag that is in
-`GROUPS` is none of them."""
+"""Patterns of flags of accelerate and torchrun that are none here, and why. A flag in `GROUPS` is none of them."""
 
 _NAMES_HERE = {
-    "nproc_per_node np gpus devices num_gpus world_size": "num_processes",
-    "nnodes num_nodes": "num_machines",
+    "nproc_per_node": "num_processes",
+    "nnodes": "num_machines",
     "node_rank": "machine_rank",
     "master_addr": "main_process_ip",
     "rdzv_endpoint": "main_process_ip HOST --main_process_port PORT --rdzv_backend c10d",
     "master_port": "main_process_port",
-    "precision": "mixed_precision",
-    "accumulate_grad_batches": "gradient_accumulation_steps",
-    "r parameters_raw": "parameter",
 }
-"""What flags of torchrun, Lightning and papermill are called here."""
+"""What flags of torchrun are called here."""
 
 
 def add_flags(parser: argparse.ArgumentParser, *, without: str = "") -> None:
@@ -222,9 +215,8 @@ def why_refused(flag: str) -> str:
 
 
 def name_here(flag: str) -> str:
-    """Return what a flag of another launcher is called here; "" if it is not known."""
-    name = flag.lstrip("-").replace("-", "_")
-    return next((own for names, own in _NAMES_HERE.items() if name in names.split()), "")
+    """Return what a flag of torchrun is called here; "" if it is none of these."""
+    return _NAMES_HERE.get(flag.lstrip("-").replace("-", "_"), "")
 
 
 _FLAGS = {

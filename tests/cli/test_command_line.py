@@ -122,15 +122,11 @@ def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, cap
         (["train.ipynb"], "there is no command 'train.ipynb'. Write: nb-accelerate launch train.ipynb."),
         (["launch", "-np", "2", "train.py"], "-n/--num_processes takes a whole number, and 'p' is none."),
         (["test", "-x"], "unknown: -x."),
-        # What torchrun, Lightning and papermill call it.
+        # What torchrun calls it.
         (["launch", "--nproc_per_node=2", "train.py"], "--nproc_per_node is called --num_processes here."),
         (["launch", "--nnodes", "2", "train.py"], "--nnodes is called --num_machines here."),
         (["launch", "--master-port", "2", "train.py"], "--master-port is called --main_process_port here."),
-        (["launch", "--precision", "16", "train.py"], "--precision is called --mixed_precision here."),
         (["launch", "--standalone", "train.py"], "--standalone: A launch is on one machine unless --num_machines"),
-        (["launch", "--strategy", "ddp", "train.py"], "--strategy: Models are trained by DDP unless"),
-        (["launch", "{notebook}", "-y", "lr: 1"], "-y: Write the parameters one by one: -p NAME VALUE."),
-        (["launch", "{notebook}", "-r", "lr", "1"], "-r is called --parameter here."),
         (["launch", "{notebook}", "-p", "lr"], "-p 'lr' says no value. Write -p lr=VALUE or -p lr VALUE"),
         (["launch", "{notebook}", "--lr", "0.5"], "unknown: --lr 0.5. A parameter of the notebook is set by -p lr="),
         (["launch", "{notebook}", "lr=0.5"], "unknown: lr=0.5. A parameter of the notebook is set by -p lr=VALUE."),

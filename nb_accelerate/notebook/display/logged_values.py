@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.records import Curve
@@ -27,8 +28,8 @@ _FEW_POINTS = 8
 _MOST_POINTS = 240
 """Points of a curve, however long the run is."""
 
-_earlier: list[tuple[str, Mapping[str, Any], Curve]] = []
-"""The name of a run, without numbers, its settings and losses; in the order in which they ended."""
+_earlier: deque[tuple[str, Mapping[str, Any], Curve]] = deque(maxlen=100)
+"""The name of a run, without numbers, its settings and losses; of the last runs, in the order in which they ended."""
 
 
 class ThinnedCurve:

@@ -275,19 +275,6 @@ class Accelerator(
         return f"Accelerator({process}, mixed_precision={self.mixed_precision!r})"
 
 
-_OF_LIGHTNING = {
-    "accelerator devices num_processes num_nodes gpus": (
-        "Processes and their devices are chosen where they are started: notebook_launcher(train, num_processes=2)"
-    ),
-    "strategy": "Models are trained by DDP; for shards, write fsdp_plugin=FullyShardedDataParallelPlugin()",
-    "precision": "Write mixed_precision='bf16'",
-    "accumulate_grad_batches": "Write gradient_accumulation_steps=4",
-    "gradient_clip_val": "Write accelerator.clip_grad_norm_(model.parameters(), 1.0) after backward",
-    "max_epochs": "The loop is yours: for epoch in range(3)",
-}
-"""What to write for arguments of Lightning's Trainer and Fabric."""
-
-
 def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in _NOT_YET:
@@ -301,10 +288,7 @@ def _refuse(others: dict[str, Any]) -> None:
 
 
 def _instead(name: str, value: object) -> str:
-    """Return what to write for an argument of Lightning or of older versions of accelerate, or one of another class."""
-    of_lightning = next((said for names, said in _OF_LIGHTNING.items() if name in names.split()), "")
-    if of_lightning:
-        return f" {of_lightning}."
+    """Return what to write for an argument that older versions of accelerate had, or that belongs elsewhere."""
     if name in PrecisionType.list():  # fp16=True
         return f" Write mixed_precision={name!r}." if value else " Leave it out: that is the default."
     for kind, argument in _GIVEN_IN.items():

@@ -114,8 +114,6 @@ def test_an_unknown_argument_names_the_one_that_was_meant():
             {"find_unused_parameters": True},
             "Write kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)].",
         ),
-        ({"devices": 2}, "chosen where they are started: notebook_launcher(train, num_processes=2)."),
-        ({"precision": 16}, "Write mixed_precision='bf16'."),
         ({"init_scale": 8.0}, "Write kwargs_handlers=[GradScalerKwargs(init_scale=8.0)]."),
     ],
 )
