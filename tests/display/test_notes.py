@@ -73,6 +73,29 @@ def test_information_is_a_grey_line_of_the_panel(notebook: Kernel, tmp_path: Pat
     assert panel["text/plain"].count(line) == 1
 
 
+SCHEDULE = """
+def train_epochs():
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD((model := torch.nn.Linear(1, 1)).parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    loader = DataLoader(torch.ones(32, 1), batch_size=4)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for rows in loader:
+        accelerator.backward(model(rows).mean())
+        optimizer.step()
+    schedule.step()
+
+notebook_launcher(train_epochs, num_processes=2)
+"""
+
+
+def test_what_a_schedule_does_is_information_in_the_display_of_the_run(notebook: Kernel) -> None:
+    (panel,), stderr = left_in_lab(notebook, SCHEDULE)
+    assert stderr == ""
+    for said in ("LambdaLR advances 2 times at each optimizer step", "so it counts epochs"):
+        assert panel["text/plain"].count(said) == 1
+
+
 def test_information_of_a_run_without_a_panel_is_text_below_its_first_line(notebook: Kernel, tmp_path: Path) -> None:
     code = f"""
     def saves():

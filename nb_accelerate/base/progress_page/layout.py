@@ -71,9 +71,9 @@ COMMANDS_AT = 4096
 # and at the last change, label, what stands beside the bar.
 BARS_AT = 6144
 BAR = struct.Struct("=qqdddd56s152s")
-NUM_BARS = (SIZE - BARS_AT) // BAR.size
 
 assert HEADER.size == NUM_WORDS * 8
+assert (SIZE - BARS_AT) % BAR.size == 0
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= WARNING_AT
 assert WARNING_AT + WARNING.size <= LINE_AT
 assert LINE_AT + code_line.SIZE <= MEMORY_AT

@@ -6,9 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.config.handlers import Handlers
 from nb_accelerate.base.progress_page import Phase
-from nb_accelerate.training.accelerator.losses import LossReport
 from nb_accelerate.training.checkpoint.registry import Registry
 from nb_accelerate.training.state.choices import Choices, Prepared
 from nb_accelerate.training.tracking import Recording

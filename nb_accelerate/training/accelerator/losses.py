@@ -15,7 +15,6 @@ from weakref import WeakMethod, WeakSet
 
 import torch
 
-from nb_accelerate.base.progress_page import RankMemory
 from nb_accelerate.base.seam import call_returned
 
 if TYPE_CHECKING:

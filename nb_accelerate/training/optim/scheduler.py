@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -11,6 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from nb_accelerate.training.optim.accumulation import has_accelerator, newest_accumulation
 from nb_accelerate.training.optim.optimizer import AcceleratedOptimizer
 from nb_accelerate.training.process.context import topology_here
+from nb_accelerate.training.process.notes import note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,15 +154,3 @@ def _rebuild(
     if not has_accelerator():
         return scheduler
     return kind(scheduler, optimizers, step_with_optimizer, split_batches, repeats=repeats)
-
-
-logger = logging.getLogger("nb_accelerate")
-
-
-def note(line: str) -> None:
-    """Show a line in the notebook that has started this process, which does not draw it in red; else log it."""
-    for_all = getattr(sys.stdout, "for_all", None)  # of a process that a launcher of ours has started
-    if for_all is None:
-        logger.warning(line)
-    else:
-        for_all.write(line + "\n")
