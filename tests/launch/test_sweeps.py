@@ -320,7 +320,8 @@ def test_the_panel_is_a_table_of_runs(kernel: Kernel) -> None:
         shown["text/plain"].splitlines() for shown in cell.displays if " at a time" in shown.get("text/plain", "")
     ]
     assert any("1 running" in lines[0] and "2 waiting" in lines[0] for lines in tables)
-    head, titles, *rows = tables[-1]
+    head, titles, *rows = tables[-1][:5]
+    assert "2 of 3 runs have returned" in tables[-1][5], "information is a line of the panel"
     assert head.startswith("✗ train · 3 runs · 1 at a time · CPU · 0:")
     assert head.endswith("2 done · 1 failed")
     assert titles.split() == ["run", "step", "loss", "time", "now"]

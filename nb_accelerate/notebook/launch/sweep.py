@@ -184,7 +184,7 @@ class Sweep(Launch):
             try:
                 self._start_next(loop, call, notebook)
                 with output.guard:
-                    self._show_panel()
+                    self._show_panel(output)
                 self._has_panel.set()
                 while self._running:
                     loop.run_until(lambda: any(run.has_news for run in self._running))
@@ -358,11 +358,11 @@ class Sweep(Launch):
         output.note(f"{returned}. Their values, in order, beside the exceptions of the others: {where}")
         raise error
 
-    def _show_panel(self) -> None:
+    def _show_panel(self, output: RequestOutput) -> None:
         facts = replace(facts_of(self._name, self._plan), runs=tuple(self._names))
         numbers = range(len(self._runs))
         panel = make_panel(facts, numbers, self._sink, self._source, self._front_end, self._display_id)
-        self._panel_of_runs = panel
+        self._panel_of_runs = output.panel = panel
         for run in self._running:
             run.calling.panel = panel
 
