@@ -65,7 +65,12 @@ BEFORE_RANKS = {
         "notebook_launcher(ok, 3, num_processes=2)  # here", ("ConfigError: args=3", "args=(3,)")
     ),
     "an argument that notebook_launcher does not take": Mistake(
-        "notebook_launcher(ok, num_process=2)  # here", ("TypeError:", "'num_process'")
+        "notebook_launcher(ok, num_process=2)  # here",
+        ("UnknownArgumentError:", "'num_process'. Did you mean 'num_processes'?"),
+    ),
+    "an argument of the function, given to notebook_launcher": Mistake(
+        "notebook_launcher(lambda lr: lr, lr=0.1)  # here",
+        ("UnknownArgumentError:", "'lr'. It is one of <lambda>: notebook_launcher(<lambda>, kwargs=dict(lr=0.1))"),
     ),
     "a function that was called": Mistake(
         "notebook_launcher(ok(), num_processes=2)  # here", ("ConfigError: function=1", "notebook_launcher(train")

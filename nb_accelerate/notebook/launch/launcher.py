@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import secrets
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
+from nb_accelerate.base.config.checks import shown, suggest
 from nb_accelerate.base.config.env import LAUNCH, RESUME, Environment
 from nb_accelerate.base.config.file import default_path, read_config
 from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
+from nb_accelerate.errors import UnknownArgumentError
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
 from nb_accelerate.notebook.launch.configurations import check_sweep
@@ -109,6 +113,7 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     resume: bool = False,
     min_nodes: int | None = None,
     sweep: Iterable[Mapping[str, Any]] | None = None,
+    **others: Any,
 ) -> Values | Launch:
     """Run a function on every rank and return what each of them returned.
 
@@ -191,6 +196,8 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         2 processes on CPU
         [0, 1]
     """
+    if others:
+        _refuse(function, others)
     is_open = num_processes is None and devices is None and num_nodes == 1
     defaults, origin = _defaults() if is_open else ({}, "")
     options = LaunchOptions(
@@ -254,6 +261,20 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         if wants_full() or not isinstance(error.__cause__, RankTraceback):
             raise
         raise error.with_traceback(None) from None
+
+
+def _refuse(function: Callable[..., Any], others: Mapping[str, Any]) -> NoReturn:
+    """Say what to write for an argument that is not the launcher's: often it is meant for the function."""
+    name = next(iter(others))
+    called = getattr(function, "__name__", "function")
+    taken: Iterable[str] = ()
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+        taken = inspect.signature(function).parameters
+    *known, _others = inspect.signature(notebook_launcher).parameters
+    instead = suggest(name, known)
+    if name in taken:
+        instead = f" It is one of {called}: notebook_launcher({called}, kwargs=dict({name}={shown(others[name])}))"
+    raise UnknownArgumentError(f"notebook_launcher has no argument {name!r}.{instead}")
 
 
 def _defaults() -> tuple[dict[str, Any], str]:
