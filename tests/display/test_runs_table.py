@@ -118,7 +118,7 @@ def test_without_runs_it_is_said_how_there_come_to_be_some() -> None:
 def test_a_name_or_a_folder_without_runs_is_named(tmp_path: Path) -> None:
     note(1.0, name="train")
     note(1.0, name="train")
-    assert repr(kept.runs("trian")) == "No run is called 'trian'. Did you mean 'train'? There are: train."
+    assert repr(kept.runs("trian")) == "No run is called 'trian'. There are: train."
     assert repr(kept.runs(project_dir=tmp_path / "lgs")).splitlines()[-1] == f"There is no folder {tmp_path / 'lgs'}."
     kept._records.clear()
     assert kept.runs(project_dir=tmp_path)._repr_html_() == f"<p>No runs in {tmp_path}.</p>"
@@ -152,7 +152,7 @@ def test_one_chart_has_all_runs_called_by_what_differs() -> None:
     assert re.search(r'title="step 52; lr=0\.1 0\.\d+; lr=0\.5 0\.\d+"', page)
     assert 'data-t="loss, smoothed"' in kept.runs().plot("loss", log=False)._repr_html_()
     with pytest.raises(
-        ConfigError, match=r"'los' was not logged in these runs\. Did you mean 'loss'\? Write plot\('loss'\)\."
+        ConfigError, match=r"'los' was not logged in these runs\. Write plot\('loss'\)\."
     ):
         kept.runs().plot("los")
 

@@ -10,7 +10,6 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.records.files import read_folder, write_end, write_lines
 from nb_accelerate.base.records.record import RunRecord
 from nb_accelerate.base.records.table import Runs
@@ -65,7 +64,7 @@ def runs(name: str = "", *, project_dir: str | os.PathLike[str] | None = None) -
         others = dict.fromkeys(re.sub(r"-\d+$", "", record.name) for record in found)
         found = [record for record in found if re.fullmatch(re.escape(name) + r"(-\d+)?", record.name)]
         if others and not found:
-            problems.append(f"No run is called {name!r}.{suggest(name, others)} There are: {', '.join(others)}.")
+            problems.append(f"No run is called {name!r}. There are: {', '.join(others)}.")
     return Runs(sorted(found, key=lambda record: record.began), dict.fromkeys(problems))
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.base.records.curves import LABELS, SMOOTHED_FROM, Curve, Line, is_wide, legend, picture, smoothed
 from nb_accelerate.base.records.naming import differing, labels, settings, shown
 from nb_accelerate.base.records.record import better
@@ -101,7 +100,7 @@ class Runs(Sequence["RunRecord"]):
                 raise ConfigError(f"There are no runs to draw. {self!r}")
             known = dict.fromkeys(column for run in self._runs for column in run.columns)
             calls = ", ".join(f"plot({column!r})" for column in known)
-            instead = f"{suggest(name, known)} Write {calls}." if known else " Nothing was."
+            instead = f" Write {calls}." if known else " Nothing was."
             raise ConfigError(f"{name!r} was not logged in these runs.{instead}")
         said = labels([run.name for run in having], [run.config for run in having])
         curves = (Curve(label, tuple(run.column(name))) for label, run in zip(said, having, strict=True))
