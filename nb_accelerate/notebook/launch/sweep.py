@@ -354,7 +354,8 @@ class Sweep(Launch):
             return values
         with contextlib.suppress(AttributeError):  # a type with slots
             error.results = list(values)  # type: ignore[attr-defined]
-        where = "import sys; sys.last_value.results" if is_in_kernel() else "error.results of the exception"
+        in_kernel = "import sys; results = sys.last_value.results, before another error takes its place"
+        where = in_kernel if is_in_kernel() else "error.results of the exception"
         output.note(f"{returned}. Their values, in order, beside the exceptions of the others: {where}")
         raise error
 
