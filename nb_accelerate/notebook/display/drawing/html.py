@@ -42,6 +42,9 @@ _SHEETS = ("style.css", "chart.css")
 
 _OF_TOTAL = re.compile(r"^\S+ / (.+)$")
 
+_LEAST = {"step": 7.5, "epoch": 5.5}
+"""Characters for which columns have room before totals are known: ``100 / 100``, ``10 / 10``."""
+
 _OF_EACH = ("loss", "memory", "gpu")
 """Figures in which ranks that are in step differ."""
 
@@ -172,7 +175,7 @@ def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = 
         return ""
     columns = [(name, title) for name, title in FIGURES if name in standing or any(getattr(row, name) for row in rows)]
     has_bars = bool(standing) or any(row.share is not None for row in rows)
-    widths = {name: _width([getattr(row, name) for row in rows]) for name in ("step", "epoch")}
+    widths = {name: _width([getattr(row, name) for row in rows], least) for name, least in _LEAST.items()}
     head = "".join(
         f'<th class="nba-{name}"{widths.get(name, "")}{_title(_HINTS.get(name))}>{title}</th>'
         for name, title in columns
@@ -207,10 +210,14 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool) -> st
     )
 
 
-def _width(texts: Sequence[str]) -> str:
-    """Return the width of a column of figures with totals: nothing is to move while they come nearer to these."""
+def _width(texts: Sequence[str], least: float) -> str:
+    """Return the width of a column of figures with totals: nothing is to move while they come nearer to these.
+
+    Args:
+        least: characters that have room in any case.
+    """
     full = [_OF_TOTAL.sub(r"\1 / \1", text) for text in texts]
-    digits = max(5.0, *(sum(1 if one.isdigit() else 0.5 for one in text) for text in full))
+    digits = max(least, *(sum(1 if one.isdigit() else 0.5 for one in text) for text in full))
     return f' style="width:calc({digits:g}ch + 12px)"'
 
 
