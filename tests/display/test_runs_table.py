@@ -151,9 +151,7 @@ def test_one_chart_has_all_runs_called_by_what_differs() -> None:
     assert 'data-t="loss, smoothed, logarithmic"' in page
     assert re.search(r'title="step 52; lr=0\.1 0\.\d+; lr=0\.5 0\.\d+"', page)
     assert 'data-t="loss, smoothed"' in kept.runs().plot("loss", log=False)._repr_html_()
-    with pytest.raises(
-        ConfigError, match=r"'los' was not logged in these runs\. Write plot\('loss'\)\."
-    ):
+    with pytest.raises(ConfigError, match=r"'los' was not logged in these runs\. Write plot\('loss'\)\."):
         kept.runs().plot("los")
 
 
