@@ -70,7 +70,10 @@ BEFORE_RANKS = {
     ),
     "an argument of the function, given to notebook_launcher": Mistake(
         "notebook_launcher(lambda lr: lr, lr=0.1)  # here",
-        ("UnknownArgumentError:", "'lr'. It is one of <lambda>: notebook_launcher(<lambda>, kwargs=dict(lr=0.1))"),
+        (
+            "UnknownArgumentError:",
+            "'lr'. It is an argument of <lambda>: notebook_launcher(<lambda>, kwargs=dict(lr=0.1))",
+        ),
     ),
     "a function that was called": Mistake(
         "notebook_launcher(ok(), num_processes=2)  # here", ("ConfigError: function=1", "notebook_launcher(train")

@@ -273,7 +273,9 @@ def _refuse(function: Callable[..., Any], others: Mapping[str, Any]) -> NoReturn
     *known, _others = inspect.signature(notebook_launcher).parameters
     instead = suggest(name, known)
     if name in taken:
-        instead = f" It is one of {called}: notebook_launcher({called}, kwargs=dict({name}={shown(others[name])}))"
+        instead = (
+            f" It is an argument of {called}: notebook_launcher({called}, kwargs=dict({name}={shown(others[name])}))"
+        )
     raise UnknownArgumentError(f"notebook_launcher has no argument {name!r}.{instead}")
 
 
