@@ -50,7 +50,7 @@ def test_exported_pages_show_the_table_with_the_state_of_widgets_without_it_and_
     notebook.wait_until_done()
     start(notebook, 1)
     notebook.wait_until(
-        "() => [...document.querySelectorAll('.jp-OutputArea button')].some(button => button.innerText === 'Pause')"
+        "() => [...document.querySelectorAll('.jp-OutputArea button')].some(button => button.innerText === 'More')"
     )  # so there are all widgets
     notebook.evaluate(SAVE_STATE)
     notebook.wait_until(
