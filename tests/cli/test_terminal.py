@@ -71,7 +71,7 @@ def launched(tmp_path: Path) -> Iterator[Terminal]:
 
 def wait_for_step(terminal: Terminal, step: int) -> list[str]:
     """Until the block says so; its lines."""
-    return block(terminal.wait_for(lambda text: any(f"{step} / 2" in line for line in block(text))))
+    return block(terminal.wait_for(lambda text: any(f"{step}/2" in line for line in block(text))))
 
 
 def block(text: str) -> list[str]:
@@ -112,11 +112,11 @@ def test_ranks_of_a_cell_are_a_block_below_what_they_print_and_then_a_table(
     assert launched.finish() == 0
     last = launched.screen.text
     assert "cell 2 of 3" not in last
-    assert last.count("2 / 2") == 1
-    assert last.index("      ✓ train · 2 ranks") < last.index("2 / 2") < last.index("[3/3] print('the last cell')")
+    assert last.count("2/2") == 1
+    assert last.index("      ✓ train · 2 ranks") < last.index("2/2") < last.index("[3/3] print('the last cell')")
     assert [line for line in launched.screen.lines if line.strip() == ""] == [""]  # nothing but the last
     (table,) = tables(tmp_path)
-    assert "2 / 2" in table
+    assert "2/2" in table
     assert "application/vnd" not in (tmp_path / "a.executed.ipynb").read_text(encoding="utf-8")
 
 
@@ -132,7 +132,7 @@ def test_where_output_is_redirected_there_are_lines_and_nothing_else(plain: None
     assert "cell 2 of 3" not in text
     assert "      [rank 1] rank 1 begins 1\n" in text
     (table,) = tables(tmp_path)
-    assert "2 / 2" in table
+    assert "2/2" in table
 
 
 def test_ctrl_c_leaves_how_far_the_ranks_were(plain: None, launched: Terminal, tmp_path: Path) -> None:
@@ -143,9 +143,9 @@ def test_ctrl_c_leaves_how_far_the_ranks_were(plain: None, launched: Terminal, t
     assert launched.finish() == 130
     last = launched.screen.text
     assert "cell 2 of 3" not in last
-    assert last.index("■ train · 2 ranks") < last.index("1 / 2") < last.index("interrupted\nwrote ")
+    assert last.index("■ train · 2 ranks") < last.index("1/2") < last.index("interrupted\nwrote ")
     (table,) = tables(tmp_path)
-    assert "1 / 2" in table
+    assert "1/2" in table
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_a_rank_that_fails_is_in_the_table_and_its_traceback_below(
     last = launched.screen.text
     assert "cell 2 of 3" not in last
     assert last.index("✗ train") < last.index("ValueError") < last.index("cell 2 failed: ")
-    assert "2 / 2" in tables(tmp_path)[0]
+    assert "2/2" in tables(tmp_path)[0]
 
 
 @pytest.mark.slow
