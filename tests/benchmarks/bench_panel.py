@@ -302,7 +302,7 @@ def _watching() -> list[str]:
         panel.finish("done")
     share = 100 * used / seconds
     return [
-        f"watching {RANKS} ranks              {share:6.2f} % of a core  (target: under 2; {looks} looks)",
+        f"watching {RANKS} ranks              {share:6.2f} % of a core  (target: under 1; {looks} looks)",
         f"sent to the front end          {pace:6.1f} messages a second of at most {kilobytes:.1f} kB  (targets: 2, 6)",
     ]
 

@@ -41,7 +41,7 @@ _SAMPLES_PER_SECOND = 160
 _MANY = 16
 """Ranks from which on processes are inspected and the panel is drawn less often: nobody watches so many one by one."""
 
-_DRAW_MANY_EVERY = 0.6
+_DRAW_MANY_EVERY = 0.8
 
 _INSPECT_EVERY = 1.0
 
