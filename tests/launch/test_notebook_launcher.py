@@ -211,7 +211,7 @@ BAD = {
     "num_processes='2'": ("ConfigError", "num_processes='2' is of type str, not a whole number"),
     "args=(5)": ("ConfigError", r"^args=5 is of type int, but must be a tuple.*Write args=\(5,\)$"),
     "args=[5]": ("ConfigError", r"^args=\[5\] is of type list, but must be a tuple.*Write args=tuple\(\.\.\.\)$"),
-    "num_process=2": ("TypeError", "unexpected keyword argument 'num_process'"),
+    "num_process=2": ("UnknownArgumentError", "'num_process'. Did you mean 'num_processes'"),
     "mixed_precision='fp61'": ("ConfigError", "mixed_precision='fp61' is not a choice. Did you mean 'fp16'"),
     "start_method='forksrver'": ("ConfigError", "Did you mean 'forkserver'"),
     "env={'A': 1}": ("ConfigError", "Write 'A': '1'"),
