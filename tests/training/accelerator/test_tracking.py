@@ -105,7 +105,7 @@ def test_what_is_not_a_run_is_said(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no run"):
         read_run(tmp_path)
     (tmp_path / "a.jsonl").write_text("hello\n")
-    with pytest.raises(ConfigError, match=r"Line 1 of .* is not JSON: 'hello"):
+    with pytest.raises(ConfigError, match=r"Line 1 of .* is not that of a run: 'hello"):
         read_run(tmp_path)
 
 
