@@ -31,9 +31,10 @@ _OPERATIONS: dict[str, Callable[[Version, Version], bool]] = {
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Return whether a package's version, or a version, is ``operation`` another one.
 
-    Example::
-
+    Examples:
+        ```python
         compare_versions("torch", ">=", "2.8")
+        ```
 
     Args:
         library_or_version: the name of an installed package, or a parsed version.

@@ -31,14 +31,15 @@ def runs(name: str = "", *, project_dir: str | os.PathLike[str] | None = None) -
     or what `Accelerator.init_trackers` opens with ``log_with="notebook"`` or ``"jsonl"``. The first is in memory only.
     Files of ``"jsonl"`` stay: those in the folder of a run of this notebook are in the table, of scripts too.
 
-    Example::
-
+    Examples:
+        ```python
         runs()                       # a table
         runs().plot("loss")          # one chart of all
         runs("digits")[-3:].plot()   # of the last three that are called so
         runs()[-1].config            # settings of the newest; .column("loss") has its values
         runs(project_dir="runs")     # files of an earlier session
         pd.DataFrame(runs().records())
+        ```
 
     Args:
         name: of runs; numbers at its end need not be given. "" is all.
