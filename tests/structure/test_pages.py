@@ -50,15 +50,13 @@ def test_every_block_of_a_page_is_of_a_kind_that_is_run(path: Path):
 @pytest.mark.limit(400)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_the_cells_of_all_pages_run_and_show_what_stands_below_them(tmp_path: Path):
-    # In one kernel, which takes seconds to start, but with no names of the page before.
-    cells, expected = [], []
+    # A kernel for each page: `runs()` has the runs of the whole session.
+    missing = []
     for path in with_code():
         if path != WITH_TRAINERS:
             found = shown_below(path.read_text(encoding="utf-8"))
-            cells += [f"%reset -f\n# {path.name}", *(code.strip() for code, _ in found)]
-            expected += ["", *(shown for _, shown in found)]
-    run = run_cells(cells, tmp_path)
-    missing = [not_shown(cell, shown) for cell, shown in zip(run.cells, expected, strict=True)]
+            run = run_cells([code for code, _ in found], tmp_path)
+            missing += [not_shown(cell, shown) for cell, (_, shown) in zip(run.cells, found, strict=True)]
     assert [lines for lines in missing if lines] == []
 
 
