@@ -134,7 +134,7 @@ def test_a_prepared_model_that_every_rank_saves_is_told_with_what_to_write(noteb
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(torch.nn.Linear(1, 1))
         file = {str(tmp_path)!r} + "/{{}}.pt"
-        torch.save({{"model": model.state_dict(), "epoch": 3}}, file.format("told"))
+        torch.save({{"model": model.state_dict(), "epoch": 3}}, file.format("epoch_10"))
         torch.save(model.state_dict(), file.format(accelerator.process_index))
         torch.save(accelerator.unwrap_model(model).state_dict(), file.format("plain"))
         accelerator.save(model.state_dict(), file.format("once"))
@@ -144,8 +144,8 @@ def test_a_prepared_model_that_every_rank_saves_is_told_with_what_to_write(noteb
     ((shown,), stderr) = left_in_lab(notebook, code)
     _, *said = shown["text/plain"].splitlines()
     assert stderr == ""
-    assert [line.partition(" was saved by rank 1 too")[0] for line in said] == [str(tmp_path / "told.pt")]
-    assert said[0].endswith(f"accelerator.save(accelerator.get_state_dict(model), {str(tmp_path / 'told.pt')!r})")
+    assert [line.partition(",")[0] for line in said] == [f"Rank 1 saved {tmp_path / 'epoch_10.pt'}"]
+    assert said[0].endswith(f"accelerator.save(accelerator.get_state_dict(model), {str(tmp_path / 'epoch_10.pt')!r})")
 
 
 def test_information_where_no_ranks_were_started_is_not_red_in_a_notebook(notebook: Kernel, tmp_path: Path) -> None:

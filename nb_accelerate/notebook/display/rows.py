@@ -170,7 +170,7 @@ class Rows:
             step = f"{self.steps[first][0].partition(' / ')[0]} to {self.steps[last][0]}"
         memory = max(rank.memory for rank in ranks)
         now = Counter(self.doings[number] for number in numbers).most_common(1)[0][0]
-        one = next(number for number in numbers if self.doings[number] == now)
+        at = next(number for number in numbers if self.doings[number] == now)
         kinds = {self.kinds[number] for number in numbers}
         return Row(
             ranks=label,
@@ -183,7 +183,7 @@ class Rows:
             memory=words.size(memory) if memory else "",
             gpu=self._gpu(numbers),
             now=now,
-            location=self._location(self.ranks[one]),
+            location=self._location(self.ranks[at]),
         )
 
     def _location(self, rank: RankHistory) -> str:

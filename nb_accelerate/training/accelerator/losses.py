@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakMethod, WeakSet
 
 import torch
+import torch.distributed as dist
 
 from nb_accelerate.base.seam import call_returned
 
@@ -82,7 +83,10 @@ class _LastLoss:
     def report(self) -> None:
         """Report it after all: it is the last one of a call, which tells runs apart that took a moment."""
         loss, self.loss = self.loss, None
-        if loss is not None and self.page is not None and loss.numel() == 1:
+        if loss is None or self.page is None or loss.numel() != 1:
+            return
+        # To read it from a device is to wait for all that is queued there, also for a collective that nobody joins.
+        if loss.is_cpu or not dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the device has failed; the call has its value without it
                 self.page.loss(float(loss))
 

@@ -84,8 +84,8 @@ def meanwhile(stacks: Mapping[int, str]) -> str:
 
     Not those that were outside users' code, as most are that have heard of the failure: it says nothing of the cause.
     """
-    places = {rank: where(dump) for rank, dump in stacks.items()}
-    return _lines({rank: place_ for rank, place_ in places.items() if place_ != OUTSIDE}, "Meanwhile ")
+    locations = {rank: where(dump) for rank, dump in stacks.items()}
+    return _lines({rank: found for rank, found in locations.items() if found != OUTSIDE}, "Meanwhile ")
 
 
 def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("nb_accelerate")
+
+_ITS_OWN = re.compile(r"(?<!\d)1(?!\d)")
+"""In the name of a file, the number of rank 1: each rank saves one of its own."""
 
 
 def save_whole_files() -> None:
@@ -47,7 +51,8 @@ def _whole(save: Callable[..., None]) -> Callable[..., None]:
             if os.path.exists(path):  # noqa: PTH110 - as above
                 shutil.copymode(path, beside)
             os.replace(beside, path)  # noqa: PTH105 - as above
-            if os.environ.get("RANK") == "1" and "1" not in os.path.basename(path):  # noqa: PTH119 - not its own file
+            name = os.path.basename(path)  # noqa: PTH119 - as above
+            if os.environ.get("RANK") == "1" and not _ITS_OWN.search(name):
                 _tell_of_prepared_model(obj, str(f))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -65,14 +70,14 @@ def _tell_of_prepared_model(obj: object, file: str) -> None:
     elif any(cls.__name__ == "DistributedDataParallel" for cls in type(obj).__mro__) or any(
         str(name).startswith("module.") for state in states for name in state
     ):
-        _note(
-            f"{file} was saved by rank 1 too, and with names that begin with 'module.'. Once, without these: {instead}"
-        )
+        _note(f"Rank 1 saved {file}, with names that begin with 'module.'. To save it once, without these: {instead}")
 
 
 @functools.lru_cache  # each line once
 def _note(line: str) -> None:
-    sys.__stdout__.notes.write(line + "\n")  # type: ignore[union-attr] # that of a rank
+    notes = getattr(sys.__stdout__, "notes", None)  # the user may have put another stream there
+    if notes is not None:
+        notes.write(line + "\n")
 
 
 def _folder_beside(path: str) -> str | None:
