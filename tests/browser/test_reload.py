@@ -58,7 +58,7 @@ def test_what_ranks_print_is_in_their_logs_below_the_panel_while_it_moves_and_at
     notebook = open_notebook(CELLS, where)
     run_and_reload(notebook, saved=True)
     notebook.wait_until(MOVES, timeout=60)
-    notebook.wait_for_output(1, "what ranks print is in their logs")
+    notebook.wait_for_output(1, "but in their logs (More, Log)")
     notebook.press_button(1, "More")
     notebook.press_button(1, "Log")
     notebook.wait_until("() => document.querySelector('.nba-asides pre')?.textContent === 'said by rank 0\\n'")

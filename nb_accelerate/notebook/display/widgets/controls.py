@@ -48,8 +48,8 @@ _MORE, _LESS = "More", "Less"
 """Titles of the button that opens others, and of the same one while they are open."""
 
 _LINES_MISSING = (
-    '<div class="nba"><p class="nba-dim">This page was loaded while it ran: what ranks print is no longer in this cell, '
-    "but in their logs (More, Log).</p></div>"
+    '<div class="nba"><p class="nba-dim">This page was loaded while it ran: what ranks print is no longer in this '
+    "cell, but in their logs (More, Log).</p></div>"
 )
 
 
