@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nb_accelerate.base.devices import DeviceKind
 from nb_accelerate.base.progress_page import ProgressPage, layout
 from nb_accelerate.base.progress_page.sample import read
+from nb_accelerate.base.seam import call_returned
 from nb_accelerate.training.accelerator import losses
 from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
 from nb_accelerate.training.comm.collectives import SingleCollectives
@@ -44,11 +46,14 @@ def page_on(memory: bytearray) -> ProgressPage:
     return page
 
 
+def report_on(page: ProgressPage, kind: DeviceKind) -> LossReport:
+    strategy = Strategy(torch.device(kind.name), SingleCollectives())
+    return LossReport(page, kind, MemoryReport(page, kind, strategy, Prepared(), ranks=1))
+
+
 def steps(memory: bytearray, utilisation: Callable[[], int] | None, clock: Clock, seconds: float) -> list[int | None]:
     """What the page says after each of many steps with a device that answers like this."""
-    page, kind = page_on(memory), replace(CPU, utilisation=utilisation)
-    strategy = Strategy(torch.device("cpu"), SingleCollectives())
-    report = LossReport(page, kind, MemoryReport(page, kind, strategy, Prepared(), ranks=1))
+    report = report_on(page_on(memory), replace(CPU, utilisation=utilisation))
     said, end = [], clock.now + seconds
     while clock.now < end:
         report.report(torch.tensor(1.0))
@@ -80,6 +85,21 @@ def test_a_kind_of_device_that_nobody_can_ask_says_nothing(clock: Clock, memory:
     assert set(steps(memory, CPU.utilisation, clock, 2.0)) == {None}
 
 
+@pytest.mark.parametrize("is_of_this_process", [True, False])
+def test_when_a_call_returns_its_last_loss_is_reported_and_not_that_of_the_process_it_was_forked_from(
+    clock: Clock, memory: bytearray, monkeypatch: pytest.MonkeyPatch, is_of_this_process: bool
+) -> None:
+    page = page_on(memory)
+    if is_of_this_process:
+        monkeypatch.setattr(losses, "here", lambda: page)
+    report = report_on(page, CPU)
+    for loss in (1.0, 2.0):  # the second one too soon
+        report.report(torch.tensor(loss))
+    assert read(memory).loss == 1.0
+    call_returned.fire()
+    assert read(memory).loss == (2.0 if is_of_this_process else 1.0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device that answers")
 def test_where_torch_has_no_gpu_to_ask_its_error_ends_no_step(clock: Clock, memory: bytearray) -> None:
     ask = device_kind("cuda").utilisation
@@ -92,7 +112,7 @@ def test_where_torch_has_no_gpu_to_ask_its_error_ends_no_step(clock: Clock, memo
 
 @pytest.mark.gpu
 def test_a_gpu_that_computes_says_so_if_its_library_is_installed(memory: bytearray) -> None:
-    report = LossReport(page_on(memory), device_kind("cuda"))
+    report = report_on(page_on(memory), device_kind("cuda"))
     has_library = torch.version.hip is None and importlib.util.find_spec("pynvml") is not None
     x = torch.randn(4096, 4096, device="cuda")
     said = set()

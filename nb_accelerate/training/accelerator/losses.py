@@ -5,7 +5,6 @@ What only tells about a run never stops it: see `only_reports`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
@@ -16,6 +15,7 @@ from weakref import WeakMethod, WeakSet
 import torch
 import torch.distributed as dist
 
+from nb_accelerate.base.progress_page import here
 from nb_accelerate.base.seam import call_returned
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def only_reports(what: str) -> Callable[[Report], Report]:
     return decorate
 
 
-@dataclass
+@dataclass(eq=False)
 class _LastLoss:
     """The newest loss that was not reported, since the one before was too new; the process, not an object, keeps it.
 
@@ -80,15 +80,16 @@ class _LastLoss:
     loss: Tensor | None = None
     page: ProgressPage | None = None
 
+    @only_reports("the last loss")
     def report(self) -> None:
         """Report it after all: it is the last one of a call, which tells runs apart that took a moment."""
         loss, self.loss = self.loss, None
-        if loss is None or self.page is None or loss.numel() != 1:
+        # A forked process has the loss of the one that it comes from, and another page.
+        if loss is None or loss.numel() != 1 or self.page is not here():
             return
         # To read it from a device is to wait for all that is queued there, also for a collective that nobody joins.
         if loss.is_cpu or not dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # the device has failed; the call has its value without it
-                self.page.loss(float(loss))
+            self.page.loss(float(loss))
 
 
 _last = _LastLoss()
