@@ -256,7 +256,7 @@ def test_a_stopped_rank_is_named_and_its_row_recovers_when_it_goes_on(open_noteb
 
 def wait_for_log(notebook: Notebook, rank: int) -> None:
     text = f"a line of rank {rank}\n"
-    notebook.wait_until("text => document.querySelector('.nba pre')?.textContent === text", text)
+    notebook.wait_until("text => document.querySelector('pre.nba-aside[tabindex]')?.textContent === text", text)
 
 
 @pytest.mark.parametrize("where", ["lab", "nb7"])
@@ -292,7 +292,7 @@ def test_stacks_and_logs_are_shown_while_the_cell_runs_and_need_no_mouse(
     notebook.screenshot(f"panel-log-{where}", cell=2)
     notebook.press("Shift+Tab")
     notebook.press("Enter")
-    notebook.wait_until("() => document.querySelector('.nba pre') === null")
+    notebook.wait_until("() => document.querySelector('pre.nba-aside[tabindex]') === null")
     notebook.interrupt()
     notebook.wait_until_done()
 
