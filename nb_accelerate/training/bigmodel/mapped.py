@@ -1,0 +1,305 @@
+"""Weights as views of safetensors files, each of which is mapped once.
+
+::
+
+    file     | header | a.weight | a.bias | b.weight |
+                           ^         ^        ^            private and copy-on-write: one copy in memory for all
+    tensors            files["a.weight"] ...               processes, until one of them changes its numbers
+
+A weight at a place that does not fit its dtype, and the weights of files on a network, where page faults are slow, are
+read into memory instead, when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from typing_extensions import override
+
+from nb_accelerate.base.devices import CPU
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.bigmodel import pages
+from nb_accelerate.training.bigmodel.weight_header import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nb_accelerate.training.bigmodel.weight_header import TensorEntry
+
+_BLOCK = 8 << 20
+"""Bytes that a thread reads at once."""
+
+_THREADS = 4
+
+_ALIGNMENT = 64
+"""Bytes: weights that are read begin at multiples of it, as torch's own do."""
+
+_REMOTE = {
+    "9p", "afpfs", "afs", "beegfs", "ceph", "cifs", "fuse", "gpfs", "lustre", "macfuse", "ncpfs", "nfs", "nfs4",
+    "osxfuse", "smb3", "smbfs", "webdav",
+}  # fmt: skip
+"""File systems whose page faults wait for a network, or for another process. ``fuse.NAME`` too."""
+
+# Memory of a map that is not written to needs no reserve: a file may be larger than the memory. Python 3.13 has a name.
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+_owners: weakref.WeakValueDictionary[int, WeightFiles] = weakref.WeakValueDictionary()
+"""Whose weight is at an address."""
+
+
+def files_of(tensor: torch.Tensor) -> WeightFiles | None:
+    """Return the files of which a tensor is a view; None for any other tensor. `WeightFiles.name_of` is its name."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return None
+    return _owners.get(tensor.untyped_storage().data_ptr())
+
+
+class WeightFiles(Mapping[str, torch.Tensor]):
+    """The weights of safetensors files by name, without reading them.
+
+    A weight is a CPU tensor at the same place each time. Numbers that are written to it stay in memory: the files never
+    change. The files stay mapped as long as there is one of their tensors.
+
+    Args:
+        files: they may be removed or replaced afterwards, and must not be changed or cut off in place.
+        mmap: whether to map them; else weights are read into memory when they are first asked for. By default files
+            on a network are read if they fit into memory.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+
+    def __init__(self, files: Iterable[Path], *, mmap: bool | None = None) -> None:
+        self._given = tuple(files), mmap
+        self._files = [_File(Path(file), self, mmap=mmap) for file in self._given[0]]
+        self._at = {name: file for file in self._files for name in file.entries}
+        self._names = {file.addresses[name]: name for name, file in self._at.items() if self.nbytes([name])}
+        _owners.update(dict.fromkeys(self._names, self))
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        files, mmap = self._given
+        return _open, (files, mmap)
+
+    @override
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._at[name].tensor(name)
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return where a weight is, its dtype and its shape."""
+        return self._at[name].entries[name]
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return the name that one of these weights has in its file."""
+        return self._names[tensor.untyped_storage().data_ptr()]
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Return the bytes that weights take in their files."""
+        return sum(self.entry(name).end - self.entry(name).start for name in names)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that the files of weights are as they were when they were opened. What is in memory needs none.
+
+        Raises:
+            CheckpointError: one has been changed or cut off.
+        """
+        for file, group in self._by_file(names):
+            file.check(group)
+
+    def is_present(self, names: Iterable[str]) -> bool:
+        """Return whether weights are in memory as a whole. False where the system does not tell."""
+        return all(file.is_present(group) for file, group in self._by_file(names))
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Bring weights into memory, without the GIL.
+
+        Raises:
+            CheckpointError: a file has been changed or cut off, or cannot be read.
+        """
+        for file, group in self._by_file(names):
+            file.fetch(group)
+
+    def _by_file(self, names: Iterable[str]) -> Iterator[tuple[_File, list[str]]]:
+        """Group weights by file, in the order in which they lie there."""
+        groups: dict[_File, list[str]] = {}
+        for name in names:
+            groups.setdefault(self._at[name], []).append(name)
+        for file, group in groups.items():
+            yield file, sorted(group, key=lambda name: file.entries[name].start)
+
+
+def _open(files: tuple[Path, ...], mmap: bool | None) -> WeightFiles:
+    return WeightFiles(files, mmap=mmap)
+
+
+class _Memory(mmap.mmap):
+    """Memory that tensors are views of. They keep it alive, and with it all that belongs to it."""
+
+    owner: WeightFiles
+
+    @property
+    def address(self) -> int:
+        return torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+
+
+class _File:
+    """One file: mapped, as far as its weights can be used where they are, and memory for the others."""
+
+    def __init__(self, path: Path, owner: WeightFiles, *, mmap: bool | None) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self._identity = self._stat()
+        self.entries = read_header(path, self._descriptor)
+        maps = _is_better_mapped(path, self._identity[0]) if mmap is None else mmap
+        self._mapped = {name for name, entry in self.entries.items() if maps and not entry.start % entry.dtype.itemsize}
+        self.addresses: dict[str, int] = {}
+        self._memory: dict[str, tuple[_Memory, int]] = {}
+        self._place(owner)
+        self._unread = self.entries.keys() - self._mapped
+        self._reading = threading.Lock()
+
+    def _place(self, owner: WeightFiles) -> None:
+        """Decide where each weight is: in the map of the file, or in memory of its own."""
+        if self._mapped:
+            whole = self._make(self._descriptor, self._identity[0], owner)
+            self._memory = {name: (whole, self.entries[name].start) for name in self._mapped}
+        own = [entry for entry in self.entries.items() if entry[0] not in self._mapped]
+        sizes = [-(-(entry.end - entry.start) // _ALIGNMENT) * _ALIGNMENT for _, entry in own]
+        if sum(sizes):
+            room = self._make(-1, sum(sizes), owner)
+            places = itertools.accumulate(sizes, initial=0)
+            self._memory |= {name: (room, place) for (name, _), place in zip(own, places, strict=False)}
+        self.addresses = {name: memory.address + place for name, (memory, place) in self._memory.items()}
+
+    def _make(self, descriptor: int, length: int, owner: WeightFiles) -> _Memory:
+        flags = mmap.MAP_PRIVATE | _NORESERVE | (mmap.MAP_ANONYMOUS if descriptor < 0 else 0)
+        memory = _Memory(descriptor, length, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        memory.owner = owner
+        return memory
+
+    def tensor(self, name: str) -> torch.Tensor:
+        entry = self.entries[name]
+        if entry.start == entry.end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        self._read([name])
+        memory, place = self._memory[name]
+        flat = torch.frombuffer(memory, dtype=entry.dtype, count=math.prod(entry.shape), offset=place)
+        return flat.view(entry.shape)
+
+    def _stat(self) -> tuple[int, int]:
+        """Return size and time of the file that was opened, also if its name belongs to another one now, or to none."""
+        now = os.fstat(self._descriptor)
+        return now.st_size, now.st_mtime_ns
+
+    def check(self, names: Iterable[str]) -> None:
+        used = [name for name in names if name in self._mapped or name in self._unread]
+        if not used or self._stat() == self._identity:
+            return
+        was, now = self._identity[0], self._stat()[0]
+        what = f"cut off from {was} to {now} bytes" if now < was else "changed"
+        raise CheckpointError(
+            f"{self.path} was {what} after it had been opened, and {used[0]} comes from there. Load the model again, "
+            "and leave the file as it is while the model is in use."
+        )
+
+    def is_present(self, names: list[str]) -> bool:
+        return self._unread.isdisjoint(names) and all(pages.are_present(*span) for span in self._spans(names))
+
+    def fetch(self, names: list[str]) -> None:
+        self.check(names)
+        self._read(names)
+        try:
+            for begin, end in self._spans(names):
+                if not pages.make_present(begin, end):
+                    self._read_past(begin, end)
+        except OSError as error:
+            self.check(names)  # cut off just now?
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def _spans(self, names: list[str]) -> list[tuple[int, int]]:
+        """Return the addresses, begin and end, of the pages of mapped weights. Neighbours are in one range."""
+        spans: list[tuple[int, int]] = []
+        for name in names:
+            if name in self._mapped:
+                begin, end = pages.around(self.addresses[name], self.addresses[name] + self._length(name))
+                if spans and begin <= spans[-1][1]:
+                    begin = spans.pop()[0]
+                spans.append((begin, end))
+        return spans
+
+    def _length(self, name: str) -> int:
+        return self.entries[name].end - self.entries[name].start
+
+    def _read_past(self, begin: int, end: int) -> None:
+        """Read a part of the file for what that leaves in the page cache."""
+        room = memoryview(bytearray(_BLOCK))
+        start = next(iter(self.addresses.values()))
+        for position in range(begin - start, end - start, _BLOCK):
+            os.preadv(self._descriptor, [room], position)
+
+    def _read(self, names: Iterable[str]) -> None:
+        """Read those weights that are not mapped into their memory, unless they are there."""
+        with self._reading:
+            wanted = self._unread.intersection(names)
+            if not wanted:
+                return
+            blocks = [
+                (name, offset, min(_BLOCK, self._length(name) - offset))
+                for name in wanted
+                for offset in range(0, self._length(name), _BLOCK)
+            ]
+            if len(blocks) == 1:
+                self._read_block(*blocks[0])
+            else:
+                with ThreadPoolExecutor(_THREADS, "nb-weights") as pool:
+                    list(pool.map(self._read_block, *zip(*blocks, strict=True)))
+            self.check(wanted)
+            self._unread -= wanted
+
+    def _read_block(self, name: str, offset: int, length: int) -> None:
+        memory, place = self._memory[name]
+        with memoryview(memory)[place + offset : place + offset + length] as room:
+            done = 0
+            while done < length:
+                count = os.preadv(self._descriptor, [room[done:]], self.entries[name].start + offset + done)
+                if not count:
+                    self.check([name])
+                    raise CheckpointError(f"{self.path} ends before {name} does.")
+                done += count
+
+
+def _is_better_mapped(path: Path, size: int) -> bool:
+    return _file_system(path) not in _REMOTE or size > CPU.memory_left(1)
+
+
+def _file_system(path: Path) -> str:
+    """Return the kind of file system that a file is on, without what follows a dot."""
+    real = path.resolve()
+    around = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
+    # Of several at one place, the last covers the others.
+    innermost = max(enumerate(around), key=lambda item: (len(item[1].mountpoint), item[0]), default=None)
+    return innermost[1].fstype.partition(".")[0].lower() if innermost else ""
