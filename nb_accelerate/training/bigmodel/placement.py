@@ -1,0 +1,251 @@
+"""Where the weights of a block are: at rest in host memory or in a file, and on a device while the block computes.
+
+A block whose weights stay on its device has no placement. Every other one has one of these::
+
+               at rest                    fetch(), ahead            arrive()                leave()
+    Mapped     views of a mapped file     pages come into memory    nothing moves           nothing moves
+    Staged     in host memory or mapped   copied to the device      parameters are the      parameters are the
+                                                                    copies on the device    resting tensors again
+
+Parameters stay the same objects: their ``data`` is exchanged. They are never on ``meta``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from nb_accelerate.training.bigmodel.staging import Staging, find, put, unchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from nb_accelerate.training.bigmodel.mapped import WeightFiles
+    from nb_accelerate.training.bigmodel.staging import DeviceCopies, Resting, Slot
+
+
+class Placement(ABC):
+    """The weights of one block, which are needed on `device` while it computes.
+
+    A copy of a model, by `copy.deepcopy` or pickling, has placements of its own. Its weights are not mapped.
+
+    Args:
+        tensors: of each parameter and buffer the module that has it, its name there, and the tensor that it is at rest.
+            A tied one is given once for each module that has it. A parameter on ``meta`` is replaced by a new one.
+        device: where the block computes.
+        files: the files of which weights are views, if any.
+        names: their names in these files.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[nn.Module, str, Tensor]],
+        device: torch.device,
+        *,
+        files: WeightFiles | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        self.device = device
+        self.names = list(names)
+        self.name = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") if names else ""
+        self.slots = [(owner, attribute) for owner, attribute, _ in tensors]
+        _put_at_rest(tensors)
+        self._start(files)
+
+    def _start(self, files: WeightFiles | None) -> None:
+        """Set what belongs to this process and this object, and is not copied."""
+        self._files = files
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("device", "names", "name", "slots")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start(None)
+
+    def join(self, staging: Staging) -> None:  # noqa: B027 - for those that are copied
+        """Use the stream and the buffers of a schedule, which calls it first."""
+
+    @abstractmethod
+    def is_wanted(self, *, used: bool) -> bool:
+        """Return whether the block should be fetched ahead. Called at each block, so it takes microseconds.
+
+        Args:
+            used: it has computed since the model began, as far as known: the user may change it before the next time.
+        """
+
+    @abstractmethod
+    def fetch(self) -> None:
+        """Bring the weights near, so that `arrive` does not wait long. Called ahead, by the thread of the schedule."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Let the current stream use the weights on the device. Calls are counted: the first one arrives."""
+
+    def leave(self) -> None:  # noqa: B027 - what did not move need not return
+        """Put the weights to rest again, at the last call. A call in a thread that has not arrived does nothing."""
+
+    def drop(self) -> None:  # noqa: B027
+        """Give back what `fetch` has brought and nobody uses."""
+
+
+def _put_at_rest(tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    made: dict[int, nn.Parameter] = {}
+    for owner, name, resting in tensors:
+        found = find(owner, name)
+        if isinstance(found, nn.Parameter) and found.is_meta:
+            new = made.setdefault(id(found), nn.Parameter(resting, requires_grad=found.requires_grad))
+            owner.register_parameter(name, new)
+        elif found is not resting:
+            put(owner, name, resting)
+
+
+class Mapped(Placement):
+    """A block that computes on the CPU from views of mapped files, or from what else is in host memory.
+
+    Pages are looked at again only after the process had to wait for some page of a file, or if some of the block were
+    absent last time: a look takes longer than a small block computes.
+    """
+
+    @override
+    def _start(self, files: WeightFiles | None) -> None:
+        super()._start(files)
+        self._was_absent = True
+        self._faults = 0
+        self._has_fetched = False
+
+    @override
+    def is_wanted(self, *, used: bool = False) -> bool:
+        return self._files is not None and (self._was_absent or self._faults != _major_faults())
+
+    @override
+    def fetch(self) -> None:
+        if self._files is None:
+            return
+        self._faults = _major_faults()
+        self._was_absent = not self._files.is_present(self.names)
+        if self._was_absent:
+            self._files.fetch(self.names)
+        self._has_fetched = True
+
+    @override
+    def arrive(self) -> None:
+        if self._files is None:
+            return
+        if not self._has_fetched and self.is_wanted():
+            self.fetch()
+        self._has_fetched = False
+        self._files.check(self.names)  # else a file that was cut off would end the process by SIGBUS
+
+
+def _major_faults() -> int:
+    """Return how often this process has waited for a page of a file. 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+class Staged(Placement):
+    """A block that is copied to another device for as long as it computes.
+
+    What it writes to its weights meanwhile is lost. It may not return a view of a weight: the memory is used again.
+    A weight that is changed in place through ``.data`` in the tenth of a second after its block was fetched ahead, and
+    before it has computed, is seen at the next time only; changes by any other way are seen at once.
+    """
+
+    @override
+    def _start(self, files: WeightFiles | None) -> None:
+        super()._start(files)
+        self._staging = Staging(self.device)
+        self._copies: DeviceCopies | None = None
+        self._copied: list[Resting] = []
+        self._users: list[int] = []
+        self._swapped: list[Slot] = []
+
+    @override
+    def join(self, staging: Staging) -> None:
+        self._staging = staging
+        staging.make_room(sum(each.tensor.nbytes for each in self._at_rest()))
+
+    @override
+    def is_wanted(self, *, used: bool = False) -> bool:
+        return not used
+
+    @override
+    def fetch(self) -> None:
+        try:
+            self._stage()
+        except torch.OutOfMemoryError:
+            """`arrive` tries again, when the block before this one has left."""
+
+    def _stage(self) -> None:
+        with self._staging.filling:
+            if self._copies is not None:
+                return
+            if self._files is not None and not self._files.is_present(self.names):
+                self._files.fetch(self.names)
+            with self._staging.lock:
+                self._copied = self._at_rest()
+            self._copies = self._staging.send([each.tensor for each in self._copied])
+
+    def _at_rest(self) -> list[Resting]:
+        """Return what is in the places of the block. A place that the module has lost is left out."""
+        found = (self._staging.swaps.at_rest(*slot) for slot in self.slots)
+        return [each for each in found if each is not None]
+
+    @override
+    def arrive(self) -> None:
+        while not self._enter():
+            self._stage()
+
+    def _enter(self) -> bool:
+        with self._staging.lock:
+            if not self._users and not self._begin():
+                return False
+            if self._copies is not None:
+                self._staging.wait_for(self._copies)
+            self._users.append(threading.get_ident())
+            return True
+
+    def _begin(self) -> bool:
+        self._restore()  # what an interrupt has left
+        copies = self._copies
+        if copies is None or not unchanged(self._copied, self._at_rest()):
+            self._copies = None
+            return False
+        for each, tensor in zip(self._copied, copies.tensors, strict=True):
+            self._swapped.append(each.slot)
+            self._staging.swaps.swap(*each.slot, tensor)
+        return True
+
+    @override
+    def leave(self) -> None:
+        with self._staging.lock:
+            thread = threading.get_ident()
+            if thread not in self._users:
+                return
+            self._staging.use_again()
+            self._users.remove(thread)
+            if not self._users:
+                self._restore()
+                self._copies = None
+
+    def _restore(self) -> None:
+        while self._swapped:
+            self._staging.swaps.restore(*self._swapped.pop())
+
+    @override
+    def drop(self) -> None:
+        with self._staging.lock:
+            if not self._users:
+                self._copies = None
