@@ -42,7 +42,7 @@ class Placement(ABC):
             A tied one is given once for each module that has it. A parameter on ``meta`` is replaced by a new one.
         device: where the block computes.
         files: the files of which weights are views, if any.
-        names: their names in these files.
+        names: of the weights; those in `files` if there are any.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Placement(ABC):
     ) -> None:
         self.device = device
         self.names = list(names)
-        self.name = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") if names else ""
+        parents = [name.rpartition(".")[0].replace(".", "/") for name in names]
+        self.name = os.path.commonpath(parents).replace("/", ".") if names else ""
         self.slots = [(owner, attribute) for owner, attribute, _ in tensors]
         _put_at_rest(tensors)
         self._start(files)
@@ -140,7 +141,7 @@ class Mapped(Placement):
     def arrive(self) -> None:
         if self._files is None:
             return
-        if not self._has_fetched and self.is_wanted():
+        if self._was_absent and not self._has_fetched:
             self.fetch()
         self._has_fetched = False
         self._files.check(self.names)  # else a file that was cut off would end the process by SIGBUS
@@ -209,24 +210,25 @@ class Staged(Placement):
             self._stage()
 
     def _enter(self) -> bool:
+        """Use the copies on the device. False if there are none, or the user has changed the weights since."""
         with self._staging.lock:
-            if not self._users and not self._begin():
+            if self._copies is None or not (self._users or unchanged(self._copied, self._at_rest())):
+                self._copies = None
                 return False
-            if self._copies is not None:
+            try:
+                if not self._users:
+                    self._swap(self._copies)
                 self._staging.wait_for(self._copies)
-            self._users.append(threading.get_ident())
+                self._users.append(threading.get_ident())
+            finally:
+                if not self._users:  # interrupted
+                    self._restore()
             return True
 
-    def _begin(self) -> bool:
-        self._restore()  # what an interrupt has left
-        copies = self._copies
-        if copies is None or not unchanged(self._copied, self._at_rest()):
-            self._copies = None
-            return False
+    def _swap(self, copies: DeviceCopies) -> None:
         for each, tensor in zip(self._copied, copies.tensors, strict=True):
             self._swapped.append(each.slot)
             self._staging.swaps.swap(*each.slot, tensor)
-        return True
 
     @override
     def leave(self) -> None:

@@ -159,7 +159,7 @@ class Staging:
         self.filling = threading.Lock()
         """Of the buffers. Held while one is filled."""
         self._module = torch.get_device_module(device)
-        self._has_streams = all(hasattr(self._module, name) for name in ("Stream", "Event", "stream"))
+        self._has_streams = hasattr(self._module, "Stream") and hasattr(self._module, "Event")
         self._room = 0
         self.clear()
 
