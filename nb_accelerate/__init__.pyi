@@ -60,6 +60,7 @@ from nb_accelerate.training.bigmodel.empty import (
     init_empty_weights as init_empty_weights,
     init_on_device as init_on_device,
 )
+from nb_accelerate.training.bigmodel.shown_map import show_map as show_map
 from nb_accelerate.training.checkpoint.listing import checkpoints as checkpoints
 from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
 from nb_accelerate.training.data import skip_first_batches as skip_first_batches

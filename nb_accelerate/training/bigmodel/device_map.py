@@ -67,7 +67,32 @@ def infer_auto_device_map(
     Raises:
         ConfigError: as `get_max_memory`, or torch has no such dtype.
     """
-    limits = get_max_memory(max_memory)
+    return map_within(
+        model,
+        get_max_memory(max_memory),
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        special_dtypes=special_dtypes,
+        verbose=verbose,
+        clean_result=clean_result,
+        offload_buffers=offload_buffers,
+        fallback_allocation=fallback_allocation,
+    )
+
+
+def map_within(
+    model: nn.Module,
+    limits: Mapping[int | str, int],
+    *,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: torch.dtype | CustomDtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | CustomDtype | str] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, int | str]:
+    """Return a device map as `infer_auto_device_map` does, within given bytes, without a look at this machine."""
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     buffers = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)
     whole, ties = named_classes(no_split_module_classes), find_tied_parameters(model)

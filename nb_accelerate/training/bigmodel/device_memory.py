@@ -95,15 +95,46 @@ def get_balanced_memory(
     Raises:
         ConfigError: as `get_max_memory`, or torch has no such dtype.
     """
-    limits = get_max_memory(max_memory)
-    gpus = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit > 0]
-    if not gpus:
+    limits = get_max_memory(max_memory) if max_memory is not None else default_limits()
+    return balanced_limits(
+        model,
+        limits,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        special_dtypes=special_dtypes,
+        low_zero=low_zero,
+    )
+
+
+def default_limits() -> dict[int | str, int]:
+    """Return what a model may take of this machine now: as `get_max_memory`, but of a single GPU not all."""
+    limits = get_max_memory()
+    gpus = gpus_in(limits)
+    if len(gpus) == 1:
+        limits[gpus[0]] = int(_ALONE * limits[gpus[0]])
+    return limits
+
+
+def gpus_in(limits: Mapping[int | str, int]) -> list[int | str]:
+    """Return the devices of some limits, with room, that are neither the host nor the disk."""
+    return [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit > 0]
+
+
+def balanced_limits(
+    model: nn.Module,
+    limits: Mapping[int | str, int],
+    *,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: torch.dtype | CustomDtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | CustomDtype | str] | None = None,
+    low_zero: bool = False,
+) -> dict[int | str, int]:
+    """Return limits as `get_balanced_memory` does, of given ones, without a look at this machine."""
+    limits = dict(limits)
+    gpus = gpus_in(limits)
+    if len(gpus) < 2:
         return limits
     first, *others = gpus
-    if not others:
-        if max_memory is None:
-            limits[first] = int(_ALONE * limits[first])
-        return limits
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     share = int(sizes[""] // (len(others) if low_zero else len(gpus))) + _slack(
         model, sizes, named_classes(no_split_module_classes)

@@ -1,0 +1,300 @@
+"""What the parts of a model take, where they compute and where they rest: a table, with a bar for each place.
+
+Runs of equal layers are one row. The object is text in a terminal and HTML in a notebook, and needs nothing of either.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.bigmodel.device_map import check_device_map, map_within
+from nb_accelerate.training.bigmodel.device_memory import balanced_limits, default_limits, get_max_memory
+from nb_accelerate.training.bigmodel.map_picture import Bar, as_html, as_text
+from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
+from nb_accelerate.training.bigmodel.ties import device_of, find_tied_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from nb_accelerate.training.bigmodel.sizes import CustomDtype
+
+Device = int | str | torch.device
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+_WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+MEMORY, DISK, FILES, NOWHERE = "cpu memory", "disk", "mapped files", "nowhere yet"
+"""Where weights rest that are not on a GPU."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row: one part of a model, or a run of equal layers.
+
+    Attributes:
+        name: of the module or tensor; ``model.layers.0-23`` for a run.
+        num: how many there are in the run; 1 for a single part.
+        bytes: of each. A tied weight counts where it is first.
+        device: where it computes: ``"GPU 0"``, ``"cpu"``.
+        place: where it rests: ``"GPU 0"``, ``"cpu memory"``, ``"disk"``, ``"model.safetensors"`` for a mapped file.
+        is_layer: it is an element of a ``ModuleList``, or of another container.
+    """
+
+    name: str
+    num: int
+    bytes: float
+    device: str
+    place: str
+    is_layer: bool
+
+
+@dataclass(frozen=True)
+class ShownMap:
+    """A model's parts with their bytes and places. Drawn as a table in a notebook, text elsewhere.
+
+    Attributes:
+        parts: in the order of the model.
+        places: bytes by resting place.
+        limits: bytes that the model may take, by resting place, as far as they are known.
+        notes: sentences below the table.
+        device_map: the map that was given, inferred or found; empty for a model that was not placed.
+    """
+
+    parts: tuple[Part, ...]
+    places: Mapping[str, float]
+    limits: Mapping[str, int]
+    notes: tuple[str, ...]
+    device_map: Mapping[str, Device]
+
+    def __repr__(self) -> str:
+        return as_text(self._rows, self._bars, self.notes)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._rows, self._bars, self.notes)
+
+    @property
+    def _rows(self) -> list[tuple[str, int, float, str, str]]:
+        return [(part.name, part.num, part.bytes, part.device, part.place) for part in self.parts]
+
+    @property
+    def _bars(self) -> list[Bar]:
+        names = dict.fromkeys((*(name for name in self.limits if name != DISK), *self.places))
+        return [Bar(name, self.places.get(name, 0), self.limits.get(name)) for name in names]
+
+
+def show_map(
+    model: nn.Module,
+    device_map: Mapping[str, Device] | str | None = None,
+    *,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: torch.dtype | CustomDtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | CustomDtype | str] | None = None,
+    offload_buffers: bool = False,
+) -> ShownMap:
+    """Return what each part of a model takes, where it computes and where it rests. In a cell it is drawn.
+
+    Without a device map it shows a model as it is. One without weights yet (on ``meta``) is shown as
+    ``device_map="auto"`` would place it on this machine.
+
+    Examples:
+        ```python
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        show_map(model, max_memory={0: "14GiB", 1: "14GiB", "cpu": "28GiB"}, dtype="float16")
+        ```
+
+    Args:
+        model: placed, on one device, or on ``meta``.
+        device_map: show the model as this map would place it: devices by names of modules and tensors, ``"auto"``,
+            ``"balanced"`` (the same), ``"balanced_low_0"`` or ``"sequential"``.
+        max_memory: bytes, or text such as ``"10GiB"``, by device, for a map that is inferred, and as the ends of bars.
+        no_split_module_classes: as for `infer_auto_device_map`; None for ``model._no_split_modules``.
+        dtype: count weights as if they had this dtype, where that makes them smaller.
+        special_dtypes: count these tensors, by name, as if they had these dtypes.
+        offload_buffers: as for `infer_auto_device_map`.
+
+    Raises:
+        ConfigError: the map misses tensors, or has another name; a size or dtype is none.
+    """
+    is_empty = not hasattr(model, "hf_device_map") and all(_has_no_memory(tensor) for _, tensor in _tensors(model))
+    if device_map is None and (max_memory is not None or is_empty):
+        device_map = "auto"
+    limits: Mapping[int | str, int] = {}
+    if max_memory is not None or isinstance(device_map, str):
+        limits = default_limits() if max_memory is None else get_max_memory(max_memory)
+    counted: dict[str, Any] = {"dtype": dtype, "special_dtypes": special_dtypes}
+    if isinstance(device_map, str):
+        counted["no_split_module_classes"] = no_split_module_classes or getattr(model, "_no_split_modules", None)
+        device_map = planned_map(model, limits, device_map, offload_buffers=offload_buffers, **counted)
+    elif device_map is not None:
+        check_device_map(model, {name: str(device) for name, device in device_map.items()})
+    return shown(model, device_map, limits, dtype=dtype, special_dtypes=special_dtypes)
+
+
+def planned_map(
+    model: nn.Module,
+    limits: Mapping[int | str, int],
+    way: str = "auto",
+    *,
+    offload_buffers: bool = False,
+    **counted: Any,
+) -> dict[str, int | str]:
+    """Return the map of ``device_map="auto"`` and its like, within given bytes. `counted` as for `map_within`."""
+    if way not in _WAYS:
+        raise ConfigError(f"device_map={way!r} is no way to place a model. Write one of {', '.join(map(repr, _WAYS))}.")
+    if way != "sequential":
+        limits = balanced_limits(model, limits, low_zero=way == "balanced_low_0", **counted)
+    return map_within(model, limits, offload_buffers=offload_buffers, **counted)
+
+
+def shown(
+    model: nn.Module,
+    device_map: Mapping[str, Device] | None,
+    limits: Mapping[int | str, int],
+    *,
+    dtype: torch.dtype | CustomDtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | CustomDtype | str] | None = None,
+) -> ShownMap:
+    """Return the table of a model as a map would place it, or, without one, as it is."""
+    own: Mapping[str, Device] = getattr(model, "hf_device_map", {})
+    places = _Places(own if device_map is None else device_map, is_plan=device_map is not None)
+    sizes = dict(compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes))
+    taken: dict[str, float] = {}
+    for name, tensor in _tensors(model):
+        kind = places.kind(name, tensor)
+        taken[kind] = taken.get(kind, 0) + sizes[name]
+    ties = [sorted(names, key=lambda name: name not in sizes) for names in find_tied_parameters(model)]
+    return ShownMap(
+        tuple(_folded(_parts(model, sizes, places))),
+        taken,
+        {_place_of(device): limit for device, limit in limits.items()},
+        tuple(f"{', '.join(others)}: the same tensor as {counted}, where it counts" for counted, *others in ties),
+        places.device_map,
+    )
+
+
+class _Places:
+    """Where tensors compute and rest: by a map that is planned, or as they are."""
+
+    def __init__(self, device_map: Mapping[str, Device], *, is_plan: bool) -> None:
+        self.device_map, self._is_plan = device_map, is_plan
+        gpus = [device for device in device_map.values() if str(device) not in ("cpu", "disk")]
+        self._main: Device = gpus[0] if gpus else "cpu"
+        self._file_at = _mapped_files()
+
+    def target(self, name: str, tensor: torch.Tensor) -> Device:
+        """Return the entry of the map that a tensor belongs to; without a map its device."""
+        found = device_of(name, self.device_map, default="") if self.device_map else ""
+        return tensor.device if found == "" else found
+
+    def device(self, name: str, tensor: torch.Tensor) -> str:
+        """Return the device that a tensor is computed with on."""
+        target = self.target(name, tensor)
+        return _name_of(self._main if self.device_map and str(target) in ("cpu", "disk") else target)
+
+    def kind(self, name: str, tensor: torch.Tensor) -> str:
+        """Return where a tensor rests: a device, memory, disk, mapped files."""
+        if self._is_plan or _has_no_memory(tensor):
+            target = self.target(name, tensor)
+            return NOWHERE if target == tensor.device else _place_of(target)
+        if tensor.device.type != "cpu":
+            return _place_of(tensor.device)
+        return FILES if self._file_at(tensor.data_ptr()) else MEMORY
+
+    def place(self, name: str, tensor: torch.Tensor) -> str:
+        """Return where a tensor rests: as `kind`, but with the name of its file."""
+        kind = self.kind(name, tensor)
+        return Path(self._file_at(tensor.data_ptr())).name if kind == FILES else kind
+
+
+def _parts(model: nn.Module, sizes: Mapping[str, float], places: _Places) -> Iterator[Part]:
+    """Yield the parts of a model: elements of containers, and modules around which there is none."""
+
+    def walk(name: str, module: nn.Module, *, is_layer: bool) -> Iterator[Part]:
+        inside = [(f"{name}.{own}".lstrip("."), tensor) for own, tensor in _tensors(module)]
+        targets = {str(places.target(full, tensor)) for full, tensor in inside}
+        whole = name and len(targets) <= 1 and (is_layer or not any(map(_is_list, module.modules())))
+        if whole and sizes.get(name, 0):
+            counted = [(full, tensor) for full, tensor in inside if full in sizes]
+            rests = dict.fromkeys(places.place(*one) for one in counted)
+            yield Part(name, 1, sizes[name], places.device(*counted[0]), ", ".join(rests), is_layer)
+        if whole:
+            return
+        for own, tensor in _tensors(module, recurse=False):
+            full = f"{name}.{own}".lstrip(".")
+            if full in sizes:
+                where = places.device(full, tensor), places.place(full, tensor)
+                yield Part(full, 1, sizes[full], *where, is_layer=False)
+        for child, part in module.named_children():
+            yield from walk(f"{name}.{child}".lstrip("."), part, is_layer=is_layer or _is_list(module))
+
+    yield from walk("", model, is_layer=False)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, _LISTS) and len(module) > 1
+
+
+def _folded(parts: Iterable[Part]) -> Iterator[Part]:
+    """Put each run of equal layers, whose numbers follow each other, into one row."""
+
+    def run_of(numbered: tuple[int, Part]) -> tuple[object, ...]:
+        index, part = numbered
+        parent, _, number = part.name.rpartition(".")
+        if not part.is_layer or not number.isdecimal():
+            return (index,)
+        return (parent, int(number) - index, part.bytes, part.device, part.place)
+
+    for _, grouped in itertools.groupby(enumerate(parts), run_of):
+        first, *others = (part for _, part in grouped)
+        last = others[-1].name.rpartition(".")[2] if others else ""
+        yield replace(first, name=f"{first.name}-{last}", num=1 + len(others)) if others else first
+
+
+def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _place_of(device: Device) -> str:
+    return MEMORY if str(device) == "cpu" else _name_of(device)
+
+
+def _name_of(device: Device) -> str:
+    """Return a device as it is called in the table: a number, and torch's ``type:number``, are a GPU."""
+    _, _, index = str(device).rpartition(":")
+    return f"GPU {index}" if index.isdecimal() else str(device)
+
+
+def _mapped_files() -> Callable[[int], str]:
+    """Return a function from an address to the file that is mapped there, "" where there is none (Linux only)."""
+    maps = Path("/proc/self/maps")
+    starts, ends, files = [], [], []
+    for line in maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if maps.exists() else ():
+        span, *_, file = line.split(maxsplit=5)
+        if file.startswith("/"):
+            start, end = (int(bound, 16) for bound in span.split("-"))
+            starts.append(start)
+            ends.append(end)
+            files.append(file)
+
+    def file_at(address: int) -> str:
+        at = bisect_right(starts, address) - 1
+        return files[at] if at >= 0 and address < ends[at] else ""
+
+    return file_at
