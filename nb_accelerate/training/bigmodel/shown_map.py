@@ -178,7 +178,7 @@ def shown(
     return ShownMap(
         tuple(_folded(_parts(model, sizes, places))),
         taken,
-        {_place_of(device): limit for device, limit in limits.items()},
+        {place_of(device): limit for device, limit in limits.items()},
         tuple(f"{', '.join(others)}: the same tensor as {counted}, where it counts" for counted, *others in ties),
         places.device_map,
     )
@@ -193,23 +193,25 @@ class _Places:
         self._main: Device = gpus[0] if gpus else "cpu"
         self._file_at = _mapped_files()
 
-    def target(self, name: str, tensor: torch.Tensor) -> Device:
-        """Return the entry of the map that a tensor belongs to; without a map its device."""
+    def entry(self, name: str) -> Device | None:
+        """Return the entry of the map that a tensor belongs to; None without a map."""
         found = device_of(name, self.device_map, default="") if self.device_map else ""
-        return tensor.device if found == "" else found
+        return None if found == "" else found
 
     def device(self, name: str, tensor: torch.Tensor) -> str:
         """Return the device that a tensor is computed with on."""
-        target = self.target(name, tensor)
-        return _name_of(self._main if self.device_map and str(target) in ("cpu", "disk") else target)
+        entry = self.entry(name)
+        if entry is None:
+            return _name_of(tensor.device)
+        return _name_of(self._main if str(entry) in ("cpu", "disk") else entry)
 
     def kind(self, name: str, tensor: torch.Tensor) -> str:
         """Return where a tensor rests: a device, memory, disk, mapped files."""
         if self._is_plan or _has_no_memory(tensor):
-            target = self.target(name, tensor)
-            return NOWHERE if target == tensor.device else _place_of(target)
+            entry = self.entry(name)
+            return NOWHERE if entry is None else place_of(entry)
         if tensor.device.type != "cpu":
-            return _place_of(tensor.device)
+            return place_of(tensor.device)
         return FILES if self._file_at(tensor.data_ptr()) else MEMORY
 
     def place(self, name: str, tensor: torch.Tensor) -> str:
@@ -223,8 +225,8 @@ def _parts(model: nn.Module, sizes: Mapping[str, float], places: _Places) -> Ite
 
     def walk(name: str, module: nn.Module, *, is_layer: bool) -> Iterator[Part]:
         inside = [(f"{name}.{own}".lstrip("."), tensor) for own, tensor in _tensors(module)]
-        targets = {str(places.target(full, tensor)) for full, tensor in inside}
-        whole = name and len(targets) <= 1 and (is_layer or not any(map(_is_list, module.modules())))
+        entries = {str(places.entry(full) or tensor.device) for full, tensor in inside}
+        whole = name and len(entries) <= 1 and (is_layer or not any(map(_is_list, module.modules())))
         if whole and sizes.get(name, 0):
             counted = [(full, tensor) for full, tensor in inside if full in sizes]
             rests = dict.fromkeys(places.place(*one) for one in counted)
@@ -271,7 +273,8 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _place_of(device: Device) -> str:
+def place_of(device: Device) -> str:
+    """Return the resting place that an entry of a device map means."""
     return MEMORY if str(device) == "cpu" else _name_of(device)
 
 
@@ -287,7 +290,7 @@ def _mapped_files() -> Callable[[int], str]:
     starts, ends, files = [], [], []
     for line in maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if maps.exists() else ():
         span, *_, file = line.split(maxsplit=5)
-        if file.startswith("/"):
+        if file.startswith("/") and not file.startswith(("/dev/", "/memfd:")):  # these are shared memory
             start, end = (int(bound, 16) for bound in span.split("-"))
             starts.append(start)
             ends.append(end)
