@@ -325,7 +325,7 @@ class Launch(Steerable):
                     handle, options, plan, rendezvous, notebook.parcel, store=handle.store, attempt=attempt
                 )
                 with contextlib.suppress(OSError):  # it has ended already, which its status tells
-                    handle.channel.send(setup, notebook.fds)
+                    handle.send(setup, notebook.fds)
                     handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
 
             calling = Request(

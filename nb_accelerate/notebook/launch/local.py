@@ -20,7 +20,7 @@ from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.output import new_mark
-from nb_accelerate.notebook.ranks.handle import RankHandle
+from nb_accelerate.notebook.ranks.piped import PipedRank
 from nb_accelerate.notebook.worker.ends import NUDGE, NUMBER, RankEnds
 from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
 from nb_accelerate.notebook.worker.server.server import EXIT_STATUS
@@ -51,7 +51,7 @@ def close_all_kernel_ends() -> None:
         handle.close_kernel_ends()
 
 
-class LocalRank(RankHandle):
+class LocalRank(PipedRank):
     """Owns the kernel's ends of a rank's pipes and channel; see `RankEnds` for the rank's own.
 
     Args:

@@ -244,7 +244,7 @@ class Sweep(Launch):
             def send(_: RankProxy) -> None:
                 setup = make_setup(handle, options, plan, rendezvous, notebook.parcel, store=store)
                 with contextlib.suppress(OSError):  # it has ended already, which its status tells
-                    handle.channel.send(setup, notebook.fds)
+                    handle.send(setup, notebook.fds)
                     if call is None:
                         handle.ask(Call(parcel=None))
                     else:

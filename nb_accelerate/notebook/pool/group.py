@@ -178,7 +178,7 @@ class RankGroup:
 
                 def set_up(rank: RankProxy) -> None:
                     setup = make_setup(rank.handle, self._options, self.plan, rendezvous, notebook.parcel)
-                    rank.handle.channel.send(setup, notebook.fds)
+                    rank.handle.send(setup, notebook.fds)
 
                 self._ask("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
                 everybody = sorted(self.ranks.values(), key=lambda rank: rank.rank)

@@ -1,7 +1,13 @@
 """The interface between the notebook and one rank, wherever that runs.
 
-`notebook.launch.local.LocalRank` is a process of this machine. An actor of an engine, or a process of another
-machine, needs a class of its own; `RankLoop` and what is above it stay as they are.
+::
+
+    rank ..... what it sends .....> RankHandle --> RankEvents --> RankLoop
+    rank <.... what it is told .... RankHandle <----------------- RankLoop
+
+`notebook.launch.local.LocalRank` is a process of this machine, which is read over descriptors of its own
+(`notebook.ranks.piped`). A process of another machine needs a class of its own, and may share one connection with other
+ranks; `RankLoop` and what is above it stay as they are.
 """
 
 from __future__ import annotations
@@ -10,11 +16,44 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from nb_accelerate.base.progress_page import PageReader
-    from nb_accelerate.notebook.protocol.channel import Channel
+    from nb_accelerate.notebook.protocol.channel import Received
     from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+    from nb_accelerate.notebook.ranks.sources import Sources
+
+
+class RankEvents(ABC):
+    """Takes what a rank sends. Its handle calls it, in the thread of the `RankLoop`."""
+
+    @abstractmethod
+    def messages(self, received: Iterable[Received]) -> None:
+        """Take messages, whose descriptors are taken over, until `hand_on` is called."""
+
+    @abstractmethod
+    def hand_on(self) -> None:
+        """Hand on the messages that were taken, after what the rank has printed before (`RankHandle.catch_up`)."""
+
+    @abstractmethod
+    def stdout(self, data: bytes) -> None:
+        """Take what Python has printed and C code has written to descriptor 1; see `notebook.protocol.output`."""
+
+    @abstractmethod
+    def stderr(self, data: bytes) -> None:
+        """Take what C code has written to descriptor 2."""
+
+    @abstractmethod
+    def stacks(self, data: bytes) -> None:
+        """Take a piece of the stack of its main thread, for which `RankHandle.dump_stacks` asks."""
+
+    @abstractmethod
+    def cannot_read(self, error: Exception) -> None:
+        """Take the error of a message that cannot be read. No other message follows."""
+
+    @abstractmethod
+    def ended(self) -> None:
+        """Note that the rank has ended. Nothing follows, and attributes of the handle say how."""
 
 
 class RankHandle(ABC):
@@ -22,10 +61,6 @@ class RankHandle(ABC):
 
     Attributes:
         mark: mark of its output frames, see `notebook.protocol.output`.
-        stdout: descriptor with what Python prints and C code writes to descriptor 1.
-        stderr: descriptor with what C code writes to descriptor 2.
-        stacks: descriptor with the stack of its main thread, after `dump_stacks`.
-        status: descriptor that becomes readable when the rank has ended; see `read_end`.
         ended: whether it has ended, or was given up.
         exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
         lost: why its exit code is not known.
@@ -35,12 +70,7 @@ class RankHandle(ABC):
     rank: int
     local_rank: int
     mark: bytes
-    channel: Channel
     page: PageReader
-    stdout: int
-    stderr: int
-    stacks: int
-    status: int
     pid: int | None = None
     ended: bool = False
     exitcode: int | None = None
@@ -50,6 +80,30 @@ class RankHandle(ABC):
     def note_pid(self, pid: int) -> None:
         """Note its process id, which it sends when it is ready."""
         self.pid = pid
+
+    @abstractmethod
+    def connect(self, sources: Sources, events: RankEvents) -> None:
+        """Have `events` take what the rank sends, from now on, whenever `sources` is waited for."""
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Read nothing more of it. Can be repeated."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Read what it has printed until now, and no more: a rank may print faster than it is read here."""
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Read the messages that have come until now. They are not handed on."""
+
+    @abstractmethod
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send a message that the rank does not answer, and descriptors, which stay the caller's.
+
+        Raises:
+            OSError: it has ended.
+        """
 
     @abstractmethod
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
@@ -69,7 +123,7 @@ class RankHandle(ABC):
 
     @abstractmethod
     def dump_stacks(self, *, by_signal: bool = False) -> None:
-        """Have it write where its main thread is to `stacks`.
+        """Have it write where its main thread is; see `RankEvents.stacks`.
 
         Args:
             by_signal: have C code do it, also while C code holds the interpreter. Python code may crash in it.
@@ -105,10 +159,6 @@ class RankHandle(ABC):
     @abstractmethod
     def give_up(self) -> None:
         """Kill it, and treat it as ended."""
-
-    @abstractmethod
-    def read_end(self) -> None:
-        """Read its exit code from `status`, which is readable. Raises OSError."""
 
     @abstractmethod
     def close(self) -> None:

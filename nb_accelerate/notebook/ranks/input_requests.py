@@ -39,7 +39,7 @@ class PendingInput:
     def answer(self, text: str | None) -> None:
         """Send the line to the rank; None for the end of input."""
         with contextlib.suppress(OSError):  # it has just ended
-            self.rank.handle.channel.send(InputReply(number=self.request.number, text=text))
+            self.rank.handle.send(InputReply(number=self.request.number, text=text))
 
 
 class InputRequests:

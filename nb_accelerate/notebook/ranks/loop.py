@@ -33,8 +33,9 @@ from nb_accelerate.notebook.ranks.input_requests import PendingInput
 from nb_accelerate.notebook.ranks.output.guard import short_text
 from nb_accelerate.notebook.ranks.posted import PostedActions
 from nb_accelerate.notebook.ranks.process_watch import ProcessWatch
-from nb_accelerate.notebook.ranks.reader import RankReader, close_fds, kill
+from nb_accelerate.notebook.ranks.reader import Incoming, RankReader, close_fds, kill
 from nb_accelerate.notebook.ranks.request import Awaits
+from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 from nb_accelerate.notebook.ranks.waiting import ask_user, interrupts_call, wait
@@ -82,7 +83,8 @@ class RankLoop(RankReader):
         monitor: Callable[[], object] = lambda: None,
         on_rank_end: Callable[[RankProxy], object] = lambda _: None,
     ) -> None:
-        super().__init__(lambda: self._posted.run())  # noqa: PLW0108 - which it has not yet
+        super().__init__()
+        self._sources = Sources(lambda: self._posted.run())  # noqa: PLW0108 - which it has not yet
         self.ranks: dict[int, RankProxy] = {}
         self.requests: list[Request] = []
         self.failure: BaseException | None = None
@@ -238,19 +240,19 @@ class RankLoop(RankReader):
 
     def _space_small_reads(self) -> None:
         """Wait a moment if output is read in small pieces one right after the other."""
-        if not self.has_read_little:
+        if not self._sources.has_read_little:
             return
         now = time.monotonic()
         if now - self._last_small_read < _MIN_READ_INTERVAL:
             time.sleep(_MIN_READ_INTERVAL)
-        self._last_small_read, self.has_read_little = now, False
+        self._last_small_read, self._sources.has_read_little = now, False
 
     def _add(self, rank: RankProxy) -> None:
-        self._read_from(rank)
+        rank.handle.connect(self._sources, Incoming(rank, self))
         self.ranks[rank.rank] = rank
 
     def _remove(self, rank: RankProxy) -> None:
-        self._read_no_more(rank)
+        rank.handle.disconnect()
         self._close_rank(rank)
 
     def _close_rank(self, rank: RankProxy) -> None:

@@ -101,7 +101,7 @@ class RankProxy:
         if not self.is_leaving:
             self.is_leaving = True
             with contextlib.suppress(OSError):  # it has just ended, which its status tells
-                self.handle.channel.send(Quit())
+                self.handle.send(Quit())
 
     def close(self) -> None:
         """Close its connections, and descriptors of messages that nobody took."""

@@ -26,13 +26,18 @@ _MAX_TIMEOUT = 1e6
 
 
 class Sources:
-    """A selector of descriptors and channels, each with an action, and with a pipe that wakes up whoever waits."""
+    """A selector of descriptors and channels, each with an action, and with a pipe that wakes up whoever waits.
+
+    Attributes:
+        has_read_little: stdout of a rank was read, and only a few bytes were there. Whoever waits resets it.
+    """
 
     def __init__(self, on_ring: Callable[[], object]) -> None:
         self._selector = selectors.DefaultSelector()
         self._keys: dict[int, selectors.SelectorKey] = {}
         self._on_ring = on_ring
         self._closed = False
+        self.has_read_little = False
         self._lock = threading.RLock()  # a signal handler may ring while its thread does
         try:
             self._bell_read, self._bell_write = os.pipe()
