@@ -14,12 +14,18 @@ from nb_accelerate.training.bigmodel.device_memory import (
     get_balanced_memory as get_balanced_memory,
     get_max_memory as get_max_memory,
 )
+from nb_accelerate.training.bigmodel.offloaded import load_offloaded_weights as load_offloaded_weights
 from nb_accelerate.training.bigmodel.sizes import (
     calculate_maximum_sizes as calculate_maximum_sizes,
     compute_module_sizes as compute_module_sizes,
     convert_file_size_to_int as convert_file_size_to_int,
     dtype_byte_size as dtype_byte_size,
     get_max_layer_size as get_max_layer_size,
+)
+from nb_accelerate.training.bigmodel.tensors import (
+    align_module_device as align_module_device,
+    has_offloaded_params as has_offloaded_params,
+    set_module_tensor_to_device as set_module_tensor_to_device,
 )
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_in_config as check_tied_parameters_in_config,

@@ -1,0 +1,189 @@
+"""Put parameters and buffers of modules on devices, one by one or for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.process.memory import clear_device_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    Device = int | str | torch.device
+
+_QUANTISED = {"Int8Params", "FP4Params", "Params4bit"}
+"""Parameters of bitsandbytes, by name: importing it takes seconds. They are quantised when they leave a CPU."""
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: dict[int, dict[Device, Tensor]] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or a buffer on a device, and give it a value if one is given.
+
+    A parameter that moves or gets a value is replaced by a new one of the same class.
+
+    Args:
+        module: which has the tensor.
+        tensor_name: its name in the module, with dots if a submodule owns it.
+        device: where it goes.
+        value: of the same shape. One that was on ``meta`` needs it.
+        dtype: of the numbers, by default that of the tensor that is there. Integers keep theirs.
+        fp16_statistics: scales of the rows of a weight that bitsandbytes has quantised to 8 bits.
+        tied_params_map: for tied tensors, so that there is one on each device: tensors by device, by ``data_ptr()`` of
+            the tensor that they were made of. Rows are made by the caller, and filled here.
+        non_blocking: whether the copy may go on when this returns.
+        clear_cache: whether memory that is not used any more is given back to a device that is no CPU.
+
+    Raises:
+        ConfigError: there is no such tensor, its shape is another, or it is on ``meta`` and no value is given.
+    """
+    owner, name = _owner_of(module, tensor_name)
+    old = getattr(owner, name)
+    source = old if value is None else value
+    ties = _ties_of((source, old), tied_params_map)
+    if device in ties:
+        owner._parameters[name] = cast("nn.Parameter", ties[device])  # noqa: SLF001
+        return
+    if source.is_meta and not _is_meta(device):
+        raise ConfigError(f"{tensor_name} is on the meta device, without numbers. Give the value that it is to have.")
+    packed = type(old).__name__ in _QUANTISED
+    if value is not None:
+        if old.shape != value.shape and type(old).__name__ != "Params4bit":  # which packs its numbers
+            raise ConfigError(
+                f"{tensor_name} has the shape {tuple(old.shape)}, and the value {tuple(value.shape)}: they belong to "
+                "other models."
+            )
+        source = value.to(_dtype_for(value, old, dtype, packed=packed), non_blocking=non_blocking)
+    elif dtype is not None and _is_meta(device):
+        source = old.to("meta").to(_dtype_for(old, old, dtype, packed=packed))
+    if source is not old or old.device != _device(device):
+        with torch.no_grad():
+            made = _made_like(old, source, device, non_blocking=non_blocking)
+        (owner._buffers if name in owner._buffers else owner._parameters)[name] = made  # type: ignore[assignment]  # noqa: SLF001
+        if fp16_statistics is not None:
+            cast("Any", made).SCB = fp16_statistics.to(device, non_blocking=non_blocking)
+    if clear_cache and _device(device).type not in ("cpu", "meta"):
+        clear_device_cache()
+    ties[device] = getattr(owner, name)
+
+
+def _owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    path, _, name = tensor_name.rpartition(".")
+    owner = functools.reduce(getattr, path.split(".") if path else [], module)
+    if owner is None or (name not in owner._parameters and name not in owner._buffers):  # noqa: SLF001
+        raise ConfigError(f"{type(module).__name__} has no parameter and no buffer {tensor_name!r}.")
+    return owner, name
+
+
+def _ties_of(
+    tensors: tuple[Tensor, ...], tied_params_map: dict[int, dict[Device, Tensor]] | None
+) -> dict[Device, Tensor]:
+    """Return the row of the map for the first of some tensors that has one."""
+    pointers = (tensor.data_ptr() for tensor in tensors) if tied_params_map else ()
+    return next((tied_params_map[pointer] for pointer in pointers if pointer in tied_params_map), {})  # type: ignore[index,operator]
+
+
+def _dtype_for(value: Tensor, old: Tensor, dtype: str | torch.dtype | None, *, packed: bool) -> torch.dtype:
+    is_real = value.is_floating_point() or value.is_complex()
+    if dtype is not None:
+        wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        return wanted if is_real else value.dtype
+    # Numbers in 8 or 4 bits mean something together with their scales only.
+    return value.dtype if packed and is_real != old.is_floating_point() else old.dtype
+
+
+def _made_like(old: Tensor, source: Tensor, device: Device, *, non_blocking: bool) -> Tensor:
+    """Return a tensor on a device, of the class of the tensor in whose place it comes."""
+    kind: Any = type(old)
+    if not isinstance(old, nn.Parameter):
+        return source.to(device, non_blocking=non_blocking)
+    if kind.__name__ in _QUANTISED:
+        attributes = {name: field for name, field in old.__dict__.items() if name != "_is_hf_initialized"}
+        # Numbers that are not quantised yet are when they leave the CPU.
+        start = source.cpu() if source.is_floating_point() and not source.is_meta else source
+        made = kind(start.detach(), requires_grad=old.requires_grad, **attributes).to(device, non_blocking=non_blocking)
+    else:
+        moved = source.detach().to(device, non_blocking=non_blocking)
+        # Subclasses of tensors, unlike those of parameters, are made a parameter by nn.Parameter.
+        make = kind if nn.Parameter in kind.__mro__ else nn.Parameter
+        made = make(moved, requires_grad=old.requires_grad)
+    if hasattr(old, "_is_hf_initialized"):  # transformers' note
+        made._is_hf_initialized = old._is_hf_initialized  # noqa: SLF001
+    return cast("Tensor", made)
+
+
+def _device(device: Device) -> torch.device:
+    return torch.empty(0, device=device).device  # "cuda" is the current one
+
+
+def _is_meta(device: Device) -> bool:
+    return torch.device(device).type == "meta"
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether weights of a module come from another place when it computes, by its hook."""
+    return getattr(getattr(module, "_hf_hook", None), "offload", False) is True
+
+
+@contextlib.contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Have the parameters of a module where they can be computed with, for a ``with`` block.
+
+    They are the same `torch.nn.Parameter` objects inside. Of a module without offloaded weights, changes of them count
+    afterwards too; parameters of its submodules are left where they are.
+
+    Args:
+        module: with a hook that offloads its weights, or any.
+        execution_device: by default that of the hook; without a hook nothing moves then.
+
+    Raises:
+        ConfigError: a parameter is on ``meta``.
+    """
+    hook: Any = getattr(module, "_hf_hook", None)
+    with contextlib.ExitStack() as exits:
+        if has_offloaded_params(module):
+            if execution_device is not None:
+                exits.callback(setattr, hook, "execution_device", hook.execution_device)
+                hook.execution_device = execution_device
+            exits.callback(hook.post_forward, module, None)  # also if the first part fails
+            hook.pre_forward(module)
+        if execution_device is not None:
+            exits.enter_context(_parameters_on(module, execution_device))
+        yield
+
+
+@contextlib.contextmanager
+def _parameters_on(module: nn.Module, device: Device) -> Iterator[None]:
+    away = {
+        name: (parameter, parameter.data)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.device != _device(device)
+    }
+    for name in away:
+        if away[name][0].is_meta:
+            raise ConfigError(f"{name} is on the meta device, without numbers. Load the weights of the model first.")
+    try:
+        for parameter, resting in away.values():
+            parameter.data = resting.to(device)
+        yield
+    finally:
+        for parameter, resting in away.values():
+            now, parameter.data = parameter.data, resting
+            if not torch.equal(back := now.to(resting.device), resting):  # pages of a mapped file stay shared
+                resting.copy_(back)
