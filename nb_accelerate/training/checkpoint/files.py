@@ -23,7 +23,7 @@ from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.bigmodel.ties import device_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -69,18 +69,25 @@ def _write_to(obj: Any, file: Any, *, safe_serialization: bool) -> None:
     if isinstance(obj, bytes):
         file.write(obj)
     elif safe_serialization:
-        _write_safetensors(clean_state_dict_for_safetensors(obj), file)
+        tensors = clean_state_dict_for_safetensors(obj)
+        write_safetensors(tensors, file, tensors.__getitem__)
     else:
         torch.save(obj, file)
 
 
-def _write_safetensors(tensors: Mapping[str, Tensor], file: Any) -> None:
-    """Write tensors one by one, straight from where they are: the library makes a copy of all of them first."""
+def write_safetensors(tensors: Mapping[str, Tensor], file: Any, get: Callable[[str], Tensor]) -> None:
+    """Write tensors one by one, straight from where they are: the library makes a copy of all of them first.
+
+    Args:
+        tensors: their shapes and dtypes; may be on ``meta``.
+        file: is open for writing.
+        get: returns a tensor when it is written.
+    """
     unknown = {tensor.dtype for tensor in tensors.values()} - _SAFETENSORS_DTYPES.keys()
     if unknown or sys.byteorder != "little":
         from safetensors.torch import save
 
-        file.write(save(dict(tensors), metadata={"format": "pt"}))
+        file.write(save({name: get(name) for name in tensors}, metadata={"format": "pt"}))
         return
     # The widest numbers first, as the library has it, so that each tensor begins at a multiple of its own width.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -95,7 +102,7 @@ def _write_safetensors(tensors: Mapping[str, Tensor], file: Any) -> None:
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for name in order:
-        file.write(bytes_of(tensors[name]))
+        file.write(bytes_of(get(name)))
 
 
 def saved_bytes(obj: Any) -> bytes:
@@ -157,7 +164,8 @@ def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **
         raise _damaged(file, error) from error
 
 
-def _weights_of(file: str | os.PathLike[str], **kwargs: Any) -> Mapping[str, Any]:
+def weights_of(file: str | os.PathLike[str], **kwargs: Any) -> Mapping[str, Any]:
+    """Return what a file that `torch.save` wrote holds by name. ``kwargs`` are those of `torch.load`."""
     trusted = "load it with torch.load(..., weights_only=False), and save its weights alone."
     tensors: Any = read(file, "cpu", if_trusted=trusted, **kwargs)
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
@@ -203,7 +211,7 @@ def load_state_dict(
         return {
             # What is no tensor belongs to a module with a state of its own kind (get_extra_state).
             name: tensor.to(device_of(name, devices, "cpu")) if isinstance(tensor, torch.Tensor) else tensor
-            for name, tensor in _weights_of(checkpoint_file).items()
+            for name, tensor in weights_of(checkpoint_file).items()
         }
     from safetensors import SafetensorError, safe_open
 
@@ -227,7 +235,7 @@ def shapes_in(checkpoint_file: str | os.PathLike[str]) -> dict[str, tuple[int, .
         is_new = zipfile.is_zipfile(checkpoint_file)
         return {
             name: tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
-            for name, tensor in _weights_of(checkpoint_file, mmap=is_new).items()
+            for name, tensor in weights_of(checkpoint_file, mmap=is_new).items()
         }
     try:
         with safe_open(checkpoint_file, framework="pt") as file:

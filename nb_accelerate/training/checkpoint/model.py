@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.training.bigmodel.ties import device_of, find_tied_parameters, retie_parameters
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.bigmodel.ties import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
+    retie_parameters,
+)
 from nb_accelerate.training.checkpoint.files import (
     clean_state_dict_for_safetensors,
     id_tensor_storage,
@@ -31,6 +37,7 @@ from nb_accelerate.training.checkpoint.names import (
     WEIGHTS_PATTERN_NAME,
     is_plain,
 )
+from nb_accelerate.training.checkpoint.placing import Checkpoint, check_devices, check_folder, place, plan, scales_of
 from nb_accelerate.training.checkpoint.publishing import Staging, published, sync_all
 
 if TYPE_CHECKING:
@@ -97,52 +104,74 @@ def load_checkpoint_in_model(
     device_map: Mapping[str, int | str | torch.device] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype | None = None,
-    offload_state_dict: bool = False,
-    offload_buffers: bool = False,
+    offload_state_dict: bool = False,  # noqa: ARG001 - accelerate's
+    offload_buffers: bool = False,  # noqa: ARG001 - accelerate's
     keep_in_fp32_modules: Sequence[str] | None = None,
-    offload_8bit_bnb: bool = False,
+    offload_8bit_bnb: bool = False,  # noqa: ARG001 - accelerate's
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load weights into a model, file by file, each to its device.
+    """Load weights into a model, each to its device.
+
+    Weights on ``"cpu"`` and ``"disk"`` are views of safetensors files: nothing is read or written, the system keeps in
+    memory what is used, and several processes share it. Files may be removed or replaced meanwhile, and must not be
+    changed in place.
 
     Args:
-        model: the user's, unwrapped; may be on ``meta`` if there is a ``device_map``.
+        model: the user's, unwrapped; may be on ``meta``.
         checkpoint: a file, an index of several, or a folder with either.
-        device_map: devices by the names of modules, ``""`` for all. Every weight needs one, and moves there; without
-            a map they stay where they are.
-        offload_folder: for weights on disk, which are not supported yet.
-        dtype: numbers the weights are to have; by default those of the model. Used with a ``device_map``.
-        offload_state_dict: not supported yet.
-        offload_buffers: not supported yet.
+        device_map: devices by the names of modules, ``""`` for all. Every weight needs one, and goes there; without
+            a map they are copied to where they are, and from ``meta`` to the CPU.
+        offload_folder: what weights on ``"disk"`` are written to if the files have another dtype, or are not
+            safetensors.
+        dtype: of the numbers that weights are to have; by default that of the model. Used with a ``device_map``.
+        offload_state_dict: changes nothing: what is on the CPU takes no memory before it is used.
+        offload_buffers: changes nothing: buffers on ``"disk"`` are views like parameters.
         keep_in_fp32_modules: parts of names of weights that stay float32 where ``dtype`` is float16.
-        offload_8bit_bnb: not supported yet.
+        offload_8bit_bnb: changes nothing: weights on ``"cpu"`` and ``"disk"`` stay as they are in their files.
         strict: whether names have to be the same; else those that are missing are left as they are, and a line
             says what was not used.
         full_state_dict: whether the file holds whole tensors, as all files that `Accelerator.save_model` writes do.
         broadcast_from_rank0: read on rank 0, and send what was read to the others. All ranks call it together.
 
     Raises:
-        CheckpointError: there are no weights, a file of several is missing or cut off, or names differ and ``strict``.
-        ConfigError: ``device_map`` has no device for a weight, or something is not supported yet.
+        CheckpointError: there are no weights, a file is missing or cut off, shapes differ, no file has a weight that is
+            on ``meta``, names differ and ``strict``, or the disk has too little space for what is to be written.
+        ConfigError: ``device_map`` has no device for a weight, or one that is not there; or something is to be
+            written, and there is no ``offload_folder``.
     """
-    _refuse(
-        offload_folder=offload_folder,
-        offload_state_dict=offload_state_dict,
-        offload_buffers=offload_buffers,
-        offload_8bit_bnb=offload_8bit_bnb,
-        device_map="disk" if device_map and "disk" in device_map.values() else None,
-    )
     if broadcast_from_rank0 or not full_state_dict:
         _load_distributed(model, checkpoint, strict=strict, full=full_state_dict, broadcast=broadcast_from_rank0)
         return
-    files = weight_files(checkpoint)
-    # Everything is checked before anything changes: the map, then names and shapes in all files.
-    if device_map is not None:
-        for name in model.state_dict():
-            device_of(name, device_map)  # raises, before anything changes
+    if device_map is None and any(parameter.is_meta for parameter in model.parameters()):
+        device_map = {"": "cpu"}
+    if device_map is None:
+        _load_where_it_is(model, checkpoint, strict=strict)
+        return
+    # Everything is checked before anything changes.
+    for name in model.state_dict():
+        device_of(name, device_map)
+    check_devices(device_map)
     tied = find_tied_parameters(model)
+    check_tied_parameters_on_same_device(tied, device_map)
+    files = Checkpoint(weight_files(checkpoint))
+    found: set[str] = set()
+    for file, content in files.contents.items():
+        check_shapes(str(file), {name: getattr(like, "shape", None) for name, like in content.items()}, model)
+        found |= content.keys() - {scales_of(name) for name in content}
+    if strict:
+        _compare(found, model, str(checkpoint), strict=True)
+    _check_empty(found, model, str(checkpoint))
+    steps = plan(files, model, device_map, dtype, keep_in_fp32_modules or ())
+    check_folder(steps.values(), offload_folder)
+    place(files, model, steps, offload_folder)
+    retie_parameters(model, tied)
+    _compare(found, model, str(checkpoint), strict=strict)  # once more: on `meta` it is not known which are tied
+
+
+def _load_where_it_is(model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool) -> None:
+    files = weight_files(checkpoint)
     found: set[str] = set()
     for file in files:
         shapes = shapes_in(file)
@@ -151,17 +180,22 @@ def load_checkpoint_in_model(
     if strict:
         _compare(found, model, str(checkpoint), strict=True)
     for file in files:  # one by one, for models that fill memory
-        tensors = load_state_dict(file, device_map)
-        if device_map is None:
-            model.load_state_dict(tensors, strict=False)
-        else:
-            known = model.state_dict(keep_vars=True)
-            for name, tensor in tensors.items():
-                if name in known:
-                    wanted = _dtype_of(name, tensor, known[name], dtype, keep_in_fp32_modules or ())
-                    _put(model, name, tensor.to(device_of(name, device_map), wanted))
-    retie_parameters(model, tied)
-    _compare(found, model, str(checkpoint), strict=strict)  # once more: on `meta` it is not known which are tied
+        model.load_state_dict(load_state_dict(file), strict=False)
+    _compare(found, model, str(checkpoint), strict=strict)
+
+
+def _check_empty(found: AbstractSet[str], model: nn.Module, source: str) -> None:
+    """Refuse a checkpoint without a weight that has no numbers yet. Of names that are tied, one is enough."""
+    now = model.state_dict(keep_vars=True)
+    filled = {id(now[name]) for name in found if name in now}
+    empty = [name for name, value in now.items() if getattr(value, "is_meta", False) and id(value) not in filled]
+    if empty:
+        untied = check_tied_parameters_in_config(model) and not find_tied_parameters(model)
+        raise CheckpointError(
+            f"{source} has no {_some(empty)}, and this {type(model).__name__} has no numbers for them either: they are "
+            "on meta. Give all files of the checkpoint: their folder, or their index."
+            + (" If the weights are tied, call model.tie_weights() before." if untied else "")
+        )
 
 
 def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
@@ -265,40 +299,6 @@ _WRAPPED_OTHERWISE: tuple[Callable[[str], str], ...] = (
     "module.{}".format,
     lambda name: name.removeprefix("module."),
 )
-
-
-def _refuse(**unsupported: Any) -> None:
-    for name, value in unsupported.items():
-        if value:
-            raise ConfigError(f"{name}={value!r}: weights that stay on disk or in 8-bit numbers are not supported yet.")
-
-
-def _dtype_of(
-    name: str, tensor: Tensor, now: Tensor, dtype: str | torch.dtype | None, float32: Sequence[str]
-) -> torch.dtype:
-    if dtype is None or not tensor.is_floating_point():
-        return now.dtype
-    wanted = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(wanted, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r} is not a number format of torch. Write 'float16' or torch.float16, say.")
-    if wanted is torch.float16 and any(part in name for part in float32):
-        return torch.float32
-    return wanted
-
-
-def _put(model: nn.Module, name: str, value: Tensor) -> None:
-    """Give a weight a value: in its own memory where that fits, so that optimizers keep what they hold."""
-    owner, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-    now = getattr(owner, last)
-    if now.shape != value.shape:
-        raise CheckpointError(f"{name} is of shape {tuple(value.shape)} in the checkpoint and {tuple(now.shape)} here.")
-    if now.device == value.device and now.dtype == value.dtype:
-        with torch.no_grad():
-            now.copy_(value)
-    elif isinstance(now, torch.nn.Parameter):
-        setattr(owner, last, torch.nn.Parameter(value, requires_grad=now.requires_grad))
-    else:
-        setattr(owner, last, value)
 
 
 def _load_distributed(

@@ -150,8 +150,6 @@ def test_what_is_wrong_with_a_model_is_said(tmp_path: Path):
     accelerator.save_model(Tied(), tmp_path / "whole")
     with pytest.raises(CheckpointError, match=r"It lacks bias, weight\. It has body"):
         load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "whole", strict=True)
-    with pytest.raises(ConfigError, match="not supported yet"):
-        load_checkpoint_in_model(Tied(), tmp_path / "whole", device_map={"": "disk"})
     with pytest.raises(ConfigError, match=r"no device for (seen|embed)"):
         load_checkpoint_in_model(Tied(), tmp_path / "whole", device_map={"body": "cpu"})
     accelerator.save_model(nn.Linear(2, 4), tmp_path / "wide")

@@ -1,0 +1,104 @@
+"""Load a model and place it, in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.bigmodel.device_map import infer_auto_device_map
+from nb_accelerate.training.bigmodel.device_memory import get_balanced_memory
+from nb_accelerate.training.bigmodel.dispatch import dispatch_model
+from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, int | str | torch.device] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load weights into a model, place it by a device map, and return it.
+
+    What is not on a GPU stays in the files of the checkpoint, if they are safetensors: loading reads none of it.
+
+    Examples:
+        ```python
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        model = load_checkpoint_and_dispatch(model, folder, device_map="auto", dtype=torch.float16)
+        ```
+
+    Args:
+        model: changed in place; may be on ``meta``.
+        checkpoint: a file, an index of several, or a folder with either.
+        device_map: devices by the names of modules, or how to make such a map: ``"auto"``, ``"balanced"``,
+            ``"balanced_low_0"`` or ``"sequential"``. None to load the weights and place nothing.
+        max_memory: for a map that is made, as for `get_max_memory`.
+        no_split_module_classes: for a map that is made, names of classes whose modules stay whole.
+        offload_folder: as for `load_checkpoint_in_model`.
+        offload_buffers: whether buffers of what is off the GPU visit it as parameters do. By default they stay there.
+        dtype: as for `load_checkpoint_in_model`.
+        offload_state_dict: changes nothing, as for `load_checkpoint_in_model`.
+        skip_keys: as for `dispatch_model`.
+        preload_module_classes: as for `dispatch_model`.
+        force_hooks: as for `dispatch_model`.
+        strict: as for `load_checkpoint_in_model`.
+        full_state_dict: as for `load_checkpoint_in_model`.
+        broadcast_from_rank0: as for `load_checkpoint_in_model`.
+
+    Raises:
+        CheckpointError: there are no weights, or they do not fit, as for `load_checkpoint_in_model`.
+        ConfigError: ``device_map`` is another word, or names a device that is not there.
+    """
+    if isinstance(device_map, str):
+        if device_map not in _MAPS:
+            raise ConfigError(f"device_map={device_map!r} is not one of {', '.join(map(repr, _MAPS))}, and no map.")
+        if device_map != "sequential":
+            is_low = device_map == "balanced_low_0"
+            max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=is_low)
+        device_map = infer_auto_device_map(
+            model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map,
+        offload_folder,
+        dtype,
+        offload_state_dict=bool(offload_state_dict),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
