@@ -82,8 +82,9 @@ class WeightFiles(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, files: Iterable[Path], *, mmap: bool | None = None) -> None:
-        self._given = tuple(files), mmap
-        self._files = [_File(Path(file), self, mmap=mmap) for file in self._given[0]]
+        self._given = tuple(Path(file) for file in files), mmap
+        maps = _are_better_mapped(self._given[0]) if mmap is None else mmap
+        self._files = [_File(file, self, maps=maps) for file in self._given[0]]
         self._at = {name: file for file in self._files for name in file.entries}
         self._names = {file.addresses[name]: name for name, file in self._at.items() if self.nbytes([name])}
         _owners.update(dict.fromkeys(self._names, self))
@@ -100,6 +101,10 @@ class WeightFiles(Mapping[str, torch.Tensor]):
     @override
     def __iter__(self) -> Iterator[str]:
         return iter(self._at)
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        return name in self._at
 
     @override
     def __len__(self) -> int:
@@ -165,7 +170,7 @@ class _Memory(mmap.mmap):
 class _File:
     """One file: mapped, as far as its weights can be used where they are, and memory for the others."""
 
-    def __init__(self, path: Path, owner: WeightFiles, *, mmap: bool | None) -> None:
+    def __init__(self, path: Path, owner: WeightFiles, *, maps: bool) -> None:
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -173,8 +178,9 @@ class _File:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self._identity = self._stat()
+        # Of files that are not the user's, Linux says that all pages are present.
+        self._tells = os.access(path, os.W_OK) or os.fstat(self._descriptor).st_uid == os.geteuid()
         self.entries = read_header(path, self._descriptor)
-        maps = _is_better_mapped(path, self._identity[0]) if mmap is None else mmap
         self._mapped = {name for name, entry in self.entries.items() if maps and not entry.start % entry.dtype.itemsize}
         self.addresses: dict[str, int] = {}
         self._memory: dict[str, tuple[_Memory, int]] = {}
@@ -227,7 +233,10 @@ class _File:
         )
 
     def is_present(self, names: list[str]) -> bool:
-        return self._unread.isdisjoint(names) and all(pages.are_present(*span) for span in self._spans(names))
+        spans = self._spans(names)
+        if not self._unread.isdisjoint(names) or (spans and not self._tells):
+            return False
+        return all(pages.are_present(*span) for span in spans)
 
     def fetch(self, names: list[str]) -> None:
         self.check(names)
@@ -257,7 +266,8 @@ class _File:
     def _read_past(self, begin: int, end: int) -> None:
         """Read a part of the file for what that leaves in the page cache."""
         room = memoryview(bytearray(_BLOCK))
-        start = next(iter(self.addresses.values()))
+        name = next(iter(self._mapped))
+        start = self.addresses[name] - self.entries[name].start
         for position in range(begin - start, end - start, _BLOCK):
             os.preadv(self._descriptor, [room], position)
 
@@ -292,14 +302,17 @@ class _File:
                 done += count
 
 
-def _is_better_mapped(path: Path, size: int) -> bool:
-    return _file_system(path) not in _REMOTE or size > CPU.memory_left(1)
+def _are_better_mapped(files: Iterable[Path]) -> bool:
+    """Return whether page faults of files are fast, or they are too large to be read into memory."""
+    places = [file.resolve() for file in files]  # of links in a cache of downloads, where they lead to
+    if _REMOTE.isdisjoint(_file_system(folder) for folder in {place.parent for place in places}):
+        return True
+    return sum(place.stat().st_size for place in places if place.is_file()) > CPU.memory_left(1)
 
 
-def _file_system(path: Path) -> str:
-    """Return the kind of file system that a file is on, without what follows a dot."""
-    real = path.resolve()
-    around = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
+def _file_system(folder: Path) -> str:
+    """Return the kind of file system that a folder is on, without what follows a dot."""
+    around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     # Of several at one place, the last covers the others.
     innermost = max(enumerate(around), key=lambda item: (len(item[1].mountpoint), item[0]), default=None)
     return innermost[1].fstype.partition(".")[0].lower() if innermost else ""

@@ -93,9 +93,13 @@ def check_scheduler(file: str, state: Any, scheduler: Any) -> None:
         )
 
 
-def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module) -> None:
-    """Compare the shapes of weights, by the names of the model, with those that it has; None for what is no tensor."""
-    now = model.state_dict()
+def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module, now: Mapping[str, Any] | None = None) -> None:
+    """Compare the shapes of weights, by the names of the model, with those that it has; None for what is no tensor.
+
+    Args:
+        now: the state dict of the model, which takes long to make for each of many files.
+    """
+    now = model.state_dict() if now is None else now
     for name, shape in shapes.items():
         there = now.get(name)
         if shape is None or not isinstance(there, torch.Tensor) or torch.nn.parameter.is_lazy(there):

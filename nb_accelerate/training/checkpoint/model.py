@@ -150,7 +150,8 @@ def load_checkpoint_in_model(
         _load_where_it_is(model, checkpoint, strict=strict)
         return
     # Everything is checked before anything changes.
-    for name in model.state_dict():
+    now = model.state_dict(keep_vars=True)
+    for name in now:
         device_of(name, device_map)
     check_devices(device_map)
     tied = find_tied_parameters(model)
@@ -158,12 +159,12 @@ def load_checkpoint_in_model(
     files = Checkpoint(weight_files(checkpoint))
     found: set[str] = set()
     for file, content in files.contents.items():
-        check_shapes(str(file), {name: getattr(like, "shape", None) for name, like in content.items()}, model)
+        check_shapes(str(file), {name: getattr(like, "shape", None) for name, like in content.items()}, model, now)
         found |= content.keys() - {scales_of(name) for name in content}
     if strict:
         _compare(found, model, str(checkpoint), strict=True)
-    _check_empty(found, model, str(checkpoint))
-    steps = plan(files, model, device_map, dtype, keep_in_fp32_modules or ())
+    _check_empty(found, model, now, str(checkpoint))
+    steps = plan(files, now, device_map, dtype, keep_in_fp32_modules or ())
     check_folder(steps.values(), offload_folder)
     place(files, model, steps, offload_folder)
     retie_parameters(model, tied)
@@ -184,9 +185,8 @@ def _load_where_it_is(model: nn.Module, checkpoint: str | os.PathLike[str], *, s
     _compare(found, model, str(checkpoint), strict=strict)
 
 
-def _check_empty(found: AbstractSet[str], model: nn.Module, source: str) -> None:
+def _check_empty(found: AbstractSet[str], model: nn.Module, now: Mapping[str, Any], source: str) -> None:
     """Refuse a checkpoint without a weight that has no numbers yet. Of names that are tied, one is enough."""
-    now = model.state_dict(keep_vars=True)
     filled = {id(now[name]) for name in found if name in now}
     empty = [name for name, value in now.items() if getattr(value, "is_meta", False) and id(value) not in filled]
     if empty:

@@ -104,7 +104,7 @@ class Checkpoint:
 
 def plan(
     checkpoint: Checkpoint,
-    model: nn.Module,
+    state_dict: Mapping[str, Any],
     device_map: DeviceMap,
     dtype: str | torch.dtype | None,
     float32: Sequence[str],
@@ -112,10 +112,11 @@ def plan(
     """Decide how each weight gets to its place.
 
     Args:
+        state_dict: of the model, with its parameters themselves.
         dtype: of the numbers that weights are to have; by default that of the model.
         float32: parts of names of weights that stay float32 where ``dtype`` is float16.
     """
-    known = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    known = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     # Of two parameters in one memory, a file has one only.
     memory = Counter(id_tensor_storage(tensor) for tensor in {id(tensor): tensor for tensor in known.values()}.values())
     steps = {}
