@@ -1,6 +1,7 @@
 """The public names of ``accelerate.utils``: the table that `nb_accelerate.base.lazy` and type checkers read."""
 
 from nb_accelerate.utils import (
+    bnb as bnb,
     constants as constants,
     dataclasses as dataclasses,
     deepspeed as deepspeed,
@@ -17,6 +18,7 @@ from nb_accelerate.utils import (
     torch_xla as torch_xla,
     versions as versions,
 )
+from nb_accelerate.utils.bnb import *
 from nb_accelerate.utils.constants import *
 from nb_accelerate.utils.dataclasses import *
 from nb_accelerate.utils.deepspeed import *

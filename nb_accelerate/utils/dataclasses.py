@@ -29,6 +29,7 @@ from nb_accelerate.base.config.project import (
     LoggerType as LoggerType,
     ProjectConfiguration as ProjectConfiguration,
 )
+from nb_accelerate.training.bigmodel.quantised import BnbQuantizationConfig as BnbQuantizationConfig
 from nb_accelerate.training.bigmodel.sizes import CustomDtype as CustomDtype
 from nb_accelerate.training.process.rng import RNGType as RNGType
 from nb_accelerate.training.pytree.structures import TensorInformation as TensorInformation
