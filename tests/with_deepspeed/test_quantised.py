@@ -63,7 +63,9 @@ def by_hand(config: BnbQuantizationConfig) -> LlamaForCausalLM:
     """The same model, made with nothing but bitsandbytes and torch."""
     import bitsandbytes.nn
 
-    model = llama().to(config.torch_dtype)
+    model = llama()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(config.torch_dtype)
     for name, module in list(model.model.named_modules()):
         if isinstance(module, nn.Linear):
             given = module.in_features, module.out_features, module.bias is not None
@@ -110,7 +112,8 @@ def test_outputs_are_those_of_layers_put_in_by_hand(bits: Mapping[str, Any], tmp
         assert has_4bit_bnb_layers(model) is model.is_loaded_in_4bit is config.load_in_4bit
         assert model.hf_device_map == {"": torch.device("cpu")}
     assert not torch.equal(logits(expected), logits(llama()))
-    assert torch.allclose(logits(expected).float(), logits(llama()), atol=0.05)
+    lost = (logits(expected).float() - logits(llama())).norm() / logits(llama()).norm()
+    assert lost < (0.02 if config.load_in_8bit else 0.25)
 
 
 @ALL
