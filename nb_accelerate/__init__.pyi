@@ -2,7 +2,9 @@
 
 from nb_accelerate import (
     accelerator as accelerator,
+    big_modeling as big_modeling,
     data_loader as data_loader,
+    hooks as hooks,
     launchers as launchers,
     local_sgd as local_sgd,
     logging as logging,
@@ -56,10 +58,16 @@ from nb_accelerate.notebook.magics import (
 from nb_accelerate.notebook.ranks.attach import attach as attach
 from nb_accelerate.training.accelerator import Accelerator as Accelerator
 from nb_accelerate.training.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
+from nb_accelerate.training.bigmodel.dispatch import (
+    cpu_offload as cpu_offload,
+    disk_offload as disk_offload,
+    dispatch_model as dispatch_model,
+)
 from nb_accelerate.training.bigmodel.empty import (
     init_empty_weights as init_empty_weights,
     init_on_device as init_on_device,
 )
+from nb_accelerate.training.bigmodel.module_hooks import cpu_offload_with_hook as cpu_offload_with_hook
 from nb_accelerate.training.bigmodel.shown_map import show_map as show_map
 from nb_accelerate.training.checkpoint.listing import checkpoints as checkpoints
 from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model

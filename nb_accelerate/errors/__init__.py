@@ -10,6 +10,7 @@ NbAccelerateError
 ├── CollectiveMismatchError (RuntimeError)  ranks hand different things to one collective
 ├── DispatchError (RuntimeError)            rank 0 reads for all, and could not
 ├── CheckpointError (RuntimeError)          a checkpoint is damaged, or does not fit
+├── PlacedModelError (RuntimeError)         weights that are spread over devices cannot do this
 ├── CellSyntaxError                         a cell does not compile; no rank has seen it
 └── LaunchError (RuntimeError)              ranks were to be started, or were running
     ├── ShippingError (TypeError)           what cannot be sent to another process
@@ -109,6 +110,10 @@ class DispatchError(NbAccelerateError, RuntimeError):
 
 class CheckpointError(NbAccelerateError, RuntimeError):
     """A checkpoint lacks something, was cut off, or does not fit what it is loaded into."""
+
+
+class PlacedModelError(NbAccelerateError, RuntimeError):
+    """A model whose parts are on several devices, or visit one, was asked for what it cannot do so."""
 
 
 class CellSyntaxError(NbAccelerateError):

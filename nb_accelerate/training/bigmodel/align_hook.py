@@ -1,0 +1,227 @@
+"""The hook of a block: its inputs, and its weights where they rest elsewhere, come to the device that it computes on.
+
+::
+
+    inputs --> pre_forward: moved; weights arrive --> forward --> post_forward: weights leave; outputs moved back
+                              ^ Schedule.before                     ^ Schedule.after, after an exception too
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.bigmodel.hooks import ModelHook
+from nb_accelerate.training.bigmodel.mapped import files_of
+from nb_accelerate.training.bigmodel.moving import moved, numbered, owner_of, put, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.placement import Mapped, Staged
+from nb_accelerate.training.bigmodel.refused_backward import refuse_backward
+from nb_accelerate.training.bigmodel.schedule import Schedule
+from nb_accelerate.training.pytree import map_tensors, tensors_in
+from nb_accelerate.training.pytree.structures import find_device, send_to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from nb_accelerate.training.bigmodel.placement import Placement
+
+    Device = int | str | torch.device
+
+
+class RestingWeights(dict[str, Tensor]):
+    """The weights of a block where they rest, by their names in it. A hook for another module does not take them."""
+
+
+class AlignDevicesHook(ModelHook):
+    """Bring what a module needs to the device that it computes on.
+
+    Args:
+        execution_device: where inputs, and weights, are when the module computes. None moves nothing.
+        offload: whether weights rest elsewhere: in host memory, or in the files of which they are views. They are the
+            parameters of the module at rest too, with their numbers; none is on ``meta``.
+        io_same_device: return outputs on the device of the first tensor of the inputs.
+        weights_map: what weights are, by their names in the module. By default what they are now. Set to the resting
+            weights when the hook is added.
+        offload_buffers: buffers that a state dict has rest elsewhere too. All others stay on ``execution_device``.
+        place_submodules: the hook cares for the weights of all modules in the module, not only for its own.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
+        tied_params_map: accepted. One tensor under several names is one on a device too.
+
+    Attributes:
+        original_devices: where the weights of a module with ``offload`` were before, by name.
+        names: of the module's tensors that the hook cares for. Set before it is added; else by ``place_submodules``.
+        schedule: fetches the weights of the next block while this one computes. Set likewise; else one of its own.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.original_devices: dict[str, torch.device] = {}
+        self.names: list[str] | None = None
+        self.schedule: Schedule | None = None
+        self._placements: dict[torch.device, tuple[Schedule, Placement]] = {}
+        self._numbered: tuple[Device, torch.device] | None = None
+        self._input_devices: dict[int, torch.device | None] = {}  # by thread
+
+    def __repr__(self) -> str:
+        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The weights of a copy are those of the copied module.
+        weights = None if self._placements else self.weights_map
+        return {**self.__dict__, "weights_map": weights, "_placements": {}, "_input_devices": {}}
+
+    @property
+    def device(self) -> torch.device | None:
+        """The execution device, with its number."""
+        given = self.execution_device
+        if given is None:
+            return None
+        if self._numbered is None or self._numbered[0] is not given:
+            self._numbered = given, numbered(given)
+        return self._numbered[1]
+
+    @property
+    @override
+    def under_compiler(self) -> Literal["traced", "left out", "run"]:
+        # Weights that are mapped are right at rest, and nothing has to come to the CPU.
+        return "left out" if self._is_on_cpu else "run"
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.execution_device is None or self.device == torch.device("cpu")
+
+    @override
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        if self.execution_device is None:
+            return module
+        names = self.names if self.names is not None else tensor_names(module, recurse=self.place_submodules)
+        visiting = [name for name in names if self.offload and self.visits(module, name)]
+        if self.offload:
+            for name in names:
+                self.original_devices.setdefault(name, tensor_at(module, name).device)
+        for name in set(names).difference(visiting):
+            put(module, name, numbered(self.execution_device), self.weights_map)
+        if self.offload:
+            self._place(module, visiting)
+        return module
+
+    def visits(self, module: nn.Module, name: str) -> bool:
+        """Return whether a tensor of a module with ``offload`` rests elsewhere: not so buffers, by default."""
+        owner, attribute = owner_of(module, name)
+        is_saved = attribute not in owner._non_persistent_buffers_set  # noqa: SLF001 - there is no public way to ask
+        return attribute in owner._parameters or (self.offload_buffers and is_saved)  # noqa: SLF001
+
+    def _place(self, module: nn.Module, names: Iterable[str]) -> tuple[Schedule, Placement]:
+        device = self.device or torch.device("cpu")
+        given = {} if self.weights_map is None or isinstance(self.weights_map, RestingWeights) else self.weights_map
+        resting = RestingWeights({name: _resting(module, name, given) for name in names})
+        files = next((found for tensor in resting.values() if (found := files_of(tensor)) is not None), None)
+        placement = (Mapped if device.type == "cpu" else Staged)(
+            [(*owner_of(module, name), tensor) for name, tensor in resting.items()],
+            device,
+            files=files,
+            names=[files.name_of(tensor) for tensor in resting.values() if files and files_of(tensor) is files],
+        )
+        if self.schedule is None or self.schedule.device != device:
+            self.schedule = Schedule(device)
+        self.schedule.add(placement)
+        self.weights_map = resting
+        self._placements[device] = self.schedule, placement
+        return self._placements[device]
+
+    def _placed(self, module: nn.Module) -> tuple[Schedule, Placement]:
+        """Return the placement: a new one in a copy of the module, and if others have changed the execution device."""
+        placed = self._placements.get(self.device or torch.device("cpu"))
+        if placed is not None:
+            return placed
+        names = self.names if self.names is not None else tensor_names(module, recurse=self.place_submodules)
+        return self._place(module, [name for name in names if self.visits(module, name)])
+
+    @override
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self._input_devices[threading.get_ident()] = find_device([args, kwargs])
+        if (device := self.device) is not None:
+            args = tuple([moved(arg, device) for arg in args])
+            kwargs = {key: value if self._stays(key) else moved(value, device) for key, value in kwargs.items()}
+        if self.offload:
+            schedule, placement = self._placed(module)
+            schedule.before(placement)
+        return args, kwargs
+
+    def _stays(self, key: str) -> bool:
+        return self.skip_keys is not None and (key == self.skip_keys or key in self.skip_keys)
+
+    @override
+    def compute(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.offload or self._is_on_cpu or not torch.is_grad_enabled():
+            return super().compute(module, forward, args, kwargs)
+        needs = any(tensor.requires_grad for tensor in [*tensors_in([args, kwargs]), *module.parameters()])
+        with torch.no_grad():
+            output = forward(*args, **kwargs)
+        return map_tensors(refuse_backward(type(module).__name__, self.device), output) if needs else output
+
+    @override
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self.forward_failed(module)
+        device = self._input_devices.pop(threading.get_ident(), None) if self.io_same_device else None
+        return output if device is None else send_to_device(output, device, skip_keys=self.skip_keys)
+
+    @override
+    def forward_failed(self, module: nn.Module) -> None:
+        if not self.offload or not self._placements:
+            return
+        schedule, placement = self._placed(module)
+        schedule.after(placement)
+        if not isinstance(
+            self.weights_map, RestingWeights
+        ):  # given by who has changed weights: peft merges adapters so
+            self._place(module, list(self.weights_map or ()))
+
+    @override
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for name, device in self.original_devices.items() if self.offload else ():
+            if device.type != "meta":
+                put(module, name, device)
+        self._placements.clear()
+        return module
+
+
+def _resting(module: nn.Module, name: str, given: Mapping[str, Tensor]) -> Tensor:
+    """Return what a weight is at rest: what was given for it, else what it is now, in host memory."""
+    tensor = tensor_at(module, name)
+    if name not in given and tensor.is_meta:
+        raise ConfigError(
+            f"{name} of a {type(module).__name__} has no numbers: it is on the meta device, and neither a state dict "
+            "nor a file that was given has it. Load the checkpoint first, or give the folder that has all weights."
+        )
+    value = given.get(name, tensor)
+    if value.shape != tensor.shape:
+        raise ConfigError(
+            f"{name} of a {type(module).__name__} has the shape {tuple(tensor.shape)}, and the given weight "
+            f"{tuple(value.shape)}: they belong to different models."
+        )
+    return value.detach().to("cpu", tensor.dtype)

@@ -1,0 +1,186 @@
+"""Attach hooks to the blocks of a model, and to its parts on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
+from nb_accelerate.training.bigmodel.blocks import entries_that_compute, find_blocks
+from nb_accelerate.training.bigmodel.hooks import add_hook_to_module
+from nb_accelerate.training.bigmodel.moving import numbered, put, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.offloaded import PrefixedDataset
+from nb_accelerate.training.bigmodel.schedule import Schedule
+from nb_accelerate.training.bigmodel.ties import device_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    import torch
+    from torch import Tensor, nn
+
+    Device = int | str | torch.device
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
+) -> None:
+    """Move the inputs of all modules with weights, and the weights, to a device. Modules that have a hook keep theirs.
+
+    Args:
+        module: changed in place, as all modules in it.
+        execution_device: where they compute.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: names of classes of modules whose submodules get no hooks.
+        tied_params_map: as for `AlignDevicesHook`.
+    """
+    if not hasattr(module, "_hf_hook") and module.state_dict():
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: torch.device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
+) -> None:
+    """Attach an `AlignDevicesHook` to each block of a module, which accelerate attaches to each module with weights.
+
+    Args:
+        module: changed in place.
+        execution_device: where the blocks compute.
+        offload: whether their weights rest elsewhere.
+        weights_map: what the weights are, by their names in the model.
+        offload_buffers: as for `AlignDevicesHook`.
+        module_name: of the module in the model.
+        skip_keys: as for `AlignDevicesHook`.
+        preload_module_classes: names of further classes whose modules are one block.
+        tied_params_map: as for `AlignDevicesHook`.
+    """
+    names = tensor_names(module)
+    options = {"offload_buffers": offload_buffers, "skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    prefixed = None if weights_map is None else PrefixedDataset(weights_map, f"{module_name}." if module_name else "")
+    devices = dict.fromkeys(names, execution_device)
+    _attach_to_blocks(module, names, devices, offload, prefixed, preload_module_classes or (), options)
+
+
+def _attach_to_blocks(
+    model: nn.Module,
+    names: Sequence[str],
+    devices: Mapping[str, Any],
+    offload: bool,
+    weights_map: Mapping[str, Tensor] | None,
+    whole_classes: Collection[str],
+    options: Mapping[str, Any],
+) -> None:
+    schedules: dict[Any, Schedule] = {}
+    for block in find_blocks(model, names, devices, whole_classes):
+        prefix = f"{block.name}." if block.name else ""
+        device = devices[prefix + block.tensors[0]]
+        hook = AlignDevicesHook(
+            device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            place_submodules=block.is_whole,
+            **options,
+        )
+        hook.names = block.tensors
+        hook.offload = offload and any(hook.visits(block.module, name) for name in block.tensors)
+        if hook.offload and device is not None:
+            hook.schedule = schedules.setdefault(device, Schedule(numbered(device)))
+        add_hook_to_module(block.module, hook, append=True)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: torch.device | Mapping[str, torch.device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
+) -> None:
+    """Attach an `AlignDevicesHook` to each block of a model whose weights rest elsewhere, and where devices change.
+
+    Args:
+        module: the model, changed in place.
+        execution_device: where it computes; by names of modules if there are several devices.
+        offload: whether weights rest elsewhere; by names of modules likewise.
+        weights_map: what the weights are, by their names in the model.
+        offload_buffers: as for `AlignDevicesHook`.
+        module_name: of the module in the model.
+        skip_keys: as for `AlignDevicesHook`.
+        preload_module_classes: names of further classes whose modules are one block.
+        tied_params_map: as for `AlignDevicesHook`.
+    """
+    options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if offload:
+            attach_align_device_hook(
+                module, execution_device, True, weights_map, offload_buffers, module_name, **options
+            )
+        else:
+            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **options)
+            add_hook_to_module(module, hook)
+        return
+    prefix = f"{module_name}." if module_name else ""
+    computing = _by_entry(execution_device, offload, prefix)
+    resting = _by_entry(offload, execution_device, prefix)
+    names = [name for name in tensor_names(module) if _entry(name, resting) is not None]
+    devices = {name: numbered(device_of(name, computing)) for name in names if _entry(name, computing) is not None}
+    staying = {name for name in devices if not resting[_entry(name, resting) or ""]}
+    for name in staying:
+        put(module, name, devices[name])
+    tied = {id(tensor_at(module, name)) for name in staying}
+    visitors = [name for name in devices if name not in staying and id(tensor_at(module, name)) not in tied]
+    root = AlignDevicesHook(computing.get(""), io_same_device=not module_name, **options)
+    root.names = []  # it moves inputs and outputs
+    add_hook_to_module(module, root)
+    weights = None if weights_map is None else PrefixedDataset(weights_map, prefix)
+    options["offload_buffers"] = offload_buffers
+    _attach_to_blocks(module, visitors, devices, True, weights, preload_module_classes or (), options)
+    _attach_at_boundaries(module, computing, resting, options)
+
+
+def _by_entry(given: Any, other: Any, prefix: str) -> dict[str, Any]:
+    """Return values by names in the module; a single value is for all names of the other argument."""
+    by_name = given if isinstance(given, Mapping) else dict.fromkeys(other, given)
+    return {name.removeprefix(prefix): value for name, value in by_name.items() if f"{name}.".startswith(prefix)}
+
+
+def _entry(name: str, entries: Mapping[str, Any]) -> str | None:
+    """Return the innermost entry that a name is in."""
+    while name and name not in entries:
+        name = name.rpartition(".")[0]
+    return name if name in entries else None
+
+
+def _attach_at_boundaries(
+    model: nn.Module, computing: Mapping[str, Any], resting: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Move the inputs of the parts that stay on a device."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for entry, offload in resting.items():
+        if offload or not entry or entry not in modules:
+            continue
+        for name in entries_that_compute(modules[entry], entry):
+            if not hasattr(modules[name], "_hf_hook"):
+                hook = AlignDevicesHook(computing[entry], **options)
+                hook.names = []  # they are there
+                add_hook_to_module(modules[name], hook)

@@ -1,0 +1,235 @@
+"""Place a model by a device map: on several devices, in host memory, or in files."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nb_accelerate.errors import PlacedModelError
+from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
+from nb_accelerate.training.bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
+from nb_accelerate.training.bigmodel.device_map import check_device_map
+from nb_accelerate.training.bigmodel.hooks import add_hook_to_module
+from nb_accelerate.training.bigmodel.moving import numbered, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.resting import weights_in_files
+from nb_accelerate.training.bigmodel.ties import (
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
+    retie_parameters,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch import Tensor
+
+    Device = int | str | torch.device
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Place a model by a device map, and return it.
+
+    What a map has on a GPU stays there. What it has on ``"cpu"`` or ``"disk"`` is computed on the main device: block by
+    block, each of which is copied there while the one before computes. Without a GPU all is computed on the CPU, from
+    ``"disk"`` by way of mapped files, where nothing is copied. A model on one device gets no hooks, and loses nothing.
+
+    At rest all weights are in ``model.state_dict()``, with their numbers. `remove_hook_from_submodules` makes a plain
+    model of it. Gradients go through weights that stay, and through those that are computed on the CPU.
+
+    Args:
+        model: changed in place.
+        device_map: devices by names of modules and tensors, ``""`` for the whole model; ``"disk"`` is one.
+        main_device: where what visits is computed, and where inputs go first. By default the first GPU of the map.
+        state_dict: weights of parts on the ``"cpu"``, by their names in the model. By default what they are now.
+        offload_dir: where weights of parts on the ``"disk"`` are, by its ``index.json``; those that no file has are
+            written there, and safetensors files that the model was loaded from are used as they are.
+        offload_index: what is in files, in place of ``index.json``: ``safetensors_file`` and ``weight_name`` by name.
+        offload_buffers: buffers of a state dict visit too. By default they stay on the device that computes.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved between devices.
+        preload_module_classes: names of further classes whose modules are one block.
+        force_hooks: attach hooks, which move inputs, to a model on one device too.
+
+    Raises:
+        ConfigError: parts have no device; or weights have no numbers, or other shapes in files.
+        PlacedModelError: this machine has no such device.
+        CheckpointError: the disk has too little space, or a file is damaged.
+    """
+    _check(model, device_map)
+    places: dict[str, Any] = {name: "disk" if at == "disk" else numbered(at) for name, at in device_map.items()}
+    devices = list(dict.fromkeys(places.values()))
+    if len(devices) > 1 or "disk" in devices or force_hooks:
+        _place(
+            model,
+            places,
+            _main_device(devices) if main_device is None else numbered(main_device),
+            (state_dict, offload_dir, offload_index),
+            {
+                "offload_buffers": offload_buffers,
+                "skip_keys": skip_keys,
+                "preload_module_classes": preload_module_classes,
+            },
+        )
+    elif any(tensor_at(model, name).device != devices[0] for name in tensor_names(model)):
+        model.to(devices[0])
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def _check(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Check a device map as `check_device_map`, but for what transformers leaves out of its maps on purpose.
+
+    To that end it replaces ``accelerate.big_modeling.check_device_map`` for a while. That does nothing here, because a
+    lower module cannot look a name up there; the class of the model says the same.
+    """
+    left_out = dict.fromkeys(getattr(model, "_no_placement_params", None) or (), "cpu")
+    check_device_map(model, {**device_map, **left_out})
+
+
+def _main_device(devices: Sequence[Any]) -> torch.device:
+    cpu = torch.device("cpu")
+    return next((device for device in devices if device not in ("disk", cpu)), cpu)
+
+
+def _place(
+    model: nn.Module,
+    places: Mapping[str, Any],
+    main_device: torch.device,
+    sources: tuple[Mapping[str, Tensor] | None, Any, Any],
+    options: Mapping[str, Any],
+) -> None:
+    state_dict, offload_dir, offload_index = sources
+    # In the one memory of a Mac, what is on the CPU is as near as what is on the GPU.
+    visiting = ("disk",) if main_device.type in ("cpu", "mps") else ("disk", torch.device("cpu"))
+    offload = {name: place in visiting for name, place in places.items()}
+    computing = {name: main_device if offload[name] else place for name, place in places.items()}
+    _separate_ties(model, computing)
+    ties = find_tied_parameters(model)
+    on_disk = [name for name in tensor_names(model) if device_of(name, places, "") == "disk"]
+    saved = _visitors(model, on_disk, offload_buffers=options["offload_buffers"])
+    in_files = weights_in_files(saved, offload_dir, offload_index) if saved else {}
+    weights = {**(state_dict or {}), **in_files}
+    attach_align_device_hook_on_blocks(model, {"": main_device, **computing}, offload, weights, **options)
+    retie_parameters(model, ties)
+    _refuse_moves(model)
+
+
+def _separate_ties(model: nn.Module, computing: Mapping[str, torch.device]) -> None:
+    """Make a parameter with names on several devices one for each of them, which is said in the log."""
+    groups = find_tied_parameters(model)
+    check_tied_parameters_on_same_device(groups, computing)
+    for group in groups:
+        shared = tensor_at(model, group[0])
+        made: dict[Any, Tensor] = {}
+        for name in group:
+            separate = nn.Parameter(shared.detach(), shared.requires_grad) if made else shared
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, made.setdefault(device_of(name, computing), separate))
+
+
+def _visitors(model: nn.Module, names: Sequence[str], *, offload_buffers: bool) -> dict[str, Tensor]:
+    """Return those tensors that are in files: parameters, and saved buffers if asked for or if they are on ``meta``."""
+    parameters, saved = {name for name, _ in model.named_parameters(remove_duplicate=False)}, model.state_dict().keys()
+    tensors = {name: tensor_at(model, name) for name in names}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in parameters or (name in saved and (offload_buffers or tensor.is_meta))
+    }
+
+
+def _refuse_moves(model: nn.Module) -> None:
+    model.to = functools.partial(_to, model)  # type: ignore[method-assign]
+    for name in ("cuda", "cpu", "xpu", "npu", "mlu", "musa"):
+        if hasattr(model, name):
+            setattr(model, name, functools.partial(_refuse_move, name))
+
+
+def _to(model: Any, *args: Any, **kwargs: Any) -> Any:
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]  # noqa: SLF001 - as torch itself reads these arguments
+    return type(model).to(model, *args, **kwargs) if device is None else _refuse_move("to", device)
+
+
+def _refuse_move(method: str, *args: Any, **_: Any) -> Any:
+    raise PlacedModelError(
+        f"model.{method}({', '.join(map(repr, args))}) would move a model whose parts dispatch_model has placed. "
+        "Before that, or before another dispatch_model(model, device_map), write: "
+        "nb_accelerate.hooks.remove_hook_from_submodules(model)"
+    )
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Keep a model in host memory, compute it on a device block by block, and return it.
+
+    Args:
+        model: changed in place.
+        execution_device: where it computes, by default the device it is on.
+        offload_buffers: as for `dispatch_model`.
+        state_dict: what its weights are, by name. By default what they are now.
+        preload_module_classes: as for `dispatch_model`.
+    """
+    return _offload(model, execution_device, state_dict, offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | os.PathLike[str],
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Keep a model in files, compute it on a device block by block, and return it.
+
+    Args:
+        model: changed in place.
+        offload_dir: where its weights are, by its ``index.json``; else where they are written to.
+        execution_device: where it computes, by default the device it is on.
+        offload_buffers: as for `dispatch_model`.
+        preload_module_classes: as for `dispatch_model`.
+
+    Raises:
+        CheckpointError: the disk has too little space, or a file is damaged.
+    """
+    saved = _visitors(model, tensor_names(model), offload_buffers=offload_buffers)
+    weights = weights_in_files(saved, offload_dir, None)
+    return _offload(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def _offload(
+    model: nn.Module,
+    execution_device: Device | None,
+    weights: Mapping[str, Tensor] | None,
+    offload_buffers: bool,
+    preload_module_classes: Collection[str] | None,
+) -> nn.Module:
+    device = (
+        numbered(execution_device) if execution_device is not None else tensor_at(model, tensor_names(model)[0]).device
+    )
+    ties = find_tied_parameters(model)
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model, device, True, weights, offload_buffers, preload_module_classes=preload_module_classes
+    )
+    retie_parameters(model, ties)
+    return model

@@ -1,0 +1,78 @@
+"""Move tensors of modules, and inputs, to devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from nb_accelerate.errors import PlacedModelError
+from nb_accelerate.training.bigmodel.tensors import set_module_tensor_to_device
+from nb_accelerate.training.pytree import map_tensors, send_to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    Device = int | str | torch.device
+
+
+def numbered(device: Device) -> torch.device:
+    """Return a device with its number, which tensors have too.
+
+    Raises:
+        PlacedModelError: this machine has no such device.
+    """
+    try:
+        made = torch.device(device)
+        return made if made.type in ("cpu", "meta") or made.index is not None else torch.empty(0, device=made).device
+    except (RuntimeError, AssertionError) as error:  # the latter by a torch without CUDA
+        raise PlacedModelError(f"{device!r} is no device of this machine: {str(error).splitlines()[0]}") from error
+
+
+def put(module: nn.Module, name: str, device: torch.device, values: Mapping[str, Tensor] | None = None) -> None:
+    """Move a tensor of a module to a device; one on ``meta`` gets its value. A parameter stays the same object else."""
+    tensor = tensor_at(module, name)
+    if type(tensor) is not nn.Parameter or tensor.is_meta:
+        value = values[name] if tensor.is_meta and values and name in values else None
+        set_module_tensor_to_device(module, name, device, value=value, clear_cache=False)
+    elif tensor.device != device:
+        tensor.data = tensor.data.to(device)
+
+
+def tensor_at(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer by its name, which may have dots."""
+    owner, attribute = owner_of(module, name)
+    tensor: Tensor = getattr(owner, attribute)
+    return tensor
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+def tensor_names(module: nn.Module, *, recurse: bool = True) -> list[str]:
+    """Return the names of all parameters and buffers, tied ones by each of their names."""
+    parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=recurse, remove_duplicate=False)
+    return [name for name, _ in (*parameters, *buffers)]
+
+
+def moved(data: Any, device: torch.device) -> Any:
+    """Return data with its tensors on a device; the same object if they are there, as a cache that the module fills."""
+    if type(data) is Tensor:
+        return data.to(device)
+    return data if _is_on(data, device) else send_to_device(data, device)
+
+
+def _is_on(data: Any, device: torch.device) -> bool:
+    there = True
+
+    def look(leaf: Any) -> Any:
+        nonlocal there
+        there = there and isinstance(leaf, Tensor) and leaf.device == device
+        return leaf
+
+    map_tensors(look, data, movable=True)
+    return there
