@@ -164,4 +164,4 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *others in lines:
         numbers = (f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True))
-        print("  ".join((f"{first:<{widths[0]}}", *numbers)))
+        print("  ".join((f"{first:<{widths[0]}}", *numbers)).rstrip())

@@ -127,7 +127,7 @@ def show_map(
     Raises:
         ConfigError: the map misses tensors, or has another name; a size or dtype is none.
     """
-    is_empty = not hasattr(model, "hf_device_map") and all(_has_no_memory(tensor) for _, tensor in _tensors(model))
+    is_empty = not hasattr(model, "hf_device_map") and all(map(_has_no_memory, model.parameters()))
     if device_map is None and (max_memory is not None or is_empty):
         device_map = "auto"
     limits: Mapping[int | str, int] = {}
