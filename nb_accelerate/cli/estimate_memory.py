@@ -120,7 +120,7 @@ def _print_inference(arguments: argparse.Namespace) -> None:
     a_token = kv_cache(getattr(model, "config", None))
     if a_token is not None:
         print(f"KV cache: {size(1000 * a_token)} for 1,000 tokens of a sequence, in float16")
-    files = fits[0].weights
+    files = 2 * number
     room = "more than" if files > disk else "within"
     print(f"files: {size(files)} in 16 bits, {room} the {size(disk)} of disk that are free")
     limits_shown = fits[0].shown.limits
