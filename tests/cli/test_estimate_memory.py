@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from fixtures.page_code import code_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nb_accelerate.cli import main
@@ -76,7 +79,7 @@ def test_a_class_of_ones_own_needs_no_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setattr("sys.path", [*sys.path])
     text = "import torch\ndef make():\n    return torch.nn.Linear(1 << 20, 1 << 20)\n"
     (tmp_path / "my_model_of_four_terabytes.py").write_text(text)
     assert main(["estimate-memory", "my_model_of_four_terabytes:make", "--precisions", "no"]) == 0
@@ -198,3 +201,19 @@ def test_without_options_it_is_this_machine(llama: Path, capsys: pytest.CaptureF
     assert "float16: The CPU computes all of it." in out
     assert main(["estimate-memory", str(llama), "--inference", "--cpu-memory", "300KiB"]) == 0
     assert re.search(r"float16: The CPU computes all of it, of which it reads 3\d\d\.\d KiB", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_page_for_kaggle_are_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    page = (Path(__file__).parents[2] / "notebooks" / "how_to" / "kaggle_large_models.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name, text in code_of(page).files.items():
+        Path(name).write_text(text, encoding="utf-8")
+    shown = re.findall(r"^```console\n\$ nb-accelerate (.*)\n```\n\n```text\n([^`]*)```$", page, re.MULTILINE)
+    assert len(shown) == 3
+    for command, printed in shown:
+        assert main(shlex.split(command)) == 0
+        assert capsys.readouterr().out == printed
