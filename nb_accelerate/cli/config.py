@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.config.machine import Machine, default_config
 from nb_accelerate.cli.asking import Asker, whole_number
 
 if TYPE_CHECKING:
@@ -28,21 +28,6 @@ _STAGES = ["shard nothing", "shard the optimizer", "shard gradients too", "shard
 _DEVICES = [("none", "on the GPUs"), ("cpu", "in the memory of the host"), ("nvme", "on a disk")]
 _SPLIT = "TENSOR_PARALLEL"
 """Each layer is split over processes. It has no ``distributed_type``: ``parallelism_config`` says it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The hardware that the defaults of the questions depend on.
-
-    Attributes:
-        num_xla_devices: TPU chips, or other devices of torch_xla, that can have a process each.
-    """
-
-    num_gpus: int = 0
-    num_cpus: int = 1
-    has_tpu: bool = False
-    num_xla_devices: int = 0
-    has_deepspeed: bool = False
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -137,28 +122,6 @@ def machine_here() -> Machine:
         num_xla_devices=len(XLA.find(os.environ.get(XLA.visibility), False)),
         has_deepspeed=is_installed("deepspeed"),
     )
-
-
-def default_config(machine: Machine, mixed_precision: str = "no") -> dict[str, Any]:
-    """Return the configuration of a machine, with the default answer to every question."""
-    if machine.num_gpus:
-        kind, devices = ("MULTI_GPU" if machine.num_gpus > 1 else "NO"), machine.num_gpus
-    else:
-        kind, devices = ("XLA" if machine.num_xla_devices else "NO"), machine.num_xla_devices
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": kind,
-        "enable_cpu_affinity": False,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": mixed_precision,
-        "num_machines": 1,
-        "num_processes": max(1, devices),
-        "rdzv_backend": "static",
-        "same_network": False,
-        "use_cpu": devices == 0,
-    }
 
 
 def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:

@@ -1,13 +1,17 @@
-"""`PrepareForLaunch`: set the rank of a process that another launcher started."""
+"""What scripts do before a launch: write a configuration file, or set the rank of a process that they started."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from nb_accelerate.base.config.distributed import DistributedType
+from nb_accelerate.base.config.file import default_path, write_config
+from nb_accelerate.base.config.machine import Machine, default_config
+from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.compat.environ import patch_environment
 from nb_accelerate.errors import ConfigError
 
@@ -64,3 +68,25 @@ class PrepareForLaunch:
                 "WORLD_SIZE. debug_launcher sets up processes for debugging without any."
             )
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=index, world_size=int(size))
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | bool:
+    """Write a configuration file for the devices of this machine, as ``nb-accelerate config default`` does.
+
+    Args:
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        save_location: the file; by default the one that launches read.
+
+    Returns:
+        The file, or False where there was one, which is not changed.
+
+    Raises:
+        ConfigError: there is no such precision, or the file cannot be written.
+    """
+    path = default_path() if save_location is None else Path(save_location).expanduser()
+    if path.exists():
+        print(f"{path} is there and was not changed. To answer the questions anew: nb-accelerate config")  # noqa: T201 - as accelerate does
+        return False
+    kind = next(kind for kind in DEVICE_KINDS if kind.is_available())
+    gpus = 0 if kind.is_host or kind.start_runtime else max(1, kind.count())
+    return write_config(default_config(Machine(num_gpus=gpus), mixed_precision.lower()), path)

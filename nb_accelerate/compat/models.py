@@ -52,6 +52,14 @@ def model_has_dtensor(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return over how many ranks transformers has split the layers of a model; None if it has not split them."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    noted = config if isinstance(config, dict) else vars(config) if config is not None else {}
+    size = getattr(model, "tp_size", None)  # that of transformers before version 5
+    return noted.get("tp_size") if size is None else size
+
+
 def convert_to_fp32(tensor: Any) -> Any:
     """Return a structure with 16-bit floating point tensors converted to float32."""
     return to_float32(tensor)

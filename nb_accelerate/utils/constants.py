@@ -1,5 +1,9 @@
 """Names of ``accelerate.utils.constants``."""
 
+from nb_accelerate.base.config.fsdp import (
+    FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY,
+    FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY,
+)
 from nb_accelerate.training.checkpoint.names import (
     MODEL_NAME as MODEL_NAME,
     OPTIMIZER_NAME as OPTIMIZER_NAME,

@@ -29,6 +29,16 @@ from nb_accelerate.base.config.project import (
     LoggerType as LoggerType,
     ProjectConfiguration as ProjectConfiguration,
 )
+from nb_accelerate.compat.refused import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    FP8RecipeKwargs as FP8RecipeKwargs,
+    MegatronLMPlugin as MegatronLMPlugin,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    SageMakerDistributedType as SageMakerDistributedType,
+    TERecipeKwargs as TERecipeKwargs,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+)
 from nb_accelerate.training.bigmodel.quantised import BnbQuantizationConfig as BnbQuantizationConfig
 from nb_accelerate.training.bigmodel.sizes import CustomDtype as CustomDtype
 from nb_accelerate.training.process.rng import RNGType as RNGType

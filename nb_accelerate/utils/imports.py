@@ -10,6 +10,7 @@ from nb_accelerate.compat.capabilities import (
     is_xccl_available as is_xccl_available,
     is_xpu_available as is_xpu_available,
 )
+from nb_accelerate.compat.float8 import torchao_required as torchao_required
 from nb_accelerate.compat.models import is_peft_model as is_peft_model
 from nb_accelerate.compat.packages import (
     is_4bit_bnb_available as is_4bit_bnb_available,

@@ -6,7 +6,9 @@ from nb_accelerate.compat.environ import (
     merge_dicts as merge_dicts,
 )
 from nb_accelerate.compat.exchange import wait_for_everyone as wait_for_everyone
+from nb_accelerate.compat.fsdp2 import get_module_children_bottom_up as get_module_children_bottom_up
 from nb_accelerate.compat.models import (
+    get_model_tp_size as get_model_tp_size,
     get_pretty_name as get_pretty_name,
     has_compiled_regions as has_compiled_regions,
     is_compiled_module as is_compiled_module,
@@ -14,7 +16,11 @@ from nb_accelerate.compat.models import (
     recursive_getattr as recursive_getattr,
 )
 from nb_accelerate.compat.output import convert_bytes as convert_bytes, tqdm as tqdm
-from nb_accelerate.training.accelerator.compiling import compile_regions as compile_regions
+from nb_accelerate.training.accelerator.compiling import (
+    compile_regions as compile_regions,
+    compile_regions_deepspeed as compile_regions_deepspeed,
+    compile_regions_fsdp2 as compile_regions_fsdp2,
+)
 from nb_accelerate.training.accelerator.model_files import save as save
 from nb_accelerate.training.checkpoint.files import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,

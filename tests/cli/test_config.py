@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from nb_accelerate.base.config.file import default_path, name_unknown, read_config, write_config
+from nb_accelerate.base.config.machine import Machine, default_config
 from nb_accelerate.cli import main
 from nb_accelerate.cli.asking import Asker
-from nb_accelerate.cli.config import Machine, ask_config, default_config
+from nb_accelerate.cli.config import ask_config
 from nb_accelerate.errors import ConfigError
 
 # As `accelerate config` wrote it in 2023 for two GPUs of one machine.

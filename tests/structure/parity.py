@@ -14,6 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.compat import refused as refused_names
+from nb_accelerate.compat.refused import Refused
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -37,8 +40,8 @@ OUT_OF_SCOPE = (
     "no longer has (`dynamo_backend` takes other compilers' names as text)."
 )
 
-# The first that matches a name, or Class.member, or name(parameter), says why it is not here. All but the first two
-# groups of words are features that bring their names along.
+# The first that matches a name, or Class.member, or name(parameter), says why it is not here. The last ones are
+# features that bring their names along.
 REASONS = (
     (
         r"megatron|sagemaker|sagemager|msamp|habana|gaudi|hpu|mlu|musa|sdaa|npu(_|$)|neuron|lomo|pippy|TrainStep"
@@ -46,27 +49,13 @@ REASONS = (
         OUT_OF_SCOPE,
     ),
     (r"AOT_TS|NVPRIMS|NVFUSER|OFI|FX2TRT|TVM|_BACKEND|TORCHXLA|ONNXRT", OUT_OF_SCOPE),
-    (r"deepspeed|GatheredParameters|ulysses", "Comes with DeepSpeed"),
-    (r"fsdp|FullySharded|get_module_children_bottom_up|ensure_weights_retied", "Comes with FSDP"),
-    (
-        r"ContextParallel|context_parallel|SequenceParallel|device_mesh|get_model_tp_size|parallelism|tp_plugin",
-        "Sequences are not split over ranks (context and sequence parallelism); a mesh is made by the `Accelerator`",
-    ),
-    (
-        r"fp8|FP8|AORecipe|TERecipe|torchao|convert_model$|has_ao|has_transformer_engine|filter_first_and_last|opt_level",
-        "Layers compute in 8 bits by torchao, which replaces them in place; TransformerEngine is not used",
-    ),
+    (r"ulysses", "Sequences are not split over ranks (context and sequence parallelism)"),
     (r"bnb|Bnb|load_and_quantize", "Comes with quantised weights (bitsandbytes)"),
     (
         r"accelerate\.hooks|[oO]ffload|dispatch_model|device_map|init_empty|init_on_device|checkpoint_(and|in)"
         r"|align_module_device|balanced_memory|max_memory|PrefixedDataset|set_module_tensor",
         "Comes with models larger than a device (empty weights, device maps, offloading, hooks)",
     ),
-    (
-        r"save_state|load_state|save_model|should_save_model|register_(for|load|save)|get_state_dict|load_state_dict",
-        "Comes with checkpoints",
-    ),
-    (r"prepare_\w+_env|write_basic_config|prepare_tpu", "Comes with the command line (`config`, `launch`, TPU pods)"),
 )
 NO_EXCUSE = "Missing without a reason"
 
@@ -232,6 +221,8 @@ def _ours(path: str, name: str) -> Any:
 
 def _lacking(theirs: Any, ours: Any) -> Iterator[str]:
     """Yield members and parameters that ours has not: all of them, if there is none."""
+    if ours in refused():
+        return
     if isinstance(theirs, type) and issubclass(theirs, enum.Enum):
         yield from (f".{member}" for member in theirs.__members__ if member not in getattr(ours, "__members__", ()))
         return
@@ -278,7 +269,12 @@ def counted() -> list[str]:
     for what, entries in (("names of this half", half), ("names of all features", scope)):
         here = sum(entry not in lacks for entry in entries)
         lines.append(f"{what}: {here} of {len(entries)}, {100 * here / len(entries):.1f} %, members and parameters too")
-    return lines
+    return [*lines, f"names that are here and refuse when they are called: {len(refused())}"]
+
+
+def refused() -> list[type[Refused]]:
+    """Return the names that can be imported, and refuse when they are called."""
+    return [value for value in vars(refused_names).values() if value in Refused.__subclasses__()]
 
 
 def page() -> str:
@@ -312,6 +308,11 @@ def page() -> str:
             module, name = entry.split(": ")
             by_module.setdefault(module, []).append(name)
         lines += [f"- `{module}`: {', '.join(f'`{name}`' for name in names)}" for module, names in by_module.items()]
+    lines += ["", "## Names that can be imported, so that a script starts, and refuse when they are called", ""]
+    reasons: dict[str, list[str]] = {}
+    for name in refused():
+        reasons.setdefault(name.reason, []).append(f"`{name.__name__}`")
+    lines += [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -96,7 +96,7 @@ def _ours(module: str) -> str:
 
 def test_a_name_without_a_reason_is_noticed():
     assert reason("accelerate.utils: gather_for_breakfast") == NO_EXCUSE
-    assert reason("accelerate.utils: fsdp2_prepare_model") == "Comes with FSDP"
+    assert reason("accelerate.utils: fsdp2_prepare_model") == NO_EXCUSE
     assert reason("accelerate: DistributedType.MULTI_NPU") == OUT_OF_SCOPE
 
 

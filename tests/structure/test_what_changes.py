@@ -26,6 +26,8 @@ FIXED = (
     "threading.Lock",
     "_check",
     "_never",
+    "_refused",
+    "default_path()",
     "InRanks",
     "Variable",
 )

@@ -21,6 +21,8 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from torch import nn
+
     from nb_accelerate.base.config.env import Environment
 
 _KEYS = {
@@ -284,6 +286,25 @@ class DeepSpeedPlugin(KwargsHandler):
         finally:
             self._set("zero3_init_flag", before)
             tell_transformers(self)
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Make stage 3 gather the layers whole that ``transformer_moe_cls_names`` names. Preparing a model does so.
+
+        Raises:
+            ConfigError: the model has no such layer.
+        """
+        names = [name.strip() for name in (self.transformer_moe_cls_names or "").split(",") if name.strip()]
+        known = {type(part).__name__: type(part) for part in model.modules()}
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise ConfigError(
+                f"transformer_moe_cls_names names {', '.join(missing)}, and {type(model).__name__} has no such layer. "
+                f"It has {', '.join(sorted(known))}."
+            )
+        if names:
+            import deepspeed
+
+            deepspeed.utils.set_z3_leaf_modules(model, [known[name] for name in names])
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Refuse: ``accelerator.state.select_deepspeed_plugin(name)`` selects one of several plugins.

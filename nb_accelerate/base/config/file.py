@@ -195,6 +195,10 @@ class ConfigFile:
         """Return the value of a key that has keys of its own; empty where the file has none."""
         return self.get(name, {})  # type: ignore[no-any-return]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the file says, by keys."""
+        return {key: value for key, value in self.values.items() if value is not None}
+
     @property
     def machines(self) -> tuple[int, int]:
         """The fewest and the most machines: ``num_machines`` is a number, or a range such as ``1:4``."""

@@ -19,9 +19,13 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import nn
+
     from nb_accelerate.base.config.env import Environment
 
 _WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+FSDP_AUTO_WRAP_POLICY = [policy.upper() for policy in _WRAP_POLICIES]
+FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 """Sharding strategies of version 1, and the ``reshard_after_forward`` that means the same."""
 _STATE_DICT_TYPES = ("full_state_dict", "sharded_state_dict")
@@ -170,6 +174,29 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             state_dict_type: ``"FULL_STATE_DICT"`` or ``"SHARDED_STATE_DICT"``, the default.
         """
         self.state_dict_type = "SHARDED_STATE_DICT" if state_dict_type is None else state_dict_type
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Take the classes of blocks from a model of transformers, where classes are asked for and none are named.
+
+        Preparing a model does so by itself, and takes other models too.
+        """
+        classes = getattr(model, "_no_split_modules", None)
+        is_by_class = self.auto_wrap_policy == "transformer_based_wrap"
+        if is_by_class and classes and self.transformer_cls_names_to_wrap is None:
+            self.transformer_cls_names_to_wrap = list(classes)
+
+    def set_cpu_offload(self) -> None:
+        """Make torch's policy of ``cpu_offload=True``. Preparing a model does so by itself."""
+        if self.cpu_offload is True:
+            from torch.distributed.fsdp import CPUOffloadPolicy
+
+            self.cpu_offload = CPUOffloadPolicy()
+
+    def validate_cpu_offload(self) -> None:
+        """Do nothing: ``cpu_offload`` is checked when it is set."""
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Do nothing: ``mixed_precision_policy`` is checked when it is set."""
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Set ``mixed_precision_policy`` to one dtype, unless there is one already.

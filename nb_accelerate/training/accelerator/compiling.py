@@ -61,6 +61,31 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return compiled
 
 
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the repeated blocks of a model, and the parts beside them, in place, and return the model.
+
+    Hooks that are put on blocks afterwards run, as those of FSDP2 and DeepSpeed need.
+
+    Args:
+        module: the model. One without repeated blocks is compiled whole.
+        **compile_kwargs: those of `torch.nn.Module.compile`.
+    """
+    blocks = {id(block) for block in repeated_blocks(module)}
+
+    def visit(part: nn.Module) -> None:
+        if id(part) in blocks or not any(id(inner) in blocks for inner in part.modules()):
+            part.compile(**compile_kwargs)
+            return
+        for child in part.children():
+            visit(child)
+
+    visit(module)
+    return module
+
+
+compile_regions_deepspeed = compile_regions_fsdp2
+
+
 def _with_compiled(module: nn.Module, blocks: Collection[int], arguments: dict[str, Any]) -> nn.Module:
     """Return a module that is compiled where it is a block or has none inside; around blocks, a shallow copy."""
     if id(module) in blocks or not any(id(part) in blocks for part in module.modules()):

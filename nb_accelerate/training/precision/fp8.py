@@ -42,38 +42,45 @@ class FP8Precision(AutocastPrecision):
     def prepare_model(self, model: nn.Module) -> nn.Module:
         kind = self._library.float8_linear.Float8Linear
         if not any(isinstance(layer, kind) for layer in model.modules()):
-            self._replace_layers(model)
+            replace_layers(model, self.recipe)
         return super().prepare_model(model)
 
-    def _replace_layers(self, model: nn.Module) -> None:
-        linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-        ends = {linear[0], linear[-1]} if linear else set()
-        wanted = self.recipe.module_filter_func
-        chosen = []
 
-        def is_chosen(layer: nn.Module, name: str) -> bool:
-            if not name or not isinstance(layer, nn.Linear):  # torchao asks for linear layers only; accelerate for all
-                return False
-            if wanted is None:
-                answer = name not in ends and not layer.in_features % _UNIT and not layer.out_features % _UNIT
-            else:
-                answer = bool(wanted(layer, name))
-            if answer:
-                chosen.append(name)
-            return answer
+def replace_layers(model: nn.Module, recipe: AORecipeKwargs) -> None:
+    """Replace the linear layers of a model that a recipe chooses by torchao's, in place.
 
-        config = self.recipe.config
-        if config is None:
-            config = self._library.Float8LinearConfig(pad_inner_dim=bool(self.recipe.pad_inner_dim))
-        self._library.convert_to_float8_training(model, module_filter_fn=is_chosen, config=config)
-        if not chosen:
-            logger.warning(
-                "mixed_precision='fp8': no layer of %s computes in 8 bits, and all of it in bfloat16. Linear layers "
-                "are chosen whose sizes are multiples of %d, but the first and the last one. To choose others: "
-                "kwargs_handlers=[AORecipeKwargs(module_filter_func=lambda layer, name: True)].",
-                type(model).__name__,
-                _UNIT,
-            )
+    Raises:
+        MissingDependencyError: torchao is not installed.
+    """
+    library = _import_torchao()
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    ends = {linear[0], linear[-1]} if linear else set()
+    wanted = recipe.module_filter_func
+    chosen = []
+
+    def is_chosen(layer: nn.Module, name: str) -> bool:
+        if not name or not isinstance(layer, nn.Linear):  # torchao asks for linear layers only; accelerate for all
+            return False
+        if wanted is None:
+            answer = name not in ends and not layer.in_features % _UNIT and not layer.out_features % _UNIT
+        else:
+            answer = bool(wanted(layer, name))
+        if answer:
+            chosen.append(name)
+        return answer
+
+    config = recipe.config
+    if config is None:
+        config = library.Float8LinearConfig(pad_inner_dim=bool(recipe.pad_inner_dim))
+    library.convert_to_float8_training(model, module_filter_fn=is_chosen, config=config)
+    if not chosen:
+        logger.warning(
+            "mixed_precision='fp8': no layer of %s computes in 8 bits, and all of it in bfloat16. Linear layers "
+            "are chosen whose sizes are multiples of %d, but the first and the last one. To choose others: "
+            "kwargs_handlers=[AORecipeKwargs(module_filter_func=lambda layer, name: True)].",
+            type(model).__name__,
+            _UNIT,
+        )
 
 
 def _import_torchao() -> Any:

@@ -36,6 +36,23 @@ def test_a_function_of_another_launcher_finds_out_which_rank_it_is(monkeypatch):
         utils.PrepareForLaunch(print, debug=True)(0)
 
 
+def test_a_configuration_is_written_once_and_is_that_of_accelerate(tmp_path, capsys):
+    from accelerate.utils import write_basic_config
+
+    from nb_accelerate.base.config.file import read_config
+
+    theirs = read_config(write_basic_config("bf16", str(tmp_path / "theirs.json")))
+    ours = read_config(utils.write_basic_config("BF16", tmp_path / "ours.json"))
+    assert ours is not None
+    assert theirs is not None
+    assert {key: ours.get(key, False) for key in theirs.to_dict()} == theirs.to_dict()
+    assert utils.write_basic_config(save_location=tmp_path / "ours.json") is False
+    assert "ours.json is there and was not changed" in capsys.readouterr().out
+    assert read_config(tmp_path / "ours.json") is ours
+    with pytest.raises(ConfigError, match="mixed_precision"):
+        utils.write_basic_config("half", tmp_path / "other.json")
+
+
 def _meet(folder: str) -> None:
     state = PartialState(cpu=True)
     (mine,) = utils.gather_object([state.process_index])[state.process_index :][:1]

@@ -192,7 +192,7 @@ class DeepSpeedStrategy(Strategy):
             hidden_size=_hidden_size(request.model),
         )
         config = engine_config(self.plugin, run, optimizer, schedulers)
-        self._set_leaves(request.model)
+        self.plugin.set_moe_leaf_modules(request.model)
         set_loudness(self.plugin.deepspeed_config)
         arguments: dict[str, Any] = {"model": request.model, "config": config}
         if isinstance(optimizer, DummyOptim):
@@ -216,19 +216,6 @@ class DeepSpeedStrategy(Strategy):
     def _surroundings(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which variables say what DeepSpeed reads from nowhere else."""
         return variables_set({"LOCAL_RANK": str(self._local_rank), "PATH": path_of_programs()})
-
-    def _set_leaves(self, model: nn.Module) -> None:
-        """Make stage 3 gather the layers whole that the plugin names."""
-        names = [name.strip() for name in (self.plugin.transformer_moe_cls_names or "").split(",") if name.strip()]
-        known = {type(part).__name__: type(part) for part in model.modules()}
-        missing = [name for name in names if name not in known]
-        if missing:
-            raise ConfigError(
-                f"transformer_moe_cls_names names {', '.join(missing)}, and {type(model).__name__} has no such layer. "
-                f"It has {', '.join(sorted(known))}."
-            )
-        if names:
-            self._deepspeed.utils.set_z3_leaf_modules(model, [known[name] for name in names])
 
     @override
     def engine_scheduler(self, scheduler: Any) -> Any | None:

@@ -1,0 +1,5 @@
+"""Names of ``accelerate.parallelism_config``."""
+
+from nb_accelerate.base.config.parallelism import ParallelismConfig
+
+__all__ = ["ParallelismConfig"]
