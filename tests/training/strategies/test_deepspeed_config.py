@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+import types
 
 import pytest
 import torch
@@ -190,3 +191,15 @@ def test_stand_ins_train_nothing_by_themselves():
         optimizer.step()
     with pytest.raises(NotPreparedError, match="A DummyScheduler changes nothing"):
         DummyScheduler(optimizer).step()
+
+
+def test_layers_that_stage_3_gathers_whole_are_found_by_their_class(monkeypatch):
+    told = []
+    utils = types.SimpleNamespace(set_z3_leaf_modules=lambda model, classes: told.append((model, classes)))
+    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(utils=utils))
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    DeepSpeedPlugin(transformer_moe_cls_names="Linear, ReLU").set_moe_leaf_modules(model)
+    DeepSpeedPlugin().set_moe_leaf_modules(model)
+    assert told == [(model, [torch.nn.Linear, torch.nn.ReLU])]
+    with pytest.raises(ConfigError, match=r"names Experts, .*It has Linear, ReLU"):
+        DeepSpeedPlugin(transformer_moe_cls_names="Linear,Experts").set_moe_leaf_modules(model)

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from nb_accelerate import utils
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.file import read_config
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
@@ -62,3 +64,21 @@ def test_a_configuration_file_says_which_library(tmp_path: Path):
     assert file is not None
     variables = file.as_variables()
     assert (variables["ACCELERATE_FP8_BACKEND"], variables["ACCELERATE_FP8_PAD_INNER_DIM"]) == ("TE", "false")
+
+
+def test_what_is_not_installed_has_made_no_layers_and_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    made_elsewhere = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(made_elsewhere(1, 1)))
+    assert utils.has_transformer_engine_layers(model)
+    assert not utils.has_transformer_engine_layers(model[0])
+    assert not utils.has_ao_layers(model)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ImportError, match="pip install torchao"):
+        utils.convert_model_to_fp8_ao(model)
+    with pytest.raises(ImportError, match=r"wants_it needs .*pip install torchao"):
+        utils.torchao_required(_wants_it)(model)
+
+
+def _wants_it(_: nn.Module) -> None:
+    """Need torchao."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +142,38 @@ def test_blocks_are_compiled_and_the_model_stays_as_it_is():
     assert utils.is_compiled_module(whole)
     assert not utils.has_compiled_regions(whole)
     assert [name for name, _ in whole.named_parameters()] == ["_orig_mod.weight", "_orig_mod.bias"]
+
+
+@pytest.mark.slow
+@pytest.mark.may_leave("files")  # as above
+def test_blocks_compiled_in_place_run_hooks_that_were_put_on_them_afterwards():
+    compiled = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    model, tokens = Model(), torch.tensor([[1, 2, 3]])
+    expected = model(tokens)
+    assert utils.compile_regions_fsdp2(model, backend=backend) is model
+    called = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda part, *_: called.append(part))
+    torch.testing.assert_close(model(tokens), expected)
+    assert called == list(model.blocks)
+    assert len(compiled) == 1  # equal blocks share the code of the first; torch leaves its own layers as they are
+    is_compiled = {name for name, part in model.named_modules() if part._compiled_call_impl is not None}
+    assert is_compiled == {"embedding", "blocks.0", "blocks.1", "head"}
+
+    whole = utils.compile_regions_deepspeed(Block(), backend=backend)
+    assert whole._compiled_call_impl is not None
+
+
+def test_the_size_of_tensor_parallelism_is_what_transformers_has_noted():
+    model = torch.nn.Linear(1, 1)
+    assert utils.get_model_tp_size(model) is None
+    for config in ({"tp_size": 2}, SimpleNamespace(tp_size=2)):
+        model.config = SimpleNamespace(distributed_config=config)
+        assert utils.get_model_tp_size(model) == 2
+    model.tp_size = 4
+    assert utils.get_model_tp_size(model) == 4

@@ -86,7 +86,9 @@ def test_a_model_that_was_prepared_by_steps_computes_as_plain_pytorch(run_ranks:
         assert ours.fsdp2_load_full_state_dict(accelerator, model, whole_here) is model
         loss = model(inputs).square().mean()
         loss.backward()
-        return loss.item(), [gather_whole(weight.grad, keep=True) for weight in model.parameters() if weight.grad is not None]
+        return loss.item(), [
+            gather_whole(weight.grad, keep=True) for weight in model.parameters() if weight.grad is not None
+        ]
 
     expected = [weight.grad for weight in whole.parameters() if weight.grad is not None]
     for mine, gradients in run_ranks(steps):
