@@ -52,6 +52,11 @@ def model_has_dtensor(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class with a name of a module or of a part of it; None if there is none."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
 def get_model_tp_size(model: nn.Module) -> int | None:
     """Return over how many ranks transformers has split the layers of a model; None if it has not split them."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)

@@ -29,6 +29,7 @@ from nb_accelerate.base.config.project import (
     LoggerType as LoggerType,
     ProjectConfiguration as ProjectConfiguration,
 )
+from nb_accelerate.compat.models import get_module_class_from_name as get_module_class_from_name
 from nb_accelerate.compat.refused import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     FP8RecipeKwargs as FP8RecipeKwargs,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerate import utils as theirs
+from accelerate.utils import dataclasses as their_dataclasses
 from accelerate.utils.fsdp_utils import get_parameters_from_modules as their_parameters
 from fixtures.block_models import Model, Tied
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from nb_accelerate import Accelerator, FullyShardedDataParallelPlugin, utils as ours
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.strategies.sharding import CheckpointedForward, gather_whole
+from nb_accelerate.utils import dataclasses
 from nb_accelerate.utils.fsdp_utils import get_parameters_from_modules
 
 if TYPE_CHECKING:
@@ -49,6 +51,14 @@ def test_parameters_are_those_of_modules_whose_whole_name_matches(chosen: str | 
     assert bool(found) == (chosen is not None)
     if chosen is not None:
         assert get_parameters_from_modules([model.first], model, "cpu") == set(model.first.parameters())
+
+
+@pytest.mark.parametrize("name", ["Block", "Model", "Linear", "Nothing"])
+def test_a_class_is_found_by_its_name(name: str):
+    model = Model()
+    assert dataclasses.get_module_class_from_name(model, name) is their_dataclasses.get_module_class_from_name(
+        model, name
+    )
 
 
 def test_tied_weights_are_one_again_after_a_module_was_initialized_anew():
