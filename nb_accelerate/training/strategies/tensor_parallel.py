@@ -35,12 +35,14 @@ if TYPE_CHECKING:
 class TensorParallelizer:
     """Parallelizes the layers of models that a plan names, over the ranks of a mesh of one dimension.
 
-    A plan has styles by the names of layers; None stands for the plans that models bring.
+    A plan has styles by the names of layers; None stands for the plans that models bring. Without training, gradients
+    need no care.
     """
 
-    def __init__(self, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -> None:
+    def __init__(self, mesh: DeviceMesh, plan: Mapping[str, Any] | None, *, trains: bool = True) -> None:
         self._mesh = mesh
         self._plan = plan
+        self._trains = trains
 
     def parallelize(self, model: nn.Module, fill_layer: Callable[[nn.Module], object]) -> None:
         """Parallelize layers in place. A model whose layers the user has parallelized stays as it is.
@@ -65,10 +67,10 @@ class TensorParallelizer:
         """Return the styles of the layers that are to be parallelized, by name."""
         plan = self._plan or getattr(model, "_tp_plan", None)
         if not plan:
+            asked, write = _ASKED[self._trains]
             raise ConfigError(
-                f"tp_size={self._mesh.size()} was asked for, and {type(model).__name__} brings no plan that says which "
-                "layers are parallelized (_tp_plan). Write one: ParallelismConfig(tp_size=..., tp_handler="
-                'TorchTensorParallelConfig(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})).'
+                f"{asked.format(self._mesh.size())} was asked for, and {type(model).__name__} brings no plan that says "
+                f"which layers are parallelized (_tp_plan). {write}"
             )
         modules = dict(model.named_modules())
         found: dict[str, Any] = {}
@@ -81,17 +83,23 @@ class TensorParallelizer:
                     f"{suggest(pattern, layers)} Its layers are {', '.join(map(repr, layers[:8]))} ..."
                 )
             for name in matching:
+                if given == "replicated_with_grad_allreduce" and not self._trains:
+                    continue
                 style = _style_named(given, name) if isinstance(given, str) else given
                 if style is not None:
-                    self._check_size(name, modules[name], style)
+                    self._check_size(name, modules, style)
                     found[name] = style
         return found
 
-    def _check_size(self, name: str, layer: nn.Module, style: Any) -> None:
-        """Raise `ConfigError` for a layer whose parts would not be equal, and whose parts other layers take."""
+    def _check_size(self, name: str, modules: Mapping[str, nn.Module], style: Any) -> None:
+        """Raise `ConfigError` for a layer whose parts would not be equal, and whose parts other layers take.
+
+        Where a module says what size heads of attention have (``head_dim``), they are not cut apart.
+        """
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+        layer, ranks = modules[name], self._mesh.size()
         if not isinstance(layer, nn.Linear):
             return
         if isinstance(style, ColwiseParallel) and style.use_local_output and style.output_layouts == (Shard(-1),):
@@ -100,10 +108,17 @@ class TensorParallelizer:
             what, size = "in_features", layer.in_features
         else:
             return
-        if size % self._mesh.size():
+        head_dim = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
+        if isinstance(head_dim, int) and size % head_dim == 0 and (heads := size // head_dim) % ranks:
             raise ConfigError(
-                f"{name} has {what}={size}, which cannot be split into {self._mesh.size()} equal parts. Leave it out "
-                f"of the plan together with the layers that take its parts, or choose a tp_size that divides {size}."
+                f"{name} has {heads} heads, which cannot be divided among {ranks} ranks. The number of ranks has to "
+                f"divide {heads}: {_divisors(heads)}."
+            )
+        if size % ranks:
+            raise ConfigError(
+                f"{name} has {what}={size}, which cannot be split into {ranks} equal parts. Leave it out of the plan "
+                "together with the layers that take its parts, or choose a number of ranks (tp_size) that divides "
+                f"{size}: {_divisors(size)}."
             )
 
     def _without_split_ties(
@@ -125,6 +140,25 @@ class TensorParallelizer:
         if not styles:
             raise ConfigError(f"The plan of {type(model).__name__} (_tp_plan) names none of its layers.")
         return styles
+
+
+_ASKED = {
+    True: (
+        "tp_size={}",
+        "Write one: ParallelismConfig(tp_size=..., tp_handler=TorchTensorParallelConfig("
+        'plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})).',
+    ),
+    False: (
+        'device_map="ranks" on {} ranks',
+        'Write one: model._tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}. Or write '
+        'device_map="auto" on one rank, which needs none.',
+    ),
+}
+"""How users ask to train, and not to; and how they write a plan."""
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
 
 
 _STYLES = (
