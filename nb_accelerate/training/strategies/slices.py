@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from nb_accelerate.errors import CheckpointError
@@ -27,6 +26,7 @@ from nb_accelerate.training.strategies.tensor_parallel import TensorParallelizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
     from torch import Tensor
 
 
@@ -34,7 +34,7 @@ def take_slices(
     model: nn.Module,
     tensors: Mapping[str, Tensor],
     *,
-    dtype_of: Callable[[str, Tensor, Tensor], torch.dtype] = lambda name, tensor, now: now.dtype,
+    dtype_of: Callable[[str, Tensor, Tensor], torch.dtype] = lambda _name, _tensor, now: now.dtype,
 ) -> None:
     """Give a model this rank's slices of the weights, on the device of this rank. All ranks call it together.
 
@@ -61,11 +61,14 @@ def take_slices(
     process = setup_process()
     if process.topology.world_size > 1 and process.group is not None:
         mesh = MeshLayout(tp=process.topology.world_size).make(process.device.type)
-        TensorParallelizer(mesh, None, trains=False).parallelize(model, lambda layer: None)
+        TensorParallelizer(mesh, None, trains=False).parallelize(model, lambda _: None)
         share_random_numbers(between_groups(TorchCollectives(process.device), process.topology.world_size))
     for names, owners, now in _tied(model):
-        tensor = next((tensors[name] for name in names if name in tensors), now)
-        value: Any = _slice_of(tensor, now, process.device, dtype_of(names[0], tensor, now))
+        tensor = next((tensors[name] for name in names if name in tensors), None)
+        if tensor is None:  # a buffer, say, that the code of the model fills
+            value: Any = now.detach().to(process.device)
+        else:
+            value = _slice_of(tensor, now, process.device, dtype_of(names[0], tensor, now))
         if isinstance(now, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         for owner, key in owners:
@@ -98,13 +101,13 @@ def _tied(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, str]]
 
 def _slice_of(whole: Tensor, now: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return this rank's slice of a weight, sharded as ``now`` is; the weight itself where ``now`` is not sharded."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(now, DTensor):
         return whole.to(device, dtype)
     mesh, (placement,) = now.device_mesh, now.placements
     part = whole
-    if placement.is_shard():
+    if isinstance(placement, Shard):
         # As torch cuts: the last parts are smaller, or empty, where the size is not a multiple of the number of ranks.
         parts, rank = whole.chunk(mesh.size(), placement.dim), mesh.get_local_rank()
         part = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)

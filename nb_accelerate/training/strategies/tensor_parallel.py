@@ -177,7 +177,8 @@ def _style_named(style: str, layer: str) -> Any:
     if style not in _STYLES:
         raise ConfigError(
             f"The plan has {style!r} for {layer}, which is not a style that is known here.{suggest(style, _STYLES)} "
-            f"Write one of {', '.join(map(repr, _STYLES))}, or an object of torch.distributed.tensor.parallel."
+            f"Write one of {', '.join(map(repr, _STYLES))}, or an object of torch.distributed.tensor.parallel. What is "
+            "to be whole on each rank is 'replicate'."
         )
     if style == "replicate":
         return None
