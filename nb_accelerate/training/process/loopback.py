@@ -163,10 +163,15 @@ def _why_no_interfaces() -> str:
 
 
 def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) -> set[int]:
-    """Tell all ranks of a group which user ids this one has found; returns what all of them have found."""
-    store.set(f"{what}: {rank}", ",".join(map(str, uids)))
-    said = [store.get(f"{what}: {other}").decode() for other in range(size)]
-    return {int(uid) for uids in said for uid in uids.split(",") if uid}
+    """Tell all ranks of a group which user ids this one has found; returns what all of them have found.
+
+    The last one reads what each has said: if all did, the time would grow with the square of their number.
+    """
+    store.set(f"{what}: {rank}", " ".join(map(str, uids)))
+    if store.add(f"{what}: ranks that have said it", 1) == size:
+        said = [store.get(f"{what}: {other}").decode() for other in range(size)]
+        store.set(f"{what}, say all", " ".join(said))
+    return set(map(int, store.get(f"{what}, say all").split()))
 
 
 def _disturbed(uids: set[int]) -> Exception:

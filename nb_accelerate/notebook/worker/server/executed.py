@@ -25,6 +25,7 @@ from nb_accelerate.base.helper_threads import tell_failures
 from nb_accelerate.base.imported import imported
 from nb_accelerate.base.seam import PRELOADED_LATER
 from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.random_states import RandomStates
 from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.rank import patch_libraries, prepare_process, run_rank
 from nb_accelerate.notebook.worker.server.interpreter import command
@@ -94,6 +95,8 @@ class _ExecutedServer(Server):
                     importlib.import_module(module)
                 if imported("numpy") is not None:  # torch imports it, if it is there
                     importlib.import_module("numpy.random")  # NumPy does that when it is used: in each rank, for 10 ms
+                if imported("torch") is not None:
+                    RandomStates.here().use()  # torch's seeding reads its own sources first, as long in each rank
                 patch_libraries()
                 # Packages may be installed from now on; a rank lists the folders when it imports something. In each
                 # idle process this would take longer than all else.
