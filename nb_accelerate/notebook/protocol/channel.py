@@ -108,9 +108,12 @@ class Channel:
                 raise EOFError("the other end of the channel was closed")
 
     def drain(self) -> tuple[list[Received], bool]:
-        """Return everything that has arrived, without waiting, and whether the other end is still open."""
-        while self._read(socket.MSG_DONTWAIT):
-            pass
+        """Return everything that has arrived, without waiting, and False once the end of the stream was read."""
+        num_fds = -1
+        while num_fds < len(self._fds):  # a read ends after descriptors
+            num_fds = len(self._fds)
+            while self._read(socket.MSG_DONTWAIT) == _CHUNK:
+                pass
         return list(self._parse()), not self._ended
 
     def close(self) -> None:
@@ -120,20 +123,20 @@ class Channel:
         self._fds.clear()
         self._socket.close()
 
-    def _read(self, flags: int) -> bool:
-        """Read one chunk. Return False at the end of the stream, or if nothing is there and `flags` forbid to wait."""
+    def _read(self, flags: int) -> int:
+        """Read one chunk, and return its size: 0 at the end, or if nothing is there and `flags` forbid to wait."""
         if self._ended:
-            return False
+            return 0
         try:
             data, fds = _recv_fds(self._socket, flags)
         except BlockingIOError:
-            return False
+            return 0
         except ConnectionError:
             data, fds = b"", ()
         self._fds.extend(fds)
         self._bytes += data
         self._ended = not data
-        return bool(data)
+        return len(data)
 
     def _parse(self) -> Iterator[Received]:
         while len(self._bytes) >= _HEADER.size:

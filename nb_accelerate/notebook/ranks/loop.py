@@ -230,7 +230,7 @@ class RankLoop(RankReader):
         until_read = read_shell_channel()
         seconds = self._next_deadline() - time.monotonic()
         self._sources.wait(min(seconds, until_read))
-        for request in [request for request in self.requests if not request.waiting]:
+        for request in [request for request in self.requests if not any(map(request.waits_for, request.ranks))]:
             self._finish(request)
         if seconds <= 0:  # what had come by then has been read, so that it is not late
             self._act_on_deadlines()
@@ -310,9 +310,8 @@ class RankLoop(RankReader):
 
     def _request_of(self, rank: RankProxy) -> Request | None:
         """Return the request that a message of this rank is about."""
-        return next(
-            (asked for asked in self.requests if asked.awaits is not Awaits.END and rank in asked.waiting), None
-        )
+        asked = (request for request in self.requests if request.awaits is not Awaits.END and rank in request.ranks)
+        return next((request for request in asked if request.waits_for(rank)), None)
 
     # Deadlines.
 

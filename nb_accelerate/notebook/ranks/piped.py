@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,9 @@ class PipedRank(RankHandle):
     @override
     def connect(self, sources: Sources, events: RankEvents) -> None:
         self._sources, self._events = sources, events
+        self._output = select.poll()
+        for fd in (self.stdout, self.stderr, self.stacks):
+            self._output.register(fd, select.POLLIN)
         actions = self._on_channel, self._on_stdout, self._on_stderr, self._on_stacks, self._on_status
         try:
             for source, action in zip(self._all, actions, strict=True):
@@ -63,6 +67,8 @@ class PipedRank(RankHandle):
 
     @override
     def catch_up(self) -> None:
+        if not self._output.poll(0):  # as before most messages, which a call for each descriptor would hold up
+            return
         for fd, take in (
             (self.stdout, self._events.stdout),
             (self.stderr, self._events.stderr),

@@ -138,8 +138,12 @@ class Request:
     @property
     def waiting(self) -> list[RankProxy]:
         """Ranks that were asked and have neither answered nor ended."""
-        done = self.answers.keys() | self._unasked if self.awaits is not Awaits.END else self._unasked
-        return [rank for rank in self.ranks if rank.rank not in done and not rank.is_gone]
+        return list(filter(self.waits_for, self.ranks))
+
+    def waits_for(self, rank: RankProxy) -> bool:
+        """Return whether one of its ranks was asked and has neither answered nor ended."""
+        has_answered = rank.rank in self.answers and self.awaits is not Awaits.END
+        return not (has_answered or rank.rank in self._unasked or rank.is_gone)
 
     @property
     def due(self) -> float:

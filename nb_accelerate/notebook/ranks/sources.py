@@ -49,7 +49,7 @@ class Sources:
         self.add(self._bell_read, self._answer_ring)
 
     def __contains__(self, source: Channel | int) -> bool:
-        return source in self._selector.get_map()
+        return (source if isinstance(source, int) else source.fileno()) in self._keys
 
     def add(self, source: Channel | int, action: Callable[[], None]) -> None:
         """Have `wait` call `action` whenever a source can be read."""
