@@ -227,7 +227,8 @@ def _bar(total: int) -> Iterator[Told]:
         return
     bar: tqdm[Any] = progress(label="loading weights", total=total, leave=False)
     with bar:
-        bar.unit, bar.unit_scale, bar.unit_divisor = "B", True, 1024
+        bar.unit, bar.unit_scale = "B", True
+        bar.refresh()
         yield bar.update
 
 
