@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError
@@ -27,6 +27,8 @@ from nb_accelerate.training.pytree.structures import find_device, send_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import nn
 
     from nb_accelerate.training.bigmodel.placement import Placement
 
@@ -111,7 +113,8 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def _is_on_cpu(self) -> bool:
-        return self.execution_device is None or self.device == torch.device("cpu")
+        device = self.device
+        return device is None or device.type == "cpu"
 
     @override
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -169,8 +172,18 @@ class AlignDevicesHook(ModelHook):
             kwargs = {key: value if self._stays(key) else moved(value, device) for key, value in kwargs.items()}
         if self.offload:
             schedule, placement = self._placed(module)
+            if not self._is_on_cpu:
+                self._adopt(module, placement)
             schedule.before(placement)
         return args, kwargs
+
+    def _adopt(self, module: nn.Module, placement: Placement) -> None:
+        """Let weights visit too that the block was given since, as those of LoRA."""
+        known = set(placement.slots)
+        for owner in module.modules() if self.place_submodules else (module,):
+            for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):  # noqa: SLF001
+                if tensor is not None and tensor.device != placement.device and (owner, name) not in known:
+                    placement.slots.append((owner, name))
 
     def _stays(self, key: str) -> bool:
         return self.skip_keys is not None and (key == self.skip_keys or key in self.skip_keys)

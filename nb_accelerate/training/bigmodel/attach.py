@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.blocks import entries_that_compute, find_blocks
 from nb_accelerate.training.bigmodel.hooks import add_hook_to_module
-from nb_accelerate.training.bigmodel.moving import numbered, put, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.moving import is_cpu, numbered, put, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.offloaded import PrefixedDataset
 from nb_accelerate.training.bigmodel.schedule import Schedule
 from nb_accelerate.training.bigmodel.ties import device_of
@@ -88,7 +88,8 @@ def _attach_to_blocks(
     options: Mapping[str, Any],
 ) -> None:
     schedules: dict[Any, Schedule] = {}
-    for block in find_blocks(model, names, devices, whole_classes):
+    blocks = find_blocks(model, names, devices, whole_classes)
+    for block in blocks:
         prefix = f"{block.name}." if block.name else ""
         device = devices[prefix + block.tensors[0]]
         hook = AlignDevicesHook(
@@ -99,7 +100,9 @@ def _attach_to_blocks(
             **options,
         )
         hook.names = block.tensors
-        hook.offload = offload and any(hook.visits(block.module, name) for name in block.tensors)
+        # What is beside blocks is there as long as they are: it need not leave, and gradients can go through it.
+        stays = any(other.name.startswith(prefix) for other in blocks if other is not block) and not is_cpu(device)
+        hook.offload = offload and not stays and any(hook.visits(block.module, name) for name in block.tensors)
         if hook.offload and device is not None:
             hook.schedule = schedules.setdefault(device, Schedule(numbered(device)))
         add_hook_to_module(block.module, hook, append=True)

@@ -30,6 +30,11 @@ def numbered(device: Device) -> torch.device:
         raise PlacedModelError(f"{device!r} is no device of this machine: {str(error).splitlines()[0]}") from error
 
 
+def is_cpu(device: Device | None) -> bool:
+    """Return whether a device is the CPU; True for none, where nothing moves."""
+    return device is None or numbered(device).type == "cpu"
+
+
 def put(module: nn.Module, name: str, device: torch.device, values: Mapping[str, Tensor] | None = None) -> None:
     """Move a tensor of a module to a device; one on ``meta`` gets its value. A parameter stays the same object else."""
     tensor = tensor_at(module, name)
@@ -48,6 +53,7 @@ def tensor_at(module: nn.Module, name: str) -> Tensor:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has a tensor, and the name of the tensor there."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
