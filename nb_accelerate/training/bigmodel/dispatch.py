@@ -180,7 +180,7 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Keep a model in host memory, compute it on a device block by block, and return it.
+    """Keep a model in host memory, compute it on a device block by block, and return it. On the CPU nothing changes.
 
     Args:
         model: changed in place.
@@ -189,6 +189,8 @@ def cpu_offload(
         state_dict: what its weights are, by name. By default what they are now.
         preload_module_classes: as for `dispatch_model`.
     """
+    if state_dict is None and _device(model, execution_device).type == "cpu":
+        return model.to("cpu")
     return _offload(model, execution_device, state_dict, offload_buffers, preload_module_classes)
 
 
@@ -223,9 +225,7 @@ def _offload(
     offload_buffers: bool,
     preload_module_classes: Collection[str] | None,
 ) -> nn.Module:
-    device = (
-        numbered(execution_device) if execution_device is not None else tensor_at(model, tensor_names(model)[0]).device
-    )
+    device = _device(model, execution_device)
     ties = find_tied_parameters(model)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
@@ -233,3 +233,7 @@ def _offload(
     )
     retie_parameters(model, ties)
     return model
+
+
+def _device(model: nn.Module, given: Device | None) -> torch.device:
+    return tensor_at(model, tensor_names(model)[0]).device if given is None else numbered(given)
