@@ -17,7 +17,8 @@ XLA_VERSION ?= 2.9.0
 XLA        := .venv-xla$(patsubst %,-%,$(filter-out 2.9.0,$(XLA_VERSION)))
 XLA_PINS   := tests/requirements-xla.txt
 
-# DeepSpeed and torchao, and published trainers, in environments of their own, in front of the packages of .venv: with them,
+# DeepSpeed with torchao and bitsandbytes, and published trainers, in environments of their own, in front of the packages of
+# .venv: with them,
 # `pip install` and tests of .venv would see another set of packages than users without them have.
 WITH_DEEPSPEED := .venv-deepspeed
 WITH_TRAINERS  := .venv-trainers
@@ -51,7 +52,7 @@ test-slow: $(READY) ## Run the slow tests and those that need a browser
 test-places: ## Run a session and quick tests with the versions of Colab, of Kaggle, the oldest and the newest; ARGS='colab lowest'
 	@$(PYTHON) tests/places/run.py $(ARGS)
 
-test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed or torchao, in an environment with them
+test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed, torchao or bitsandbytes, in an environment with them
 	@$(WITH_DEEPSPEED)/bin/python -m pytest tests/with_deepspeed $(ARGS)
 
 test-trainers: $(WITH_TRAINERS)/ready ## Run published trainers with this package in accelerate's place, in an environment with them

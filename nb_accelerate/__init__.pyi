@@ -6,6 +6,7 @@ from nb_accelerate import (
     commands as commands,
     data_loader as data_loader,
     hooks as hooks,
+    inference as inference,
     launchers as launchers,
     local_sgd as local_sgd,
     logging as logging,
@@ -36,6 +37,7 @@ from nb_accelerate.base.records.kept import runs as runs
 from nb_accelerate.base.version import __version__ as __version__
 from nb_accelerate.compat.exchange import synchronize_rng_states as synchronize_rng_states
 from nb_accelerate.compat.packages import is_rich_available as is_rich_available
+from nb_accelerate.compat.refused import prepare_pippy as prepare_pippy
 from nb_accelerate.errors import (
     CollectiveMismatchError as CollectiveMismatchError,
     ConfigError as ConfigError,

@@ -30,6 +30,12 @@ _OTHER_8_BITS = (
     "is for TransformerEngine or MS-AMP, which are not used: torchao computes linear layers in 8 bits. Write "
     "Accelerator(mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs()])."
 )
+_PIPELINES = (
+    "is a shell around torch.distributed.pipelining, which has to trace the forward of a model as one graph, and which "
+    "torch has without it. Write model = dispatch_model(model, infer_auto_device_map(model)) to spread a model over "
+    "GPUs; parallelism_config=ParallelismConfig(tp_size=2) to have them compute at once; or, on each rank, "
+    "torch.distributed.pipelining.pipeline(model, mb_args=(batch,), split_spec={'layers.8': SplitPoint.BEGINNING})."
+)
 _SAGEMAKER = "is for SageMaker's launcher, which is not supported. Write nb-accelerate launch FLAGS script.py."
 _SEQUENCES = (
     "splits sequences over ranks, which is not supported. Write parallelism_config=ParallelismConfig(tp_size=2) to "
@@ -85,6 +91,7 @@ filter_first_and_last_linear_layers = _refused(
 fsdp2_switch_optimizer_parameters = _refused("fsdp2_switch_optimizer_parameters", _ONE_BY_ONE)
 prepare_deepspeed_cmd_env = _refused("prepare_deepspeed_cmd_env", _COMMAND_LINE)
 prepare_multi_gpu_env = _refused("prepare_multi_gpu_env", _COMMAND_LINE)
+prepare_pippy = _refused("prepare_pippy", _PIPELINES)
 prepare_sagemager_args_inputs = _refused("prepare_sagemager_args_inputs", _SAGEMAKER)
 prepare_simple_launcher_cmd_env = _refused("prepare_simple_launcher_cmd_env", _COMMAND_LINE)
 prepare_tpu = _refused("prepare_tpu", _COMMAND_LINE)

@@ -70,7 +70,11 @@ def test_what_the_package_imports_is_declared():
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("xla", ["tpu"]), ("with_deepspeed", ["deepspeed", "torchao"]), ("benchmarks", ["bench", "deepspeed", "tpu"])],
+    [
+        ("xla", ["tpu"]),
+        ("with_deepspeed", ["deepspeed", "torchao", "bitsandbytes"]),
+        ("benchmarks", ["bench", "deepspeed", "tpu"]),
+    ],
 )
 def test_what_tests_of_an_extra_import_is_declared(folder: str, extras: list[str]):
     assert imported(ROOT / "tests" / folder) - declared("test", *extras) == set()

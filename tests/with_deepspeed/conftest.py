@@ -1,4 +1,4 @@
-"""Tests that need DeepSpeed or torchao: `make test-deepspeed` runs them; without DeepSpeed they are not collected.
+"""Tests that need DeepSpeed, torchao or bitsandbytes: `make test-deepspeed` runs them; else they are not collected.
 
 The folder is not called `deepspeed`: tests/ is on the path of modules, where it would stand for the library.
 """
