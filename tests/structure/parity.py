@@ -50,7 +50,6 @@ REASONS = (
     ),
     (r"AOT_TS|NVPRIMS|NVFUSER|OFI|FX2TRT|TVM|_BACKEND|TORCHXLA|ONNXRT", OUT_OF_SCOPE),
     (r"ulysses", "Sequences are not split over ranks (context and sequence parallelism)"),
-    (r"bnb|Bnb|load_and_quantize", "Comes with quantised weights (bitsandbytes)"),
     (
         r"accelerate\.hooks|[oO]ffload|dispatch_model|device_map|init_empty|init_on_device|checkpoint_(and|in)"
         r"|align_module_device|balanced_memory|max_memory|PrefixedDataset|set_module_tensor",
@@ -153,6 +152,14 @@ DIFFERENCES = {
     "test_maps_of_devices_keep_room_for_visitors_only": (
         "`infer_auto_device_map` keeps room for the largest offloaded block only where one will visit, so devices take "
         "more of a model; parameters and buffers beside submodules are mapped too, and all parts that ties join."
+    ),
+    "test_a_part_of_offloaded_weights_has_names_of_its_own": (
+        "A `PrefixedDataset` iterates over the names that it takes, and counts them; accelerate's iterates over names "
+        "of the whole, with which it finds nothing, and counts the whole."
+    ),
+    "test_quantised_weights_are_on_the_device_that_computes": (
+        "`load_and_quantize_model` quantises on CPUs too, where accelerate needs a GPU. Modules of a `device_map` on "
+        "the CPU or the disk beside a GPU are not quantised, in 8 bits as in 4; accelerate offloads 8-bit weights."
     ),
     "test_reduce_multiplies_with_scale": (
         "`reduce(..., scale=...)` multiplies on any hardware and any number of processes; accelerate's does "

@@ -86,13 +86,7 @@ def load_and_quantize_model(
     if is_empty and weights_location is None:
         raise CheckpointError("The model has no weights, it is on meta. Give weights_location, a file or a folder.")
     files = weight_files(weights_location) if is_empty and weights_location is not None else []
-    float32 = config.keep_in_fp32_modules or []
-    kept = [*(modules_not_to_quantise(model) if config.skip_modules is None else config.skip_modules), *float32]
-    if isinstance(device_map, str):
-        placed = _made_map(model, config, device_map, kept, no_split_module_classes, max_memory)
-    else:
-        placed = {"": _first_device()} if device_map is None else dict(device_map)
-        kept += _visiting(placed)
+    placed, kept = map_for(model, config, device_map, no_split_module_classes, max_memory)
     check_device_map(model, placed)
     _check_devices(placed, kept)
     weights = _read(files) if files else dict(model.state_dict())
@@ -104,11 +98,25 @@ def load_and_quantize_model(
     return dispatch_model(model, placed, offload_dir=offload_folder)
 
 
+def map_for(
+    model: nn.Module,
+    config: BnbQuantizationConfig,
+    device_map: DeviceMap | str | None,
+    no_split: Sequence[str] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+) -> tuple[dict[str, int | str | torch.device], list[str]]:
+    """Return a device for each part of a model, and the names of modules that are not quantised."""
+    kept = modules_not_to_quantise(model) if config.skip_modules is None else list(config.skip_modules)
+    kept += config.keep_in_fp32_modules or []
+    if isinstance(device_map, str):
+        return _made_map(model, config, device_map, kept, no_split, max_memory), kept
+    placed: dict[str, int | str | torch.device] = {"": _first_device()} if device_map is None else {**device_map}
+    return placed, [*kept, *_visiting(placed)]
+
+
 def _check_library() -> None:
-    needs, version = (
-        "load_and_quantize_model (the extra nb-accelerate[bitsandbytes])",
-        installed_version("bitsandbytes"),
-    )
+    needs = "load_and_quantize_model (the extra nb-accelerate[bitsandbytes])"
+    version = installed_version("bitsandbytes")
     if not is_installed("bitsandbytes"):
         raise MissingDependencyError("bitsandbytes", needed_for=needs)
     from packaging.version import Version

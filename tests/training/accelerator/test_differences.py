@@ -25,6 +25,7 @@ import nb_accelerate
 import nb_accelerate.utils
 from nb_accelerate.errors import ConfigError, MissingDependencyError, NotPreparedError
 from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.training.checkpoint import quantised
 from nb_accelerate.training.state import AcceleratorState, GradientState, PartialState
 
 accelerate = pytest.importorskip("accelerate")
@@ -188,6 +189,31 @@ def test_maps_of_devices_keep_room_for_visitors_only():
     )
     assert theirs == {"0": 0, "1": 1, "2": 1, "3": "cpu"}
     assert ours == {"0": 0, "1": 0, "2": 1, "3": 1}
+
+
+def test_a_part_of_offloaded_weights_has_names_of_its_own():
+    whole = {"a.weight": torch.zeros(1), "b.weight": torch.ones(1)}
+    theirs, ours = (package.utils.PrefixedDataset(whole, "a.") for package in (accelerate, nb_accelerate))
+    assert (list(theirs), len(theirs)) == (["a.weight"], 2)
+    assert (list(ours), len(ours)) == (["weight"], 1)
+    assert dict(ours) == {"weight": whole["a.weight"]}
+    with pytest.raises(KeyError):
+        dict(theirs)
+
+
+def test_quantised_weights_are_on_the_device_that_computes():
+    device_map = {"0": 0, "1": "cpu", "2": "disk"}
+    model, config = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), {"load_in_8bit": True, "skip_modules": []}
+    theirs, ours = (
+        package.utils.BnbQuantizationConfig(**config, keep_in_fp32_modules=[])
+        for package in (accelerate, nb_accelerate)
+    )
+    made_map = importlib.import_module("accelerate.utils.bnb").get_quantized_model_device_map
+    assert made_map(model, theirs, device_map) == device_map
+    with pytest.raises(RuntimeError, match="GPU is needed"):
+        made_map(model, theirs, None)
+    assert quantised.map_for(model, ours, None) == ({"": torch.device("cpu")}, [])
+    assert quantised.map_for(model, ours, device_map) == (device_map, ["1", "2"])
 
 
 def test_an_accelerator_outlives_the_reset_of_states():
