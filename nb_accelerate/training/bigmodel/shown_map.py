@@ -94,7 +94,7 @@ class ShownMap:
 
 def show_map(
     model: nn.Module,
-    device_map: Mapping[str, Device] | str | None = None,
+    device_map: Mapping[str, int | str | torch.device] | str | None = None,
     *,
     max_memory: Mapping[int | str, int | str] | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
