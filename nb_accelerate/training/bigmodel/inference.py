@@ -11,7 +11,8 @@ from torch import nn
 
 from nb_accelerate.training.bigmodel.device_memory import gpus_in
 from nb_accelerate.training.bigmodel.map_picture import size
-from nb_accelerate.training.bigmodel.shown_map import DISK, MEMORY, place_of, planned_map, shown
+from nb_accelerate.training.bigmodel.resting_places import DISK, MEMORY, place_of
+from nb_accelerate.training.bigmodel.shown_map import planned_map, shown
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
 
 if TYPE_CHECKING:

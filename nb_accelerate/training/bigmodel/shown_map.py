@@ -6,35 +6,30 @@ Runs of equal layers are one row. The object is text in a terminal and HTML in a
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.device_map import check_device_map, map_within
 from nb_accelerate.training.bigmodel.device_memory import balanced_limits, default_limits, get_max_memory
 from nb_accelerate.training.bigmodel.map_picture import Bar, as_html, as_text
+from nb_accelerate.training.bigmodel.resting_places import DISK, Places, has_no_memory, place_of
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
-from nb_accelerate.training.bigmodel.ties import device_of, find_tied_parameters
+from nb_accelerate.training.bigmodel.ties import find_tied_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    import torch
+
+    from nb_accelerate.training.bigmodel.resting_places import Device
     from nb_accelerate.training.bigmodel.sizes import CustomDtype
-
-Device = int | str | torch.device
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 _WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
-
-MEMORY, DISK, FILES, NOWHERE = "cpu memory", "disk", "mapped files", "nowhere yet"
-"""Where weights rest that are not on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,7 @@ def show_map(
     Raises:
         ConfigError: the map misses tensors, or has another name; a size or dtype is none.
     """
-    is_empty = not hasattr(model, "hf_device_map") and all(map(_has_no_memory, model.parameters()))
+    is_empty = not hasattr(model, "hf_device_map") and all(map(has_no_memory, model.parameters()))
     if device_map is None and (max_memory is not None or is_empty):
         device_map = "auto"
     limits: Mapping[int | str, int] = {}
@@ -168,8 +163,8 @@ def shown(
 ) -> ShownMap:
     """Return the table of a model as a map would place it, or, without one, as it is."""
     own: Mapping[str, Device] = getattr(model, "hf_device_map", {})
-    places = _Places(own if device_map is None else device_map, is_plan=device_map is not None)
-    sizes = dict(compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes))
+    places = Places(own if device_map is None else device_map, is_plan=device_map is not None)
+    sizes = _sizes_here(model, dtype=dtype, special_dtypes=special_dtypes)
     taken: dict[str, float] = {}
     for name, tensor in _tensors(model):
         kind = places.kind(name, tensor)
@@ -184,43 +179,7 @@ def shown(
     )
 
 
-class _Places:
-    """Where tensors compute and rest: by a map that is planned, or as they are."""
-
-    def __init__(self, device_map: Mapping[str, Device], *, is_plan: bool) -> None:
-        self.device_map, self._is_plan = device_map, is_plan
-        gpus = [device for device in device_map.values() if str(device) not in ("cpu", "disk")]
-        self._main: Device = gpus[0] if gpus else "cpu"
-        self._file_at = _mapped_files()
-
-    def entry(self, name: str) -> Device | None:
-        """Return the entry of the map that a tensor belongs to; None without a map."""
-        found = device_of(name, self.device_map, default="") if self.device_map else ""
-        return None if found == "" else found
-
-    def device(self, name: str, tensor: torch.Tensor) -> str:
-        """Return the device that a tensor is computed with on."""
-        entry = self.entry(name)
-        if entry is None:
-            return _name_of(tensor.device)
-        return _name_of(self._main if str(entry) in ("cpu", "disk") else entry)
-
-    def kind(self, name: str, tensor: torch.Tensor) -> str:
-        """Return where a tensor rests: a device, memory, disk, mapped files."""
-        if self._is_plan or _has_no_memory(tensor):
-            entry = self.entry(name)
-            return NOWHERE if entry is None else place_of(entry)
-        if tensor.device.type != "cpu":
-            return place_of(tensor.device)
-        return FILES if self._file_at(tensor.data_ptr()) else MEMORY
-
-    def place(self, name: str, tensor: torch.Tensor) -> str:
-        """Return where a tensor rests: as `kind`, but with the name of its file."""
-        kind = self.kind(name, tensor)
-        return Path(self._file_at(tensor.data_ptr())).name if kind == FILES else kind
-
-
-def _parts(model: nn.Module, sizes: Mapping[str, float], places: _Places) -> Iterator[Part]:
+def _parts(model: nn.Module, sizes: Mapping[str, float], places: Places) -> Iterator[Part]:
     """Yield the parts of a model: elements of containers, and modules around which there is none."""
 
     def walk(name: str, module: nn.Module, *, is_layer: bool) -> Iterator[Part]:
@@ -265,39 +224,18 @@ def _folded(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=recurse)
-    yield from module.named_buffers(recurse=recurse)
+    """Yield parameters and buffers; of a DTensor what this rank has of it."""
+    for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+        yield name, tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _has_no_memory(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def place_of(device: Device) -> str:
-    """Return the resting place that an entry of a device map means."""
-    return MEMORY if str(device) == "cpu" else _name_of(device)
-
-
-def _name_of(device: Device) -> str:
-    """Return a device as it is called in the table: a number, and torch's ``type:number``, are a GPU."""
-    _, _, index = str(device).rpartition(":")
-    return f"GPU {index}" if index.isdecimal() else str(device)
-
-
-def _mapped_files() -> Callable[[int], str]:
-    """Return a function from an address to the file that is mapped there, "" where there is none (Linux only)."""
-    maps = Path("/proc/self/maps")
-    starts, ends, files = [], [], []
-    for line in maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if maps.exists() else ():
-        span, *_, file = line.split(maxsplit=5)
-        if file.startswith("/") and not file.startswith(("/dev/", "/memfd:")):  # these are shared memory
-            start, end = (int(bound, 16) for bound in span.split("-"))
-            starts.append(start)
-            ends.append(end)
-            files.append(file)
-
-    def file_at(address: int) -> str:
-        at = bisect_right(starts, address) - 1
-        return files[at] if at >= 0 and address < ends[at] else ""
-
-    return file_at
+def _sizes_here(model: nn.Module, **counted: Any) -> dict[str, float]:
+    """Return the bytes of modules and tensors in this process, which of a DTensor has a part only."""
+    sizes = dict(compute_module_sizes(model, **counted))
+    for name, tensor in model.named_parameters():
+        if hasattr(tensor, "to_local"):
+            elsewhere = sizes[name] * (1 - tensor.to_local().numel() / max(1, tensor.numel()))
+            parts = name.split(".")
+            for depth in range(len(parts) + 1):
+                sizes[".".join(parts[:depth])] -= elsewhere
+    return sizes

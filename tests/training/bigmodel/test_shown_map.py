@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from nb_accelerate import infer_auto_device_map, init_empty_weights, show_map
+from nb_accelerate import PartialState, infer_auto_device_map, init_empty_weights, show_map
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.device_memory import get_balanced_memory
 from nb_accelerate.training.bigmodel.shown_map import Part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from fixtures.ranks import RunRanks
 
 MB = 2**20
 
@@ -169,6 +171,23 @@ def test_the_device_of_a_placed_model_is_that_which_its_map_computes_on():
     model.hf_device_map = {"": 1, "layers": "cpu"}  # type: ignore[assignment]
     assert {part.device for part in show_map(model).parts} == {"GPU 1"}
     assert {part.place for part in show_map(model).parts} == {"cpu memory"}
+
+
+@pytest.mark.slow
+@pytest.mark.limit(150)
+def test_of_a_sharded_weight_it_is_what_this_rank_has(run_ranks: RunRanks):
+    def show() -> list[tuple[str, int, float, str, str]]:
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+        PartialState(cpu=True)
+        model = Model()
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.layers[:6]:
+            layer.up.weight = nn.Parameter(distribute_tensor(layer.up.weight, mesh, [Shard(0)]))
+        return rows(show_map(model).parts)
+
+    layers = [row for row in run_ranks(show, deadline=120)[1] if row[0].startswith("layers")]
+    assert layers == [("layers.0-5", 6, 1.5, "cpu", "cpu memory"), ("layers.6", 1, 8, "cpu", "cpu memory")]
 
 
 def test_as_text_it_is_a_table_and_a_bar_for_each_place(empty: Model):
