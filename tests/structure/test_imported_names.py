@@ -37,7 +37,7 @@ EXPECTED_LATER = {
 
 RESOLVE = """
 import importlib, json, sys
-from fixtures.as_accelerate import take_the_place
+from with_trainers.as_accelerate import take_the_place
 
 take_the_place()
 unresolved = {}

@@ -35,7 +35,8 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
 
     Args:
         max_memory: bytes, or text such as ``"10GiB"``, by device: a number for a GPU, ``"cpu"``, ``"disk"``.
-            None for what is free now on each device of this machine. That starts the driver of each GPU.
+            None for what is free now on each device of this machine. That starts the driver of each GPU. Text in a
+            dict is replaced by the number of bytes.
 
     Raises:
         ConfigError: a device has another name, or a value is not a size.
@@ -52,7 +53,10 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     if absent:
         logger.warning("max_memory names %s, but this process sees %d GPUs.", ", ".join(map(str, absent)), count)
     devices: list[int | str] = [*numbers, *(name for name in _NAMED if name in max_memory)]
-    return {device: convert_file_size_to_int(max_memory[device]) for device in devices}
+    limits = {device: convert_file_size_to_int(max_memory[device]) for device in devices}
+    if isinstance(max_memory, dict):
+        max_memory.update(limits)  # transformers compares the numbers that accelerate leaves there
+    return limits
 
 
 def _free_memory(kind: DeviceKind) -> dict[int | str, int]:

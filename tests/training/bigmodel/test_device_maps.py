@@ -210,6 +210,14 @@ def test_maps_that_lack_a_tensor_are_refused_and_those_that_name_none_are_warned
         check_device_map(model, {"": 0, "2": 1})
 
 
+def test_text_in_limits_becomes_bytes_in_place_as_in_accelerate() -> None:
+    ours: dict[int | str, int | str] = {"cpu": "2GiB", "disk": "1KB"}
+    those = dict(ours)
+    get_max_memory(ours)
+    theirs.get_max_memory(those)
+    assert ours == those == {"cpu": 2 << 30, "disk": 1000}
+
+
 def test_limits_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert list(get_max_memory({"disk": "1TB", "cpu": "2GiB", 1: "1GB", 0: 7})) == [0, 1, "cpu", "disk"]
     assert "names 0, 1, but this process sees 0 GPUs" in caplog.text
