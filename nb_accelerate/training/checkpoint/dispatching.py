@@ -8,7 +8,9 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.device_map import infer_auto_device_map
 from nb_accelerate.training.bigmodel.device_memory import get_balanced_memory
 from nb_accelerate.training.bigmodel.dispatch import dispatch_model
-from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model
+from nb_accelerate.training.checkpoint.model import fit, load_checkpoint_in_model, weight_files
+from nb_accelerate.training.checkpoint.placing import Checkpoint, plan
+from nb_accelerate.training.strategies.slices import take_slices
 
 if TYPE_CHECKING:
     import os
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+
+_RANKS = "ranks"
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -52,7 +56,10 @@ def load_checkpoint_and_dispatch(
         model: changed in place; may be on ``meta``.
         checkpoint: a file, an index of several, or a folder with either.
         device_map: devices by the names of modules, or how to make such a map: ``"auto"``, ``"balanced"``,
-            ``"balanced_low_0"`` or ``"sequential"``. None to load the weights and place nothing.
+            ``"balanced_low_0"`` or ``"sequential"``. None to load the weights and place nothing. Or ``"ranks"``: all
+            ranks call this together, and compute each layer together, for inference. Each takes its slices of the
+            tensor-parallel plan of the model (``_tp_plan``) from the files, and what the plan does not name is whole on
+            each. Then all call the model with the same inputs; results are those of the whole model up to rounding.
         max_memory: for a map that is made, as for `get_max_memory`.
         no_split_module_classes: for a map that is made, names of classes whose modules stay whole.
         offload_folder: as for `load_checkpoint_in_model`.
@@ -70,9 +77,14 @@ def load_checkpoint_and_dispatch(
         CheckpointError: there are no weights, or they do not fit, as for `load_checkpoint_in_model`.
         ConfigError: ``device_map`` is another word, or names a device that is not there.
     """
+    if device_map == _RANKS:
+        _take_slices(model, checkpoint, dtype, strict=strict)
+        return model
     if isinstance(device_map, str):
         if device_map not in _MAPS:
-            raise ConfigError(f"device_map={device_map!r} is not one of {', '.join(map(repr, _MAPS))}, and no map.")
+            raise ConfigError(
+                f"device_map={device_map!r} is not one of {', '.join(map(repr, (*_MAPS, _RANKS)))}, and no map."
+            )
         if device_map != "sequential":
             is_low = device_map == "balanced_low_0"
             max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=is_low)
@@ -102,3 +114,13 @@ def load_checkpoint_and_dispatch(
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
     )
+
+
+def _take_slices(
+    model: nn.Module, checkpoint: str | os.PathLike[str], dtype: str | torch.dtype | None, *, strict: bool
+) -> None:
+    files = Checkpoint(weight_files(checkpoint))
+    steps = plan(files, model.state_dict(keep_vars=True), {"": "cpu"}, dtype, ())
+    tensors = {name: tensor for part in files.parts() for name, tensor in part.items()}
+    dtypes = {name: step.dtype for name, step in steps.items()}
+    take_slices(model, fit(tensors, model, str(checkpoint), strict=strict), dtypes)

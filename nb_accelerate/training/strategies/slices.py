@@ -24,17 +24,14 @@ from nb_accelerate.training.strategies.dtensors import MeshLayout
 from nb_accelerate.training.strategies.tensor_parallel import TensorParallelizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import torch
     from torch import Tensor
 
 
 def take_slices(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    *,
-    dtype_of: Callable[[str, Tensor, Tensor], torch.dtype] = lambda _name, _tensor, now: now.dtype,
+    model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
     """Give a model this rank's slices of the weights, on the device of this rank. All ranks call it together.
 
@@ -48,8 +45,8 @@ def take_slices(
         model: changed in place; on ``meta``, as `init_empty_weights` makes it.
         tensors: whole weights by the names of the model, on the CPU. Only slices of them are read, and on the CPU they
             stay views of them. Of tied weights one is enough.
-        dtype_of: what numbers a weight is to have, by its name, the tensor that was read and the parameter of the
-            model. One that has others is converted, and is then a copy.
+        dtypes: of the numbers that weights are to have, by name; by default those of the model. A weight that is read
+            in another one is converted: this rank's slice of it is a copy then.
 
     Raises:
         CheckpointError: a weight is missing, or has another shape. Nothing is changed then.
@@ -64,11 +61,11 @@ def take_slices(
         TensorParallelizer(mesh, None, trains=False).parallelize(model, lambda _: None)
         share_random_numbers(between_groups(TorchCollectives(process.device), process.topology.world_size))
     for names, owners, now in _tied(model):
-        tensor = next((tensors[name] for name in names if name in tensors), None)
-        if tensor is None:  # a buffer, say, that the code of the model fills
+        found = next((name for name in names if name in tensors), None)
+        if found is None:  # a buffer, say, that the code of the model fills
             value: Any = now.detach().to(process.device)
         else:
-            value = _slice_of(tensor, now, process.device, dtype_of(names[0], tensor, now))
+            value = _slice_of(tensors[found], now, process.device, (dtypes or {}).get(found, now.dtype))
         if isinstance(now, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         for owner, key in owners:

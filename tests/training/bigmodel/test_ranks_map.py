@@ -117,6 +117,7 @@ TIED = {"tie_word_embeddings": True}
 
 @pytest.mark.parametrize(("settings", "world_size"), [(GROUPED_HEADS, 2), (TIED, 4)])
 @pytest.mark.slow
+@pytest.mark.limit(180)
 def test_ranks_write_the_words_of_one_process(
     run_ranks: RunRanks, tmp_path: Path, settings: Any, world_size: int
 ) -> None:
@@ -183,7 +184,7 @@ def test_numbers_of_another_kind_are_converted(run_ranks: RunRanks, tmp_path: Pa
         half = {one.dtype for one in model.parameters()}
         with init_empty_weights():
             model = Untied()
-        take_slices(model, WeightFiles([file]), dtype_of=lambda name, tensor, now: torch.float64)
+        take_slices(model, WeightFiles([file]), dict.fromkeys(WeightFiles([file]), torch.float64))
         return half, {one.dtype for one in model.parameters()}
 
     assert run_ranks(kinds) == [({torch.bfloat16}, {torch.float64})] * 2
@@ -212,12 +213,13 @@ HEADS = "k_proj has 2 heads, which cannot be divided among 4 ranks. The number o
         (lambda: Untied(inner=9), 2, "blocks.0.up has out_features=9, .* that divides 9: 1, 3, 9."),
     ],
 )
+@pytest.mark.limit(120)
 def test_a_model_that_cannot_be_divided_is_refused(
     run_ranks: RunRanks, tmp_path: Path, make: Any, world_size: int, message: str
 ) -> None:
     file = saved(make(), tmp_path)
     with pytest.raises(ConfigError, match=message):
-        run_ranks(lambda: loaded(make, file)[1] and None, world_size=world_size)
+        run_ranks(lambda: loaded(make, file) and None, world_size=world_size, deadline=90)
 
 
 def test_a_weight_that_is_missing_or_has_another_shape_changes_nothing(tmp_path: Path) -> None:
