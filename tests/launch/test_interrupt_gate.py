@@ -14,22 +14,26 @@ from typing import Any
 
 import pytest
 
+from nb_accelerate.base.progress_page import ProgressPage, layout
 from nb_accelerate.notebook.protocol.messages import Failure
 from nb_accelerate.notebook.worker import interrupt
 from nb_accelerate.notebook.worker.call import answer
-from nb_accelerate.notebook.worker.ends import NUDGE, NUMBER
+from nb_accelerate.notebook.worker.ends import NUDGE
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
 
 
 class Rank:
-    """A rank's gate, and the kernel's end of its pipe."""
+    """A rank's gate, and its page as the kernel writes to it."""
 
     def __init__(self) -> None:
-        self.read, self.write = os.pipe()
-        self.gate = InterruptGate(self.read)
+        self.memory = bytearray(layout.SIZE)
+        self.gate = InterruptGate(ProgressPage(self.memory))
+        self.interrupts = 0
 
     def announce(self, number: int) -> None:
-        os.write(self.write, NUMBER.pack(number))
+        self.interrupts += 1
+        word = number * layout.INTERRUPTS + self.interrupts
+        layout.WORD.pack_into(self.memory, 8 * layout.INTERRUPT, word)
 
     def call(self, *, begun: list[int]) -> None:
         with self.gate:
@@ -47,8 +51,6 @@ def rank() -> Iterator[Rank]:
     sys.unraisablehook = hook
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    os.close(rank.read)
-    os.close(rank.write)
 
 
 def test_a_signal_alone_is_not_meant_for_the_rank(rank: Rank):

@@ -73,6 +73,11 @@ class ProgressPage:
         return self._words[layout.REQUEST]
 
     @property
+    def interrupt(self) -> tuple[int, int]:
+        """Number of the call or cell that SIGINT is meant for, and how often that was said of any."""
+        return divmod(self._words[layout.INTERRUPT], layout.INTERRUPTS)
+
+    @property
     def phase(self) -> int:
         """Number of the `Phase` that is on."""
         return self._words[layout.PHASE]
@@ -90,7 +95,7 @@ class ProgressPage:
         words = self._words
         request = words[layout.REQUEST] + 1
         for index in range(layout.PHASE, layout.NUM_WORDS):
-            if index not in (layout.SAVES, layout.OTHER_GROUP):
+            if index not in (layout.SAVES, layout.OTHER_GROUP, layout.INTERRUPT):
                 words[index] = 0
         self._memory[layout.SCALARS_AT : layout.MEMORY_AT] = bytes(layout.MEMORY_AT - layout.SCALARS_AT)
         self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)

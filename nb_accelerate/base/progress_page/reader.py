@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
@@ -17,14 +18,22 @@ if TYPE_CHECKING:
 class PageReader:
     """The memory of a progress page, for reading. `close` it.
 
-    It takes over the descriptor of an empty file, of which the process that writes gets a copy. A file without a name
-    is gone with the last process that holds it.
+    It takes over the descriptor of an empty file, which is for the process that writes, see `detach`. A file without a
+    name is gone with the last process that holds it.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         os.ftruncate(fd, layout.SIZE)
-        self._memory = mmap.mmap(fd, layout.SIZE)
+        if sys.version_info >= (3, 13):
+            self._memory = mmap.mmap(fd, layout.SIZE, trackfd=False)
+        else:  # keeps a copy of the descriptor
+            self._memory = mmap.mmap(fd, layout.SIZE)
+
+    def detach(self) -> int:
+        """Return the descriptor, which the caller closes. The memory stays."""
+        fd, self.fd = self.fd, -1
+        return fd
 
     def read(self) -> Sample:
         """Return what the page says now."""
@@ -40,6 +49,11 @@ class PageReader:
         """Ask for progress bars in a panel, or as text; see `base.progress_page.ProgressPage.wants_rows`."""
         layout.WORD.pack_into(self._memory, 8 * layout.ROWS_WANTED, wanted)
 
+    def interrupt(self, number: int, count: int) -> None:
+        """Say which call or cell SIGINT is meant for; `count` is another one each time."""
+        word = number * layout.INTERRUPTS + count % layout.INTERRUPTS
+        layout.WORD.pack_into(self._memory, 8 * layout.INTERRUPT, word)
+
     @property
     def commands(self) -> CommandWriter:
         """Commands to the training loop of the rank."""
@@ -48,4 +62,5 @@ class PageReader:
     def close(self) -> None:
         """Let go of the memory."""
         self._memory.close()
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.detach())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 import weakref
 from multiprocessing.connection import wait
@@ -21,7 +22,7 @@ from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.piped import PipedRank
-from nb_accelerate.notebook.worker.ends import NUDGE, NUMBER, RankEnds
+from nb_accelerate.notebook.worker.ends import NUDGE, RankEnds
 from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
 from nb_accelerate.notebook.worker.server.server import EXIT_STATUS
 from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
@@ -77,7 +78,7 @@ class LocalRank(PipedRank):
         self._killed_at = float("inf")
         self._is_handed_over = False
         self._signal: Callable[[int], None] = lambda _: None
-        self._asked = 0
+        self._asked = self._interrupts = 0
         with contextlib.ExitStack() as undo:
             if store_fd >= 0:
                 undo.callback(os.close, store_fd)
@@ -88,24 +89,18 @@ class LocalRank(PipedRank):
             undo.callback(there.close)
             self.stdout, stdout = _pipe(undo)
             self.stderr, stderr = _pipe(undo)
-            self.stacks, stacks = _pipe(undo)
             self.status, self._status_end = _pipe(undo)
-            interrupt, self._interrupt = _pipe(undo)
-            stack_requests, self._stack_requests = _pipe(undo)
-            output = self.stdout, self.stderr, self.stacks, self.status
-            self._kernel_ends = (*output, self._interrupt, self._stack_requests)
-            for fd in self._kernel_ends:
-                os.set_blocking(fd, False)
-            page = os.dup(self.page.fd)
+            self.stacks, stacks = (end.detach() for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
             undo.pop_all()
+        self._kernel_ends = self.stdout, self.stderr, self.stacks, self.status
+        for fd in self._kernel_ends:
+            os.set_blocking(fd, False)
         self._ends = RankEnds(
             control=there.detach(),
             stdout=stdout,
             stderr=stderr,
-            interrupt=interrupt,
-            stack_requests=stack_requests,
             stacks=stacks,
-            page=page,
+            page=self.page.detach(),
             store=store_fd,
         )
         _open.add(self)
@@ -153,9 +148,10 @@ class LocalRank(PipedRank):
         self.signal(signal.SIGINT)
 
     def announce_interrupt(self) -> None:
-        """Write to the rank that SIGINT is meant for what it was asked last."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._interrupt, NUMBER.pack(self._asked))
+        """Say to the rank that SIGINT is meant for what it was asked last."""
+        if not self.closed:
+            self._interrupts += 1
+            self.page.interrupt(self._asked, self._interrupts)
 
     @override
     def nudge(self) -> None:
@@ -174,8 +170,8 @@ class LocalRank(PipedRank):
 
     def _request(self, what: bytes) -> None:
         if not self.closed:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has not read earlier ones, or has ended
-                os.write(self._stack_requests, what)
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # it has not read earlier ones, or has ended
+                os.write(self.stacks, what)
 
     @override
     def processor_time(self) -> float | None:

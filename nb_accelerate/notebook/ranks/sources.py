@@ -83,6 +83,8 @@ class Sources:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
             return b""
+        except ConnectionResetError:  # the other end of a socket has left something unread
+            data = b""
         if not data:
             self.drop(fd)
         return data

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import signal
-import struct
 from dataclasses import dataclass, fields
-
-NUMBER = struct.Struct("=Q")
-"""How the number of a call or cell is written into the interrupt pipe."""
 
 NUDGE = signal.SIGURG
 """Signal that follows SIGINT. Programs that do not handle it ignore it, and few handle it."""
@@ -20,10 +16,8 @@ class RankEnds:
     control: int  # its end of the channel
     stdout: int  # write end of the pipe for everything Python prints and C code writes to descriptor 1
     stderr: int  # write end of the pipe for what C code writes to descriptor 2
-    interrupt: int  # read end of a pipe; a `NUMBER` in it says which call or cell of this rank SIGINT is meant for
-    stack_requests: int  # read end of a pipe; a byte in it asks for the stack of the main thread
-    stacks: int  # write end of the pipe into which that is written
-    page: int  # the page on which it says how far it is
+    stacks: int  # a socket; a byte from it asks for the stack of the main thread, which is written to it
+    page: int  # the page on which it says how far it is, and reads which call or cell SIGINT is meant for
     store: int = -1  # the file that is the store through which ranks meet, or a listening socket to serve it on; or -1
 
     def as_tuple(self) -> tuple[int, ...]:

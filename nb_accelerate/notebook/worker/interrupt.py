@@ -1,8 +1,8 @@
 """Let SIGINT reach users' code only when it is meant for it.
 
 Interrupting a kernel sends SIGINT to its whole process group, so every rank gets it: also one that is idle, or that
-belongs to another launch in the background. A rank therefore ignores SIGINT unless the kernel has said before, in the
-rank's interrupt pipe, what it interrupts: the number of a call or cell, counted from the rank's start by both sides.
+belongs to another launch in the background. A rank therefore ignores SIGINT unless the kernel has said before, on the
+rank's progress page, what it interrupts: the number of a call or cell, counted from the rank's start by both sides.
 One that has not begun yet is interrupted as it begins, and one that has ended is not mistaken for the next.
 
 A signal that comes just before Python begins to wait for something would be noticed when that comes. The kernel
@@ -25,10 +25,12 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.worker.ends import NUDGE, NUMBER
+from nb_accelerate.notebook.worker.ends import NUDGE
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
+
+    from nb_accelerate.base.progress_page import ProgressPage
 
 _LOOPS = ("asyncio", "selectors", "nest_asyncio")
 
@@ -37,17 +39,20 @@ class InterruptGate:
     """Decides what a SIGINT means. Created in the main thread.
 
     As a context it is entered once for each call or cell; inside, an interrupt raises KeyboardInterrupt.
+
+    Args:
+        page: on which the kernel says what it interrupts.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, page: ProgressPage) -> None:
+        self._page = page
+        self._heard = 0  # the last of what was said there
         self._pid = os.getpid()
         self._begun = 0  # how many calls and cells
         self._current = 0  # the number of the one that runs
         self._interrupted = 0  # the number of the one that is to be interrupted
         self._raised = 0  # the number of the one that has been
         self._handler = self._on_signal
-        os.set_blocking(fd, False)
         signal.signal(signal.SIGINT, self._handler)
         signal.signal(NUDGE, self._on_nudge)
         self._previous_hook = sys.unraisablehook
@@ -71,7 +76,7 @@ class InterruptGate:
             self._raise()
 
     def _on_signal(self, _signum: int, frame: FrameType | None) -> None:
-        # A forked child of this rank, such as a loader's worker, has this handler and the same pipe: the number is
+        # A forked child of this rank, such as a loader's worker, has this handler and the same page: the number is
         # not for it. It ends when the rank does.
         if os.getpid() != self._pid or not self._is_meant():
             return
@@ -90,12 +95,9 @@ class InterruptGate:
             self._raise()
 
     def _is_meant(self) -> bool:
-        try:  # and no frames of contextlib's, see _is_in_loop
-            told = os.read(self._fd, 16 * NUMBER.size)
-        except BlockingIOError:
-            told = b""
-        if told:
-            (self._interrupted,) = NUMBER.unpack(told[-NUMBER.size :])
+        number, count = self._page.interrupt
+        if count != self._heard:
+            self._interrupted, self._heard = number, count
         return self._interrupted == self._current != 0
 
     def _raise(self) -> None:

@@ -76,14 +76,14 @@ def run_rank(
     """
     # Before any output and any signal: what was inherited belongs to whoever forked this process.
     replace_streams(ends.stdout, ends.stderr, mark)
-    install(ends.page, functools.partial(send_record, mark))
-    gate = InterruptGate(ends.interrupt)
+    page = install(ends.page, functools.partial(send_record, mark))
+    gate = InterruptGate(page)
     channel = Channel.from_fd(ends.control)
     tell_failures(functools.partial(_tell_failure, channel, os.getpid()))
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
-    write_stacks_on_request(ends.stack_requests, ends.stacks)
+    write_stacks_on_request(ends.stacks)
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     sys.path[:] = own_path = list(own_path or sys.path)
     store: object = None

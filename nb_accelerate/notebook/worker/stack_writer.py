@@ -35,23 +35,24 @@ _CHUNK = 1 << 12
 """Bytes of requests that are read at once, and answered once."""
 
 
-def write_stacks_on_request(requests: int, stacks: int) -> None:
-    """Start the thread. It ends when nobody can ask any more; if it fails, Python prints why.
+def write_stacks_on_request(stacks: int) -> None:
+    """Start the thread. Requests come over a socket, which takes the answers.
 
-    It needs the interpreter's lock, so it answers while the main thread runs Python code, or waits in C code that has
-    released the lock, and does not answer while C code holds it. `faulthandler` answers then. It is no substitute: it
-    reads frames that may change meanwhile, and CPython 3.11 crashed in it.
+    It ends when nobody can ask any more; if it fails, Python prints why. It needs the interpreter's lock, so it answers
+    while the main thread runs Python code, or waits in C code that has released the lock, and does not answer while C
+    code holds it. `faulthandler` answers then. It is no substitute: it reads frames that may change meanwhile, and
+    CPython 3.11 crashed in it.
     """
     # Not `threading.Thread`, whose start() waits until the thread runs, on the way of every launch.
-    _thread.start_new_thread(_serve, (requests, stacks))
+    _thread.start_new_thread(_serve, (stacks,))
 
 
-def _serve(requests: int, stacks: int) -> None:
+def _serve(stacks: int) -> None:
     # Signals are for the main thread: one that came to this thread would not wake up what that waits in.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     main = threading.main_thread().ident
     try:
-        while asked := os.read(requests, _CHUNK):
+        while asked := os.read(stacks, _CHUNK):
             phase = here().phase
             frame = sys._current_frames().get(main or 0)  # noqa: SLF001 - the documented way to it
             if ASK_LINE in asked:
