@@ -161,6 +161,11 @@ DIFFERENCES = {
         "`load_and_quantize_model` quantises on CPUs too, where accelerate needs a GPU. Modules of a `device_map` on "
         "the CPU or the disk beside a GPU are not quantised, in 8 bits as in 4; accelerate offloads 8-bit weights."
     ),
+    "test_loading_leaves_no_weight_without_numbers": (
+        "`load_checkpoint_in_model` refuses a checkpoint that has no numbers for a weight on `meta`, which accelerate "
+        'leaves there; it loads buffers on `"disk"` with `offload_buffers=False` too, and needs an `offload_folder` '
+        "only where something has to be written."
+    ),
     "test_reduce_multiplies_with_scale": (
         "`reduce(..., scale=...)` multiplies on any hardware and any number of processes; accelerate's does "
         "on TPUs only."

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import nb_accelerate
 import nb_accelerate.utils
-from nb_accelerate.errors import ConfigError, MissingDependencyError, NotPreparedError
+from nb_accelerate.errors import CheckpointError, ConfigError, MissingDependencyError, NotPreparedError
 from nb_accelerate.notebook.launch import notebook_launcher
 from nb_accelerate.training.checkpoint import quantised
 from nb_accelerate.training.state import AcceleratorState, GradientState, PartialState
@@ -214,6 +215,31 @@ def test_quantised_weights_are_on_the_device_that_computes():
         made_map(model, theirs, None)
     assert quantised.map_for(model, ours, None) == ({"": torch.device("cpu")}, [])
     assert quantised.map_for(model, ours, device_map) == (device_map, ["1", "2"])
+
+
+@pytest.mark.may_leave("threads")  # of tqdm
+def test_loading_leaves_no_weight_without_numbers(tmp_path):
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    plain[1].running_mean.fill_(5)
+    weights = plain.state_dict()
+    save_file(weights, tmp_path / "whole.safetensors")
+    del weights["0.bias"]
+    save_file(weights, tmp_path / "partial.safetensors")
+
+    def load(package, name, **options):
+        with package.init_empty_weights():
+            model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        package.load_checkpoint_in_model(model, str(tmp_path / name), {"0": "cpu", "1": "disk"}, **options)
+        return model
+
+    assert load(accelerate, "partial.safetensors", offload_folder=tmp_path / "off")[0].bias.is_meta
+    with pytest.raises(CheckpointError, match=r"has no 0\.bias"):
+        load(nb_accelerate, "partial.safetensors")
+    with pytest.raises(ValueError, match="offload_folder"):
+        load(accelerate, "whole.safetensors")
+    theirs = load(accelerate, "whole.safetensors", offload_folder=tmp_path / "off")
+    assert theirs[1].running_mean.tolist() == [0, 0]
+    assert load(nb_accelerate, "whole.safetensors")[1].running_mean.tolist() == [5, 5]
 
 
 def test_an_accelerator_outlives_the_reset_of_states():
