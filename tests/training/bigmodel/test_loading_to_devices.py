@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.ranks import RunRanks
 from torch import nn
 
 from nb_accelerate import Accelerator, init_empty_weights, load_checkpoint_in_model
@@ -22,26 +23,33 @@ def make() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("on_meta", [True, False])
-@pytest.mark.parametrize("safe", [True, False])
-@pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_each_weight_goes_to_its_device(tmp_path: Path, dtype: Any, safe: bool, on_meta: bool) -> None:
-    plain = make()
-    Accelerator(cpu=True).save_model(plain.cpu(), tmp_path, safe_serialization=safe)
+def _load(folder: Path, state: dict[str, torch.Tensor], dtype: Any, safe: bool, on_meta: bool) -> None:
     with init_empty_weights() if on_meta else torch.device("cpu"):
         model = make()
-    places: dict[str, Any] = {"0": 0, "1": "simgpu:1", "2": "cpu", "3": 0}
-    load_checkpoint_in_model(model, tmp_path, places, dtype=dtype)
-    for name, tensor in plain.state_dict().items():
+    places: dict[str, Any] = {"0": "simgpu:0", "1": "simgpu:1", "2": "cpu", "3": 0}
+    load_checkpoint_in_model(model, folder, places, dtype=dtype)
+    for name, tensor in state.items():
         here = model.state_dict()[name]
-        at = {"0": "simgpu:0", "1": "simgpu:1", "2": "cpu", "3": "simgpu:0"}[name[0]]
+        at = "simgpu:0" if name[0] == "3" else places[name[0]]
         assert here.device == torch.device(at), name
         assert torch.equal(here.cpu(), tensor if dtype is None else tensor.to(dtype))
     assert model[3].weight is model[0].weight
     assert (files_of(model[2].weight) is not None) == (safe and dtype is None)
 
 
-def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
-    Accelerator(cpu=True).save_model(make().cpu(), tmp_path)
-    with pytest.raises(ConfigError, match=r"device_map has '3' on device 2, which"):
-        load_checkpoint_in_model(make(), tmp_path, {"": 0, "3": 2})
+def _load_all(folder: Path, state: dict[str, torch.Tensor]) -> str:
+    for safe in (True, False):
+        for dtype in (None, torch.float16):
+            for on_meta in (True, False):
+                _load(folder / str(safe), state, dtype, safe, on_meta)
+    with pytest.raises(ConfigError) as caught:
+        load_checkpoint_in_model(make(), folder / "True", {"": 0, "3": 2})
+    return str(caught.value)
+
+
+def test_each_weight_goes_to_its_device(tmp_path: Path, run_ranks: RunRanks) -> None:
+    plain = make()
+    for safe in (True, False):
+        Accelerator(cpu=True).save_model(plain, tmp_path / str(safe), safe_serialization=safe)
+    (said,) = run_ranks(_load_all, tmp_path, plain.state_dict(), world_size=1)
+    assert "device_map has '3' on device 2, which" in said
