@@ -162,7 +162,8 @@ def check_devices(device_map: DeviceMap) -> None:
         except (RuntimeError, AssertionError) as error:  # the latter where torch was built without such devices
             raise ConfigError(
                 f"device_map has {name!r} on device {device!r}, which this process does not see: "
-                f"{str(error).splitlines()[0].rstrip('.')}. Name another one, 'cpu' or 'disk', or write device_map='auto'."
+                f"{str(error).splitlines()[0].rstrip('.')}. Name another one, 'cpu' or 'disk', "
+                "or write device_map='auto'."
             ) from error
 
 
