@@ -20,7 +20,7 @@ def in_rank(run_ranks) -> Callable[..., Any]:
     """Run a function in a process that has the device."""
 
     def run(function: Callable[..., Any], *args: Any, **env: str) -> Any:
-        return run_ranks(function, *args, world_size=1, env=env)[0]
+        return run_ranks(function, *args, world_size=1, env={"OMP_NUM_THREADS": "1", **env})[0]
 
     return run
 
@@ -136,10 +136,10 @@ class Logged:
     def __init__(self, real: Any, log: list[str], name: str = "") -> None:
         self.real, self.log, self.name = real, log, name
 
-    def Event(self) -> Logged:  # noqa: N802 - as torch has it
+    def Event(self) -> Logged:
         return Logged(self.real.Event(), self.log)
 
-    def Stream(self, device: Any) -> Logged:  # noqa: N802
+    def Stream(self, device: Any) -> Logged:
         return Logged(self.real.Stream(device), self.log, "copy")
 
     def current_stream(self, device: Any) -> Logged:

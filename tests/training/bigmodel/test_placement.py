@@ -1,4 +1,4 @@
-"""Where the weights of a block are, at rest and while it computes on the CPU. On another device: tests/second_device."""
+"""Weights of a block at rest, and while it computes on the CPU. On another device: tests/second_device."""
 
 from __future__ import annotations
 
