@@ -12,7 +12,7 @@ from nb_accelerate.errors import PlacedModelError
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from nb_accelerate.training.bigmodel.device_map import check_device_map
-from nb_accelerate.training.bigmodel.hooks import add_hook_to_module
+from nb_accelerate.training.bigmodel.hooks import MOVES, add_hook_to_module
 from nb_accelerate.training.bigmodel.moving import numbered, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.resting import weights_in_files
 from nb_accelerate.training.bigmodel.ties import (
@@ -155,7 +155,7 @@ def _visitors(model: nn.Module, names: Sequence[str], *, offload_buffers: bool) 
 
 def _refuse_moves(model: nn.Module) -> None:
     model.to = functools.partial(_to, model)  # type: ignore[method-assign]
-    for name in ("cuda", "cpu", "xpu", "npu", "mlu", "musa"):
+    for name in MOVES[1:]:
         if hasattr(model, name):
             setattr(model, name, functools.partial(_refuse_move, name))
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
+from nb_accelerate.base.devices import DEVICE_KINDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-_ADDED = ("to", "cuda", "cpu", "xpu", "npu", "mlu", "sdaa", "musa", "neuron")
+MOVES = ("to", *(kind.name for kind in DEVICE_KINDS))
 """Methods of a placed model that `dispatch_model` replaces by refusals."""
 
 
@@ -175,7 +177,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         kept.pop("forward", None)
         if getattr(forward, "__func__", None) is not type(module).forward:
             module.forward = forward  # it had been replaced before
-    for name in _ADDED:
+    for name in MOVES:
         kept.pop(name, None)
     for child in module.children() if recurse else ():
         remove_hook_from_module(child, recurse=True)
