@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-_LOWEST = "0.46.1"
-"""The first version of bitsandbytes that computes on a CPU too, and that newer versions of transformers work with."""
+_LOWEST = "0.47.0"
+"""The first version of bitsandbytes that computes all of its formats on a CPU too."""
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
