@@ -238,9 +238,12 @@ def _fill_quantised(
             f"{name} has numbers of {value.dtype}, without scales for {4 if config.load_in_4bit else 8} bits. It was "
             "saved with weights in another number of bits: load it with the configuration that it was saved with."
         )
-    if config.load_in_4bit and states:
-        layer.weight = type(layer.weight).from_prequantized(value, states, device=device, module=layer)
-        return
-    set_module_tensor_to_device(
-        layer, "weight", device, value=value, dtype=config.torch_dtype, fp16_statistics=scales, clear_cache=False
-    )
+    kind: Any = type(layer.weight)
+    if value.is_floating_point():
+        set_module_tensor_to_device(layer, "weight", device, value=value, dtype=config.torch_dtype, clear_cache=False)
+    elif config.load_in_4bit:
+        layer.weight = kind.from_prequantized(value, states, device=device, module=layer)
+    elif scales is not None:
+        # Not by way of `to`, with which older versions of bitsandbytes quantise once more.
+        numbers = value.to(device)
+        layer.weight = kind(numbers, requires_grad=False, CB=numbers, SCB=scales.to(device))
