@@ -115,7 +115,7 @@ def test_without_a_gpu_the_cpu_computes_and_places_differ(empty: Model):
 
 @pytest.mark.parametrize("way", ["auto", "balanced", "balanced_low_0", "sequential"])
 def test_before_loading_it_is_the_map_that_would_be_inferred(empty: Model, way: str, caplog: pytest.LogCaptureFixture):
-    memory: dict[int | str, int | str] = {0: "6MiB", 1: "6MiB", "cpu": "20MiB"}
+    memory: dict[int | str, int | str] = {0: "11MiB", 1: "11MiB", "cpu": "20MiB"}
     limits: Mapping[int | str, int | str] = memory
     if way != "sequential":
         limits = get_balanced_memory(empty, memory, ["Block"], dtype=torch.float16, low_zero=way == "balanced_low_0")
@@ -123,7 +123,7 @@ def test_before_loading_it_is_the_map_that_would_be_inferred(empty: Model, way: 
     caplog.clear()
     shown = show_map(empty, way, max_memory=memory, dtype="float16")
     assert shown.device_map == expected
-    assert shown.limits == {"GPU 0": 6 * MB, "GPU 1": 6 * MB, "cpu memory": 20 * MB}
+    assert shown.limits == {"GPU 0": 11 * MB, "GPU 1": 11 * MB, "cpu memory": 20 * MB}
     assert sum(shown.places.values()) == sum(part.num * part.bytes for part in shown.parts) == 10.5 * MB + 1024
     assert [record.message.split(",")[0] for record in caplog.records] == ["max_memory names 0"]  # once
 
