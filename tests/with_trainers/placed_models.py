@@ -1,14 +1,19 @@
-"""Models of transformers that a device map places, and adapters of peft: ``python placed_models.py CASE FOLDER``.
+"""Models of transformers that a device map places, and adapters of peft: ``python placed_models.py FOLDER``.
 
-A case prints the numbers that it computed, as JSON: what accelerate makes of them is to be made here too.
+For each case there is a folder then, with a file of the numbers that it computed, or of the traceback that ended it.
 """
+
+# ruff: noqa: E402 - torchvision is hidden before transformers looks for it
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
+
+sys.modules["torchvision"] = None  # type: ignore[assignment]  # PyPI's fails beside a torch without CUDA
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -138,8 +143,15 @@ def adapter_on_the_disk(folder: Path) -> Any:
     return trained
 
 
-CASES = {case.__name__: case for case in (on_a_device, adapter, on_the_disk, chosen_by_memory, adapter_on_the_disk)}
+CASES = (on_a_device, adapter, on_the_disk, chosen_by_memory, adapter_on_the_disk)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(CASES[sys.argv[1]](Path(sys.argv[2]))))
+    for case in CASES:
+        folder = Path(sys.argv[1], case.__name__)
+        folder.mkdir(parents=True)
+        try:
+            found = case(folder)
+        except Exception:
+            found = traceback.format_exc()
+        (folder / "found.json").write_text(json.dumps(found))
