@@ -42,7 +42,7 @@ def test_two_ranks_write_the_words_of_the_notebook(shared_kernel: Kernel, tmp_pa
         load = LOAD.format(how='"ranks"')
         shared_kernel.run(f"%%distributed -n 2 --out written\n{load}\nwords", timeout=120).ok()
         assert shared_kernel.run("written == [words] * 2").ok().value == "True"
-        shards = "%%distributed\n[type(p).__name__ for n, p in model.named_parameters() if 'q_proj' in n]"
+        shards = "%%distributed\nprint([type(p).__name__ for n, p in model.named_parameters() if 'q_proj' in n])"
         assert "['DTensor', 'DTensor']" in shared_kernel.run(shards).ok().stdout
     finally:
         shared_kernel.run("%unload_ext nb_accelerate").ok()
