@@ -187,6 +187,32 @@ def work(rounds: int) -> list[str]:
     return [*lines, "lines lost: " + ", ".join(f"{name} {number}" for name, number in lost.items())]
 
 
+def many_ranks(numbers: tuple[int, ...] = (2, 32), rounds: int = 10) -> list[str]:
+    """An empty cell by the number of ranks: seconds, processor time of the kernel, and its descriptors."""
+    taken: dict[str, list[float]] = {}
+    kernels: dict[int, Kernel] = {}
+    lines = []
+    try:
+        for number in numbers:
+            kernel = kernels[number] = Kernel()
+            kernel.run("%load_ext nb_accelerate\nimport os, time\nbefore = len(os.listdir('/proc/self/fd'))").ok()
+            kernel.run(f"%%distributed -n {number}\npass", 120).ok()
+            opened = kernel.run("len(os.listdir('/proc/self/fd')) - before").ok().value
+            lines.append(f"descriptors for {number} ranks: {opened}")
+        for _ in range(rounds):
+            for number, kernel in kernels.items():
+                kernel.run("at_first = time.process_time()").ok()
+                seconds = Session(SYSTEMS[OURS], kernel).repeated("pass", 30)
+                taken.setdefault(f"an empty cell of {number} ranks", []).extend(seconds)
+                used = float(str(kernel.run("(time.process_time() - at_first) / 30").ok().value))
+                taken.setdefault(f"  processor time of its kernel, {number} ranks", []).append(used)
+    finally:
+        for kernel in kernels.values():
+            kernel.run("%unload_ext nb_accelerate", 60)
+            kernel.close()
+    return [*ratios(medians_of(taken), base=f"an empty cell of {numbers[0]} ranks"), *lines]
+
+
 def medians_of(taken: dict[str, list[float]]) -> Seconds:
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
@@ -200,4 +226,4 @@ def beside(what: str, seconds: Seconds) -> list[str]:
 def measure() -> list[str]:
     # Others' ranks are started as `python`, which is to be this one.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return [*starts(3), *work(3)]
+    return [*starts(3), *work(3), "", *many_ranks()]

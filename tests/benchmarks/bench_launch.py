@@ -99,16 +99,17 @@ def against_accelerate() -> list[str]:
 PACKAGES = ("accelerate", "nb_accelerate")
 
 
-def start_methods() -> list[str]:
+def start_methods(ranks: int, *, rounds: int) -> list[str]:
     # As a cell's functions are: a rank that has to import this file imports half of Jupyter with it.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    launch(meets, (), 2)
+    launch(meets, (), ranks)
+    base = f"{ranks} ranks: bare fork and gloo"
     actions: dict[str, Callable[[], object]] = {
-        "bare fork and gloo": bare_fork,
-        "fork": lambda: launch(meets, (), 2, start_method="fork"),
-        "forkserver": lambda: launch(meets, (), 2),
+        base: lambda: bare_fork(ranks),
+        "fork": lambda: launch(meets, (), ranks, start_method="fork"),
+        "forkserver": lambda: launch(meets, (), ranks),
     }
-    return ratios(medians(actions, rounds=40, pause=0.05), base="bare fork and gloo")
+    return ratios(medians(actions, rounds=rounds, pause=0.05), base=base)
 
 
 def floods(lines: int) -> None:
@@ -161,6 +162,8 @@ def large_result() -> list[str]:
 
 def measure() -> list[str]:
     try:
-        return [line for part in (against_accelerate, start_methods, output, large_result) for line in [*part(), ""]]
+        few, many = functools.partial(start_methods, 2, rounds=40), functools.partial(start_methods, 32, rounds=10)
+        parts = (against_accelerate, few, many, output, large_result)
+        return [line for part in parts for line in [*part(), ""]]
     finally:
         close()
