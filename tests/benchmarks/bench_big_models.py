@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from nb_accelerate.big_modeling import dispatch_model
 from torch import nn
 
 from nb_accelerate import init_empty_weights, load_checkpoint_and_dispatch, notebook_launcher
+from nb_accelerate.big_modeling import dispatch_model
 
 Way = Literal["resident", "ours", "theirs"]
 Times = list[tuple[float, float]]
