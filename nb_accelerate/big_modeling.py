@@ -17,6 +17,7 @@ from nb_accelerate.training.bigmodel.module_hooks import (
     attach_layerwise_casting_hooks,
     cpu_offload_with_hook,
 )
+from nb_accelerate.training.checkpoint.dispatching import load_checkpoint_and_dispatch
 from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
 ]

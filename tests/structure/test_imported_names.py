@@ -15,26 +15,6 @@ TESTS = Path(__file__).parents[1]
 ABSENT: dict[str, str] = {}
 """Names that are not here on purpose, and why."""
 
-EXPECTED_LATER = {
-    "accelerate.big_modeling",
-    "accelerate.big_modeling.check_device_map",
-    "accelerate.cpu_offload",
-    "accelerate.cpu_offload_with_hook",
-    "accelerate.dispatch_model",
-    "accelerate.hooks",
-    "accelerate.hooks.AlignDevicesHook",
-    "accelerate.hooks.CpuOffload",
-    "accelerate.hooks.add_hook_to_module",
-    "accelerate.hooks.remove_hook_from_module",
-    "accelerate.hooks.remove_hook_from_submodules",
-    "accelerate.utils.load_offloaded_weights",
-    "accelerate.utils.offload_state_dict",
-    "accelerate.utils.offload_weight",
-    "accelerate.utils.save_offload_index",
-    "accelerate.utils.set_module_tensor_to_device",
-}
-"""Names of models larger than a device that are not written yet."""
-
 RESOLVE = """
 import importlib, json, sys
 from with_trainers.as_accelerate import take_the_place
@@ -69,8 +49,8 @@ def test_every_imported_name_resolves_with_this_package_as_accelerate():
     unresolved, theirs = json.loads(run.stdout)
     assert theirs == []
     missing = {name: f"{why}; imported by {', '.join(names[name])}" for name, why in unresolved.items()}
-    assert {name: why for name, why in missing.items() if name not in {*ABSENT, *EXPECTED_LATER}} == {}
-    assert EXPECTED_LATER | ABSENT.keys() == missing.keys(), "take out what is here now"
+    assert {name: why for name, why in missing.items() if name not in ABSENT} == {}
+    assert ABSENT.keys() == missing.keys(), "take out what is here now"
 
 
 def test_the_list_has_the_names_of_each_library():

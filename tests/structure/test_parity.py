@@ -62,7 +62,7 @@ accelerate.utils.operations.gather, accelerate.utils.set_seed, accelerate.state.
 
 def test_a_name_that_utils_lacks_points_to_the_page():
     with pytest.raises(AttributeError, match=r"parity.md lists what is left out"):
-        nb_accelerate.utils.load_and_quantize_model  # noqa: B018
+        nb_accelerate.utils.torch_xla_of_no_kind  # noqa: B018
 
 
 def test_utils_imports_torch_when_it_is_used():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nb_accelerate.base.devices import CPU
+from nb_accelerate.base.devices.mps import MPS
 from nb_accelerate.errors import PlacedModelError
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
@@ -115,7 +117,7 @@ def _place(
 ) -> None:
     state_dict, offload_dir, offload_index = sources
     # In the one memory of a Mac, what is on the CPU is as near as what is on the GPU.
-    visiting = ("disk",) if main_device.type in ("cpu", "mps") else ("disk", torch.device("cpu"))
+    visiting = ("disk",) if main_device.type in (CPU.name, MPS.name) else ("disk", torch.device("cpu"))
     offload = {name: place in visiting for name, place in places.items()}
     computing = {name: main_device if offload[name] else place for name, place in places.items()}
     _separate_ties(model, computing)

@@ -74,10 +74,10 @@ def set_module_tensor_to_device(
         source = old.to("meta").to(_dtype_for(old, old, dtype, packed=packed))
     if source is not old or old.device != _device(device):
         with torch.no_grad():
-            made = _made_like(old, source, device, non_blocking=non_blocking)
-        (owner._buffers if name in owner._buffers else owner._parameters)[name] = made  # type: ignore[assignment]  # noqa: SLF001
+            made: Any = _made_like(old, source, device, non_blocking=non_blocking)
+        (owner._buffers if name in owner._buffers else owner._parameters)[name] = made  # noqa: SLF001
         if fp16_statistics is not None:
-            cast("Any", made).SCB = fp16_statistics.to(device, non_blocking=non_blocking)
+            made.SCB = fp16_statistics.to(device, non_blocking=non_blocking)
     if clear_cache and _device(device).type not in ("cpu", "meta"):
         clear_device_cache()
     ties[device] = getattr(owner, name)
