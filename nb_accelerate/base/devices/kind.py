@@ -72,6 +72,7 @@ class DeviceKind:
         distributed_type: value of the `DistributedType` of several ranks on such devices.
         backend: the torch.distributed backend that carries its tensors between ranks; None if there is none.
         is_host: this is the processor: any number of ranks share it, and it needs no driver.
+        uses_host_memory: it has no memory of its own.
         passes_device_ids: DistributedDataParallel and barriers are told the number of the device.
         pins_memory: host memory can be pinned for it, so that ``copy_(..., non_blocking=True)`` returns at once.
         has_storages: its tensors say in which memory they are, so that shared memory is known.
@@ -123,6 +124,7 @@ class DeviceKind:
     distributed_type: str
     backend: Backend | None
     is_host: bool = False
+    uses_host_memory: bool = False
     passes_device_ids: bool = False
     pins_memory: bool = False
     has_storages: bool = True

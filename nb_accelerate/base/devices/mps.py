@@ -16,6 +16,7 @@ MPS = DeviceKind(
     name="mps",
     distributed_type="NO",
     backend=None,
+    uses_host_memory=True,
     find=_visible_devices,
     forbids_fork=lambda: "Metal does not survive a fork",
     is_available=by_name("torch.backends.mps:is_available"),

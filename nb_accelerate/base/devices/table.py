@@ -15,6 +15,7 @@ CPU = DeviceKind(
     distributed_type="MULTI_CPU",
     backend=GLOO,
     is_host=True,
+    uses_host_memory=True,
     mixed_precision=("fp16", "bf16", "fp8"),
     memory_used=memory_used,
     memory_left=memory_left,

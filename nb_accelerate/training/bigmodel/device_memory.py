@@ -61,9 +61,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
 
 def _free_memory(kind: DeviceKind) -> dict[int | str, int]:
     host = CPU.memory_left(1)
-    if kind.is_host:
-        return {CPU.name: host}
-    if not kind.memory_left(1):  # a device that does not tell its memory has that of the host
+    if kind.uses_host_memory:
         return {kind.name: host}
     free: dict[int | str, int] = {}
     current = kind.current_device()

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nb_accelerate.base.devices import CPU
-from nb_accelerate.base.devices.mps import MPS
+from nb_accelerate.base.devices import find_kind
 from nb_accelerate.errors import PlacedModelError
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
@@ -116,8 +115,8 @@ def _place(
     options: Mapping[str, Any],
 ) -> None:
     state_dict, offload_dir, offload_index = sources
-    # In the one memory of a Mac, what is on the CPU is as near as what is on the GPU.
-    visiting = ("disk",) if main_device.type in (CPU.name, MPS.name) else ("disk", torch.device("cpu"))
+    kind = find_kind(main_device.type)
+    visiting = ("disk",) if kind is not None and kind.uses_host_memory else ("disk", torch.device("cpu"))
     offload = {name: place in visiting for name, place in places.items()}
     computing = {name: main_device if offload[name] else place for name, place in places.items()}
     _separate_ties(model, computing)
