@@ -268,3 +268,25 @@ def test_a_request_ends_with_the_loop_that_carries_it(how: str) -> None:
         raise error_of(request) or AssertionError
     assert handle.verbs[-1] == "kill"
     loop.close()
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_an_interrupt_just_before_a_rank_is_read_closes_it_and_leaves_the_loop_whole(
+    loop: RankLoop, monkeypatch: pytest.MonkeyPatch, has_thread: bool
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    if has_thread:
+        loop.start()
+    handle = ActorRank(0, RESULT)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_do", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loop.add(RankProxy(handle))
+    if has_thread:
+        loop._do(lambda: None)
+    else:
+        loop.run_until(lambda: handle.channel.fileno() < 0)
+    assert handle.channel.fileno() < 0
+    assert loop.failure is None

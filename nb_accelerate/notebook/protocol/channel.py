@@ -19,6 +19,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +41,9 @@ _FRAMES_IN_BUFFER = 4
 
 _CHUNK = 1 << 16
 """Bytes that are read at once."""
+
+_ENDS_BEFORE_FDS = sys.platform != "linux"
+"""A read ends before descriptors too, not only after them: so do BSD's, and macOS's."""
 
 
 class Received(NamedTuple):
@@ -109,11 +113,10 @@ class Channel:
 
     def drain(self) -> tuple[list[Received], bool]:
         """Return everything that has arrived, without waiting, and False once the end of the stream was read."""
-        num_fds = -1
-        while num_fds < len(self._fds):  # a read ends after descriptors
+        size, num_fds = _CHUNK, 0
+        while size == _CHUNK or len(self._fds) > num_fds or (size and _ENDS_BEFORE_FDS):  # more may be there
             num_fds = len(self._fds)
-            while self._read(socket.MSG_DONTWAIT) == _CHUNK:
-                pass
+            size = self._read(socket.MSG_DONTWAIT)
         return list(self._parse()), not self._ended
 
     def close(self) -> None:

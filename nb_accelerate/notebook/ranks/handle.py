@@ -87,7 +87,7 @@ class RankHandle(ABC):
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Read nothing more of it. Can be repeated."""
+        """Read nothing more of it. Can be repeated, and called before `connect`."""
 
     @abstractmethod
     def catch_up(self) -> None:

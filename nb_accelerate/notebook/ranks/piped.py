@@ -62,7 +62,7 @@ class PipedRank(RankHandle):
 
     @override
     def disconnect(self) -> None:
-        for source in self._all:
+        for source in self._all if hasattr(self, "_sources") else ():  # else an interrupt came before `connect`
             self._sources.drop(source)
 
     @override

@@ -95,7 +95,7 @@ class _ExecutedServer(Server):
                     importlib.import_module(module)
                 if imported("numpy") is not None:  # torch imports it, if it is there
                     importlib.import_module("numpy.random")  # NumPy does that when it is used: in each rank, for 10 ms
-                if imported("torch") is not None:
+                if imported("torch") is not None and sys.platform != "darwin":  # it starts Metal: no fork survives that
                     RandomStates.here().use()  # torch's seeding reads its own sources first, as long in each rank
                 patch_libraries()
                 # Packages may be installed from now on; a rank lists the folders when it imports something. In each
