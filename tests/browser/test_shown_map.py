@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.browser, pytest.mark.limit(240)]
 
 CELL = """
-import logging
 from transformers import LlamaConfig, LlamaForCausalLM
 from nb_accelerate import init_empty_weights, show_map
 
-logging.getLogger("nb_accelerate").setLevel("ERROR")  # this machine has no GPUs
 with init_empty_weights():
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=24))
 show_map(model, dtype="float16", max_memory={0: "3GiB", 1: "3GiB", "cpu": "2GiB"})

@@ -44,19 +44,24 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     kind = next(kind for kind in DEVICE_KINDS if kind.is_available() and kind.start_runtime is None)
     if max_memory is None:
         return _free_memory(kind)
+    limits = read_limits(max_memory)
+    count = 0 if kind.is_host else kind.count()
+    absent = [device for device in limits if isinstance(device, int) and not 0 <= device < count]
+    if absent:
+        logger.warning("max_memory names %s, but this process sees %d GPUs.", ", ".join(map(str, absent)), count)
+    if isinstance(max_memory, dict):
+        max_memory.update(limits)  # transformers compares the numbers that accelerate leaves there
+    return limits
+
+
+def read_limits(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]:
+    """Return the bytes of ``max_memory`` as `get_max_memory` does, for a machine that may be another one."""
     unknown = [device for device in max_memory if not isinstance(device, int) and device not in _NAMED]
     if unknown:
         raise ConfigError(f"max_memory has a device {unknown[0]!r}. Write the number of a GPU, 'cpu' or 'disk'.")
     numbers = sorted(device for device in max_memory if isinstance(device, int))
-    count = 0 if kind.is_host else kind.count()
-    absent = [number for number in numbers if not 0 <= number < count]
-    if absent:
-        logger.warning("max_memory names %s, but this process sees %d GPUs.", ", ".join(map(str, absent)), count)
     devices: list[int | str] = [*numbers, *(name for name in _NAMED if name in max_memory)]
-    limits = {device: convert_file_size_to_int(max_memory[device]) for device in devices}
-    if isinstance(max_memory, dict):
-        max_memory.update(limits)  # transformers compares the numbers that accelerate leaves there
-    return limits
+    return {device: convert_file_size_to_int(max_memory[device]) for device in devices}
 
 
 def _free_memory(kind: DeviceKind) -> dict[int | str, int]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.device_map import check_device_map, map_within
-from nb_accelerate.training.bigmodel.device_memory import balanced_limits, default_limits, get_max_memory
+from nb_accelerate.training.bigmodel.device_memory import balanced_limits, default_limits, read_limits
 from nb_accelerate.training.bigmodel.map_picture import Bar, as_html, as_text
 from nb_accelerate.training.bigmodel.resting_places import DISK, Places, has_no_memory, place_of
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
@@ -127,7 +127,7 @@ def show_map(
         device_map = "auto"
     limits: Mapping[int | str, int] = {}
     if max_memory is not None or isinstance(device_map, str):
-        limits = default_limits() if max_memory is None else get_max_memory(max_memory)
+        limits = default_limits() if max_memory is None else read_limits(max_memory)
     counted: dict[str, Any] = {"dtype": dtype, "special_dtypes": special_dtypes}
     if isinstance(device_map, str):
         counted["no_split_module_classes"] = no_split_module_classes or getattr(model, "_no_split_modules", None)

@@ -125,7 +125,7 @@ def test_before_loading_it_is_the_map_that_would_be_inferred(empty: Model, way: 
     assert shown.device_map == expected
     assert shown.limits == {"GPU 0": 11 * MB, "GPU 1": 11 * MB, "cpu memory": 20 * MB}
     assert sum(shown.places.values()) == sum(part.num * part.bytes for part in shown.parts) == 10.5 * MB + 1024
-    assert [record.message.split(",")[0] for record in caplog.records] == ["max_memory names 0"]  # once
+    assert caplog.records == []  # the GPUs may be those of another machine
 
 
 def test_an_empty_model_is_shown_as_this_machine_would_place_it(empty: Model):
