@@ -7,7 +7,6 @@ that with the cells, so that a change without a new run is noticed.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,10 +68,7 @@ def execute(notebook: Any, folder: Path, env: dict[str, str] | None = None) -> N
         store_widget_state=False,
         resources={"metadata": {"path": str(folder)}},
     )
-    env = dict(os.environ if env is None else env)
-    # As in an environment that was activated: `!` finds its commands.
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
-    client.execute(env=env)
+    client.execute(**({} if env is None else {"env": env}))
     notebook.metadata = nbformat.from_dict(metadata)
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -25,11 +25,12 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
     Args:
         include_buffers: buffers too. Their values are lost, also of those that no checkpoint has.
 
-    Example:
-        >>> with init_empty_weights():
-        ...     model = nn.Linear(100_000, 100_000)
-        >>> model.weight.device
-        device(type='meta')
+    Examples:
+        ```python
+        with init_empty_weights():
+            model = nn.Linear(100_000, 100_000)
+        model.weight.device  # meta
+        ```
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
