@@ -69,6 +69,8 @@ def moved(data: Any, device: torch.device) -> Any:
     """Return data with its tensors on a device; the same object if they are there, as a cache that the module fills."""
     if type(data) is Tensor:
         return data.to(device)
+    if data is None or type(data) is bool:  # most of what a block is called with
+        return data
     return data if _is_on(data, device) else send_to_device(data, device)
 
 

@@ -12,8 +12,10 @@ Parameters stay the same objects: their ``data`` is exchanged. They are never on
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +100,10 @@ class Placement(ABC):
         """Give back what `fetch` has brought and nobody uses."""
 
 
+_ASKED_AGAIN = 0.1
+"""Seconds after which a block asks again whether the process had to wait for pages."""
+
+
 def _put_at_rest(tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
     made: dict[int, nn.Parameter] = {}
     for owner, name, resting in tensors:
@@ -113,7 +119,8 @@ class Mapped(Placement):
     """A block that computes on the CPU from views of mapped files, or from what else is in host memory.
 
     Pages are looked at again only after the process had to wait for some page of a file, or if some of the block were
-    absent last time: a look takes longer than a small block computes.
+    absent last time: a look takes longer than a small block computes. So does the question for how often it waited,
+    on a busy machine, where the system lets others compute then: it is asked ten times a second at most.
     """
 
     @override
@@ -121,11 +128,18 @@ class Mapped(Placement):
         super()._start(files)
         self._was_absent = True
         self._faults = 0
+        self._asked = -math.inf  # seconds
         self._has_fetched = False
 
     @override
     def is_wanted(self, *, used: bool = False) -> bool:
-        return self._files is not None and (self._was_absent or self._faults != _major_faults())
+        if self._files is None or self._was_absent:
+            return self._files is not None
+        now = time.monotonic()
+        if now < self._asked + _ASKED_AGAIN:
+            return False
+        self._asked = now
+        return self._faults != _major_faults()
 
     @override
     def fetch(self) -> None:

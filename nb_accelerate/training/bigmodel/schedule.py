@@ -120,15 +120,18 @@ class Schedule:
             while self._fetching is placement:
                 self._condition.wait()
             failure, self._failure = self._failure, None
-            if self._ahead is placement:
-                self._ahead = None
+            ahead, self._ahead = self._ahead, None
+        if ahead is not placement:
+            self._drop(ahead)
         if failure is not None and failure[0] is placement:
             raise failure[1]
-        self._drop_ahead()
 
     def _drop_ahead(self) -> None:
         with self._condition:
             ahead, self._ahead = self._ahead, None
+        self._drop(ahead)
+
+    def _drop(self, ahead: Placement | None) -> None:
         if ahead is not None:
             ahead.drop()
             self._tell("drop", ahead)

@@ -80,7 +80,9 @@ def test_pages_are_looked_at_again_only_if_some_were_missing_or_the_process_wait
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = 3
+    seconds = 0.0
     monkeypatch.setattr("nb_accelerate.training.bigmodel.placement._major_faults", lambda: faults)
+    monkeypatch.setattr("time.monotonic", lambda: seconds)
     files = CountedFiles([path])
     files.absent = 2
     placement = _map(nn.Linear(4, 4), files)
@@ -93,6 +95,8 @@ def test_pages_are_looked_at_again_only_if_some_were_missing_or_the_process_wait
         seen.append((files.looks, files.fetches))
     assert seen == [(1, 1), (2, 2), (3, 2), (3, 2), (3, 2)]
     faults += 1
+    assert not placement.is_wanted()
+    seconds += 0.2
     assert placement.is_wanted()
 
 
