@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from fixtures.ranks import RunRanks
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simgpu")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simgpu"), pytest.mark.limit(180)]
 
 BESIDE = {"embedding": 0, "head": 0, "norm": 0, "scale": 0, "table": 0}
 
@@ -76,7 +76,7 @@ def _checks(device_map: dict[str, Any], folder: Path) -> list[bool]:
 def test_outputs_are_those_of_the_plain_model_bit_for_bit(
     run_ranks: RunRanks, tmp_path: Path, device_map: dict[str, Any]
 ) -> None:
-    (right,) = run_ranks(_checks, device_map, tmp_path, world_size=1)
+    (right,) = run_ranks(_checks, device_map, tmp_path, world_size=1, deadline=150)
     assert len(right) >= 18
     assert all(right), right
 
@@ -92,7 +92,7 @@ def _where(device_map: dict[str, Any], folder: Path) -> dict[str, str]:
 def test_what_visits_rests_in_host_memory_and_all_else_is_where_the_map_has_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    (where,) = run_ranks(_where, MAPS[2], tmp_path, world_size=1)
+    (where,) = run_ranks(_where, MAPS[2], tmp_path, world_size=1, deadline=150)
     assert {where[name] for name in where if name.startswith(("layers.1", "layers.2"))} == {"cpu"}
     assert {where[name] for name in where if name.startswith(("layers.3", "norm", "scale"))} == {"simgpu:1"}
     assert where["embedding.weight"] == where["head.weight"] == "simgpu:0"
@@ -124,8 +124,8 @@ def _train(folder: Path, first_resident: int) -> tuple[str, bool]:
 def test_adapters_of_layers_that_stay_train_and_those_of_layers_that_visit_are_refused(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    assert run_ranks(_train, tmp_path / "a", 2, world_size=1) == [("", True)]
-    ((message, _),) = run_ranks(_train, tmp_path / "b", 4, world_size=1)
+    assert run_ranks(_train, tmp_path / "a", 2, world_size=1, deadline=150) == [("", True)]
+    ((message, _),) = run_ranks(_train, tmp_path / "b", 4, world_size=1, deadline=150)
     assert message.startswith("backward comes to a Layer, whose weights are on simgpu:0 only while it computes.")
     assert "cpu_offload=True" in message
 
@@ -153,7 +153,7 @@ def _in_turn() -> list[Any]:
 
 
 def test_models_that_compute_in_turn_go_back_when_the_next_begins(run_ranks: RunRanks) -> None:
-    (seen,) = run_ranks(_in_turn, world_size=1)
+    (seen,) = run_ranks(_in_turn, world_size=1, deadline=150)
     assert seen == ["cpu", "simgpu:1", "cpu", "cpu", "simgpu:1", "simgpu:1", "cpu", "cpu"]
 
 
@@ -177,5 +177,5 @@ def _offloaded(folder: Path) -> list[bool]:
 
 
 def test_whole_models_rest_in_host_memory_and_on_the_disk(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (right,) = run_ranks(_offloaded, tmp_path, world_size=1)
+    (right,) = run_ranks(_offloaded, tmp_path, world_size=1, deadline=150)
     assert right == [True] * 12

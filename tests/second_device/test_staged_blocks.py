@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.usefixtures("simgpu")
+pytestmark = [pytest.mark.usefixtures("simgpu"), pytest.mark.limit(180)]
 
 NUM_BLOCKS, WIDTH = 5, 64
 BLOCK = 4 * (WIDTH * WIDTH + WIDTH) + 4 * 2 * WIDTH + 8  # bytes: a weight, a bias and three buffers
@@ -20,7 +20,7 @@ def in_rank(run_ranks) -> Callable[..., Any]:
     """Run a function in a process that has the device."""
 
     def run(function: Callable[..., Any], *args: Any, **env: str) -> Any:
-        return run_ranks(function, *args, world_size=1, env={"OMP_NUM_THREADS": "1", **env})[0]
+        return run_ranks(function, *args, world_size=1, deadline=150, env={"OMP_NUM_THREADS": "1", **env})[0]
 
     return run
 

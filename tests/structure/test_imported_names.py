@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from structure.imported_names import LIBRARIES, names_in, read_list
 
 TESTS = Path(__file__).parents[1]
@@ -35,6 +36,7 @@ print(json.dumps([unresolved, theirs]))
 """
 
 
+@pytest.mark.limit(180)
 def test_every_imported_name_resolves_with_this_package_as_accelerate():
     names = read_list()
     run = subprocess.run(
@@ -42,7 +44,7 @@ def test_every_imported_name_resolves_with_this_package_as_accelerate():
         input=json.dumps(list(names)),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=150,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
     )

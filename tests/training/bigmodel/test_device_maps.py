@@ -125,7 +125,7 @@ def random_case(seed: int) -> tuple[nn.Module, dict[Any, int]]:
 @pytest.mark.parametrize("fallback", [False, True])
 def test_maps_are_those_of_accelerate_or_better(fallback: bool) -> None:
     whole, equal = ["Block"], 0
-    for seed in range(300):
+    for seed in range(150 * fallback, 150 * fallback + 150):
         model, limits = random_case(seed)
         ours = infer_auto_device_map(model, limits, whole, offload_buffers=True, fallback_allocation=fallback)
         check_device_map(model, ours)
@@ -145,11 +145,11 @@ def test_maps_are_those_of_accelerate_or_better(fallback: bool) -> None:
         order = [*limits, "disk"]
         of_ours, of_theirs = bytes_by_device(model, ours), bytes_by_device(model, expected)
         assert [of_ours.get(device, 0) for device in order] >= [of_theirs.get(device, 0) for device in order], seed
-    assert equal > 150
+    assert equal > 75
 
 
 def test_balanced_memory_is_that_of_accelerate() -> None:
-    for seed in range(100):
+    for seed in range(30):
         model, limits = random_case(seed)
         for low_zero in (False, True):
             for whole in (None, ["Block"], "Block"):

@@ -14,7 +14,7 @@ from nb_accelerate import Accelerator, init_empty_weights, load_checkpoint_in_mo
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.mapped import files_of
 
-pytestmark = pytest.mark.usefixtures("simgpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simgpu"), pytest.mark.limit(180)]
 
 
 def make() -> nn.Sequential:
@@ -51,5 +51,5 @@ def test_each_weight_goes_to_its_device(tmp_path: Path, run_ranks: RunRanks) -> 
     plain = make()
     for safe in (True, False):
         Accelerator(cpu=True).save_model(plain, tmp_path / str(safe), safe_serialization=safe)
-    (said,) = run_ranks(_load_all, tmp_path, plain.state_dict(), world_size=1)
+    (said,) = run_ranks(_load_all, tmp_path, plain.state_dict(), world_size=1, deadline=150)
     assert "device_map has '3' on device 2, which" in said
