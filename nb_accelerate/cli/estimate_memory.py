@@ -145,11 +145,11 @@ def _machine(arguments: argparse.Namespace) -> tuple[dict[int | str, int], int]:
     import shutil
     from pathlib import Path
 
-    from nb_accelerate.training.bigmodel.device_memory import default_limits
+    from nb_accelerate.training.bigmodel.device_memory import limits_for
     from nb_accelerate.training.bigmodel.sizes import convert_file_size_to_int
 
     gpus, host = arguments.gpu_memory, arguments.cpu_memory
-    limits = {} if gpus and host else default_limits()
+    limits = {} if gpus and host else limits_for(None)
     if gpus:
         told = map(convert_file_size_to_int, gpus.split(","))
         limits = {**dict(enumerate(told)), "cpu": limits.get("cpu", 0)}

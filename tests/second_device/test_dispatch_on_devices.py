@@ -81,6 +81,49 @@ def test_outputs_are_those_of_the_plain_model_bit_for_bit(
     assert all(right), right
 
 
+def _write_buffers(folder: Path) -> list[int]:
+    import torch
+    from fixtures.placed_models import Placed, tokens
+    from torch import nn
+
+    import nb_accelerate
+
+    model = nb_accelerate.disk_offload(Placed().train(), folder, "simgpu", offload_buffers=True)
+    with torch.no_grad():
+        model(tokens())
+        with nb_accelerate.utils.align_module_device(model.norm):
+            model.norm.weight.add_(1)
+    with torch.inference_mode():
+        model(tokens())
+    nb_accelerate.hooks.remove_hook_from_submodules(model)
+    assert isinstance(model.norm, nn.BatchNorm1d)
+    return [int(model.norm.num_batches_tracked), int(model.norm.weight[0])]
+
+
+def test_what_a_visiting_block_writes_to_its_buffers_and_weights_is_kept(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(_write_buffers, tmp_path, world_size=1) == [[2, 2]]
+
+
+def _quantised() -> str:
+    import torch
+    from torch import nn
+
+    import nb_accelerate
+
+    layer = nn.Linear(4, 4)
+    layer.weight = type("Params4bit", (nn.Parameter,), {})(torch.ones(4, 4))
+    try:
+        nb_accelerate.cpu_offload(layer, "simgpu")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_bitsandbytes_has_quantised_do_not_visit(run_ranks: RunRanks) -> None:
+    (message,) = run_ranks(_quantised, world_size=1)
+    assert message.startswith("weight of a Linear is quantised by bitsandbytes, and its scales cannot visit simgpu:0.")
+
+
 def _where(device_map: dict[str, Any], folder: Path) -> dict[str, str]:
     from fixtures.placed_models import tokens
 

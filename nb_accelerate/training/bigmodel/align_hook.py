@@ -19,9 +19,10 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.hooks import ModelHook
 from nb_accelerate.training.bigmodel.mapped import files_of
 from nb_accelerate.training.bigmodel.moving import moved, numbered, owner_of, put, tensor_at, tensor_names
-from nb_accelerate.training.bigmodel.placement import Mapped, Staged
+from nb_accelerate.training.bigmodel.placement import Mapped, Staged, put_at_rest
 from nb_accelerate.training.bigmodel.refused_backward import refuse_backward
 from nb_accelerate.training.bigmodel.schedule import Schedule
+from nb_accelerate.training.bigmodel.tensors import QUANTISED
 from nb_accelerate.training.pytree import map_tensors, tensors_in
 from nb_accelerate.training.pytree.structures import find_device, send_to_device
 
@@ -139,21 +140,27 @@ class AlignDevicesHook(ModelHook):
 
     def _place(self, module: nn.Module, names: Iterable[str]) -> tuple[Schedule, Placement]:
         device = self.device or torch.device("cpu")
-        given = {} if self.weights_map is None or isinstance(self.weights_map, RestingWeights) else self.weights_map
-        resting = RestingWeights({name: _resting(module, name, given) for name in names})
-        files = next((found for tensor in resting.values() if (found := files_of(tensor)) is not None), None)
+        resting = self._resting(module, names)
+        tensors = [tensor for _, _, tensor in resting]
+        files = next((found for tensor in tensors if (found := files_of(tensor)) is not None), None)
         placement = (Mapped if device.type == "cpu" else Staged)(
-            [(*owner_of(module, name), tensor) for name, tensor in resting.items()],
+            resting,
             device,
             files=files,
-            names=[files.name_of(tensor) for tensor in resting.values() if files and files_of(tensor) is files],
+            names=[files.name_of(tensor) for tensor in tensors if files and files_of(tensor) is files],
         )
         if self.schedule is None or self.schedule.device != device:
             self.schedule = Schedule(device)
         self.schedule.add(placement)
-        self.weights_map = resting
         self._placements[device] = self.schedule, placement
         return self._placements[device]
+
+    def _resting(self, module: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str, Tensor]]:
+        """Return what weights are at rest, with their owners, and show it in ``weights_map``."""
+        given = {} if self.weights_map is None or isinstance(self.weights_map, RestingWeights) else self.weights_map
+        device = self.device or torch.device("cpu")
+        self.weights_map = RestingWeights({name: _resting(module, name, given, device) for name in names})
+        return [(*owner_of(module, name), tensor) for name, tensor in self.weights_map.items()]
 
     def _placed(self, module: nn.Module) -> tuple[Schedule, Placement]:
         """Return the placement: a new one in a copy of the module, and if others have changed the execution device."""
@@ -209,10 +216,8 @@ class AlignDevicesHook(ModelHook):
             return
         schedule, placement = self._placed(module)
         schedule.after(placement)
-        if not isinstance(
-            self.weights_map, RestingWeights
-        ):  # given by who has changed weights: peft merges adapters so
-            self._place(module, list(self.weights_map or ()))
+        if not isinstance(self.weights_map, RestingWeights):  # by who has changed weights: peft merges adapters so
+            put_at_rest(self._resting(module, list(self.weights_map or ())))
 
     @override
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -223,9 +228,14 @@ class AlignDevicesHook(ModelHook):
         return module
 
 
-def _resting(module: nn.Module, name: str, given: Mapping[str, Tensor]) -> Tensor:
+def _resting(module: nn.Module, name: str, given: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """Return what a weight is at rest: what was given for it, else what it is now, in host memory."""
     tensor = tensor_at(module, name)
+    if device.type != "cpu" and type(tensor).__name__ in QUANTISED:
+        raise ConfigError(
+            f"{name} of a {type(module).__name__} is quantised by bitsandbytes, and its scales cannot visit {device}. "
+            "Give the module a GPU of its own in device_map, or leave it as it is: BnbQuantizationConfig(skip_modules)."
+        )
     if name not in given and tensor.is_meta:
         raise ConfigError(
             f"{name} of a {type(module).__name__} has no numbers: it is on the meta device, and neither a state dict "

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.config.checks import check_choice
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.bigmodel.device_memory import get_max_memory, named_classes
+from nb_accelerate.training.bigmodel.device_memory import balanced_limits, get_max_memory, named_classes
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes, get_max_layer_size
 from nb_accelerate.training.bigmodel.ties import check_tied_parameters_in_config, find_tied_parameters
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nb_accelerate")
 
 _OFFLOADED = ("cpu", "disk")
+
+_WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def infer_auto_device_map(
@@ -78,6 +81,31 @@ def infer_auto_device_map(
         offload_buffers=offload_buffers,
         fallback_allocation=fallback_allocation,
     )
+
+
+def planned_map(
+    model: nn.Module,
+    limits: Mapping[int | str, int],
+    way: str = "auto",
+    *,
+    no_split_module_classes: Collection[str] | str | None = None,
+    offload_buffers: bool = False,
+    **counted: Any,
+) -> dict[str, int | str]:
+    """Return the map of ``device_map="auto"`` and its like, within given bytes.
+
+    Args:
+        no_split_module_classes: None for ``model._no_split_modules``.
+        **counted: dtypes, as for `map_within`.
+
+    Raises:
+        ConfigError: there is no such way.
+    """
+    counted["no_split_module_classes"] = no_split_module_classes or getattr(model, "_no_split_modules", None)
+    way = check_choice("device_map", way, _WAYS)
+    if way != "sequential":
+        limits = balanced_limits(model, limits, low_zero=way == "balanced_low_0", **counted)
+    return map_within(model, limits, offload_buffers=offload_buffers, **counted)
 
 
 def map_within(

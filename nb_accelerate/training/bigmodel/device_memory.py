@@ -102,10 +102,9 @@ def get_balanced_memory(
     Raises:
         ConfigError: as `get_max_memory`, or torch has no such dtype.
     """
-    limits = get_max_memory(max_memory) if max_memory is not None else default_limits()
     return balanced_limits(
         model,
-        limits,
+        limits_for(max_memory),
         no_split_module_classes=no_split_module_classes,
         dtype=dtype,
         special_dtypes=special_dtypes,
@@ -113,9 +112,11 @@ def get_balanced_memory(
     )
 
 
-def default_limits() -> dict[int | str, int]:
-    """Return what a model may take of this machine now: as `get_max_memory`, but of a single GPU not all."""
-    limits = get_max_memory()
+def limits_for(max_memory: Mapping[int | str, int | str] | None) -> dict[int | str, int]:
+    """Return what a model may take: as `get_max_memory`, but by default of a single GPU not all."""
+    limits = get_max_memory(max_memory)
+    if max_memory is not None:
+        return limits
     gpus = gpus_in(limits)
     if len(gpus) == 1:
         limits[gpus[0]] = int(_ALONE * limits[gpus[0]])

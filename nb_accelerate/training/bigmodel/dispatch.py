@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from nb_accelerate.base.devices import find_kind
-from nb_accelerate.errors import PlacedModelError
+from nb_accelerate.errors import ConfigError, PlacedModelError
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from nb_accelerate.training.bigmodel.device_map import check_device_map
-from nb_accelerate.training.bigmodel.hooks import MOVES, add_hook_to_module
-from nb_accelerate.training.bigmodel.moving import numbered, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.hooks import (
+    MOVES,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
+from nb_accelerate.training.bigmodel.moving import numbered, owner_of, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.resting import weights_in_files
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_on_same_device,
@@ -25,7 +31,7 @@ from nb_accelerate.training.bigmodel.ties import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -54,7 +60,7 @@ def dispatch_model(
     model of it. Gradients go through weights that stay, and through those that are computed on the CPU.
 
     Args:
-        model: changed in place.
+        model: changed in place. If it is placed already, this takes the place of that.
         device_map: devices by names of modules and tensors, ``""`` for the whole model; ``"disk"`` is one.
         main_device: where what visits is computed, and where inputs go first. By default the first GPU of the map.
         state_dict: weights of parts on the ``"cpu"``, by their names in the model. By default what they are now.
@@ -73,6 +79,7 @@ def dispatch_model(
     """
     _check(model, device_map)
     places: dict[str, Any] = {name: "disk" if at == "disk" else numbered(at) for name, at in device_map.items()}
+    _remove_placement(model)
     devices = list(dict.fromkeys(places.values()))
     if len(devices) > 1 or "disk" in devices or force_hooks:
         _place(
@@ -98,8 +105,25 @@ def _check(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     To that end it replaces ``accelerate.big_modeling.check_device_map`` for a while. That does nothing here, because a
     lower module cannot look a name up there; the class of the model says the same.
     """
+    if not isinstance(device_map, Mapping):
+        raise ConfigError(
+            f"device_map={device_map!r} is no map of names to devices. infer_auto_device_map(model) makes one, and "
+            "load_checkpoint_and_dispatch takes words such as 'auto'."
+        )
     left_out = dict.fromkeys(getattr(model, "_no_placement_params", None) or (), "cpu")
     check_device_map(model, {**device_map, **left_out})
+
+
+def _remove_placement(model: nn.Module) -> None:
+    """Take away hooks that placed a model before. Those of others stay."""
+    for module in model.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+        others = [each for each in hooks if not isinstance(each, AlignDevicesHook)]
+        if len(others) < len(hooks):
+            remove_hook_from_module(module)
+            for other in others:
+                add_hook_to_module(module, other, append=True)
 
 
 def _main_device(devices: Sequence[Any]) -> torch.device:
@@ -139,8 +163,7 @@ def _separate_ties(model: nn.Module, computing: Mapping[str, torch.device]) -> N
         made: dict[Any, Tensor] = {}
         for name in group:
             separate = nn.Parameter(shared.detach(), shared.requires_grad) if made else shared
-            path, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(path), attribute, made.setdefault(device_of(name, computing), separate))
+            setattr(*owner_of(model, name), made.setdefault(device_of(name, computing), separate))
 
 
 def _visitors(model: nn.Module, names: Sequence[str], *, offload_buffers: bool) -> dict[str, Tensor]:
@@ -227,6 +250,7 @@ def _offload(
     preload_module_classes: Collection[str] | None,
 ) -> nn.Module:
     device = _device(model, execution_device)
+    _remove_placement(model)
     ties = find_tied_parameters(model)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
@@ -237,4 +261,6 @@ def _offload(
 
 
 def _device(model: nn.Module, given: Device | None) -> torch.device:
-    return tensor_at(model, tensor_names(model)[0]).device if given is None else numbered(given)
+    if given is not None:
+        return numbered(given)
+    return next((tensor_at(model, name).device for name in tensor_names(model)), torch.device("cpu"))

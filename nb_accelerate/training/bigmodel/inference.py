@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nb_accelerate.training.bigmodel.device_map import planned_map
 from nb_accelerate.training.bigmodel.device_memory import gpus_in
 from nb_accelerate.training.bigmodel.map_picture import size
 from nb_accelerate.training.bigmodel.resting_places import DISK, MEMORY, place_of
-from nb_accelerate.training.bigmodel.shown_map import planned_map, shown
+from nb_accelerate.training.bigmodel.shown_map import shown
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ def estimate_fit(model: nn.Module, precision: str, limits: Mapping[int | str, in
     bits = PRECISIONS[precision]
     if bits < 16:
         quantise_shapes(model, bits)
-    classes = getattr(model, "_no_split_modules", None)
-    device_map = planned_map(model, limits, no_split_module_classes=classes)
+    device_map = planned_map(model, limits)
     found = shown(model, device_map, limits)
     layers: dict[str, int] = {}
     for part in found.parts:

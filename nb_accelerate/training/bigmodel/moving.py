@@ -24,10 +24,12 @@ def numbered(device: Device) -> torch.device:
         PlacedModelError: this machine has no such device.
     """
     try:
-        made = torch.device(device)
-        return made if made.type in ("cpu", "meta") or made.index is not None else torch.empty(0, device=made).device
-    except (RuntimeError, AssertionError) as error:  # the latter by a torch without CUDA
-        raise PlacedModelError(f"{device!r} is no device of this machine: {str(error).splitlines()[0]}") from error
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # the second by a torch without CUDA
+        raise PlacedModelError(
+            f"This process sees no device {device!r}: {str(error).splitlines()[0].rstrip('.')}. Name another one, "
+            "'cpu' or 'disk', or write device_map='auto'."
+        ) from error
 
 
 def is_cpu(device: Device | None) -> bool:

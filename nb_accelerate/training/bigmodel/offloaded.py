@@ -48,7 +48,7 @@ def offload_weight(
         CheckpointError: the disk has too little space for it, which is found out before, or fails.
     """
     folder = Path(offload_folder)
-    _check_space(folder, {weight_name: weight})
+    _check_space_beside(folder, {weight_name: weight})
     file = folder / f"{weight_name}.dat"
     # An empty weight is one byte, as by numpy.memmap, because nothing cannot be mapped.
     numbers: Any = weight.detach().cpu().reshape(-1).view(torch.uint8).numpy() if weight.numel() else b"\0"
@@ -74,7 +74,7 @@ def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, Tensor]) -> 
     """
     folder = Path(save_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    _check_space(folder, state_dict)
+    _check_space_beside(folder, state_dict)
     index: dict[str, Any] = {}
     for name, weight in state_dict.items():
         offload_weight(weight, name, folder, index=index)
@@ -249,14 +249,23 @@ def _read_index(file: Path) -> dict[str, Any]:
     return index
 
 
-def _check_space(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that the disk has no space for. Files that they replace leave theirs."""
+def _check_space_beside(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Check that there is space for weights. Files that they replace leave theirs."""
     files: Iterable[Path] = (folder / f"{name}.dat" for name in weights)
     replaced = sum(file.stat().st_size for file in files if file.is_file())
-    needed = sum(weight.numel() * weight.element_size() for weight in weights.values()) - replaced
+    check_space(folder, sum(weight.nbytes for weight in weights.values()) - replaced)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Check that a disk has space for weights, before anything is written.
+
+    Raises:
+        CheckpointError: it has too little.
+    """
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"The weights take {needed / 1e9:.1f} GB in {folder}, and its disk has {free / 1e9:.1f} GB free. Nothing "
-            "was written. Give a folder on another disk, or a checkpoint in safetensors files, which is not copied."
+            f"The weights take {needed / 1e9:.3g} GB in {folder}, and its disk has {free / 1e9:.3g} GB free. Nothing "
+            "was written. Give a folder on another disk; or load the model from safetensors files in the dtype that "
+            "they have, which are used where they are."
         )

@@ -60,7 +60,7 @@ class Placement(ABC):
         parents = [name.rpartition(".")[0].replace(".", "/") for name in names]
         self.name = os.path.commonpath(parents).replace("/", ".") if names else ""
         self.slots = [(owner, attribute) for owner, attribute, _ in tensors]
-        _put_at_rest(tensors)
+        put_at_rest(tensors)
         self._start(files)
 
     def _start(self, files: WeightFiles | None) -> None:
@@ -104,7 +104,8 @@ _ASKED_AGAIN = 0.1
 """Seconds after which a block asks again whether the process had to wait for pages."""
 
 
-def _put_at_rest(tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+def put_at_rest(tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    """Give modules tensors as they are at rest. A parameter stays the same object, unless it was on ``meta``."""
     made: dict[int, nn.Parameter] = {}
     for owner, name, resting in tensors:
         found = find(owner, name)
@@ -173,7 +174,8 @@ def _major_faults() -> int:
 class Staged(Placement):
     """A block that is copied to another device for as long as it computes.
 
-    What it writes to its weights meanwhile is lost. It may not return a view of a weight: the memory is used again.
+    What it writes to them meanwhile is kept, but for what it writes to a parameter through ``.data``. It may not return
+    a view of a weight: the memory is used again.
     A weight that is changed in place through ``.data`` in the tenth of a second after its block was fetched ahead, and
     before it has computed, is seen at the next time only; changes by any other way are seen at once.
     """

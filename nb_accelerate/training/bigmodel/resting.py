@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.mapped import WeightFiles, files_of
-from nb_accelerate.training.bigmodel.offloaded import OffloadedWeightsLoader, save_offload_index
+from nb_accelerate.training.bigmodel.offloaded import OffloadedWeightsLoader, check_space, save_offload_index
 
 if TYPE_CHECKING:
     import os
@@ -84,12 +83,7 @@ def _written(weights: Mapping[str, tuple[Tensor, torch.dtype]], folder: Path) ->
 
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: weight.numel() * dtype.itemsize for name, (weight, dtype) in weights.items()}
-    if sum(sizes.values()) > (free := shutil.disk_usage(folder).free):
-        raise CheckpointError(
-            f"The weights take {sum(sizes.values()) / 1e9:.1f} GB in {folder}, and its disk has {free / 1e9:.1f} GB "
-            "free. Nothing was written. Give a folder on another disk, or load the model from safetensors files, which "
-            "are not copied."
-        )
+    check_space(folder, sum(sizes.values()))
     first = {
         (id(weight), dtype): name for name, (weight, dtype) in reversed(list(weights.items()))
     }  # of those that are tied

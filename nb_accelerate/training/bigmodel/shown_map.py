@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.bigmodel.device_map import check_device_map, map_within
-from nb_accelerate.training.bigmodel.device_memory import balanced_limits, default_limits, read_limits
+from nb_accelerate.training.bigmodel.device_map import check_device_map, planned_map
+from nb_accelerate.training.bigmodel.device_memory import limits_for, read_limits
 from nb_accelerate.training.bigmodel.map_picture import Bar, as_html, as_text
 from nb_accelerate.training.bigmodel.resting_places import DISK, Places, has_no_memory, place_of
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from nb_accelerate.training.bigmodel.sizes import CustomDtype
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-_WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
@@ -127,30 +124,14 @@ def show_map(
         device_map = "auto"
     limits: Mapping[int | str, int] = {}
     if max_memory is not None or isinstance(device_map, str):
-        limits = default_limits() if max_memory is None else read_limits(max_memory)
+        limits = limits_for(None) if max_memory is None else read_limits(max_memory)
     counted: dict[str, Any] = {"dtype": dtype, "special_dtypes": special_dtypes}
     if isinstance(device_map, str):
-        counted["no_split_module_classes"] = no_split_module_classes or getattr(model, "_no_split_modules", None)
+        counted["no_split_module_classes"] = no_split_module_classes
         device_map = planned_map(model, limits, device_map, offload_buffers=offload_buffers, **counted)
     elif device_map is not None:
         check_device_map(model, {name: str(device) for name, device in device_map.items()})
     return shown(model, device_map, limits, dtype=dtype, special_dtypes=special_dtypes)
-
-
-def planned_map(
-    model: nn.Module,
-    limits: Mapping[int | str, int],
-    way: str = "auto",
-    *,
-    offload_buffers: bool = False,
-    **counted: Any,
-) -> dict[str, int | str]:
-    """Return the map of ``device_map="auto"`` and its like, within given bytes. `counted` as for `map_within`."""
-    if way not in _WAYS:
-        raise ConfigError(f"device_map={way!r} is no way to place a model. Write one of {', '.join(map(repr, _WAYS))}.")
-    if way != "sequential":
-        limits = balanced_limits(model, limits, low_zero=way == "balanced_low_0", **counted)
-    return map_within(model, limits, offload_buffers=offload_buffers, **counted)
 
 
 def shown(

@@ -55,8 +55,8 @@ def compute_module_sizes(
     Raises:
         ConfigError: a dtype is given by a name that torch does not have.
     """
-    wanted = None if dtype is None else dtype_byte_size(_as_dtype(dtype))
-    special = {name: dtype_byte_size(_as_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
+    wanted = None if dtype is None else dtype_byte_size(_counted(dtype))
+    special = {name: dtype_byte_size(_counted(kind)) for name, kind in (special_dtypes or {}).items()}
     sizes: dict[str, float] = defaultdict(int)
     tensors = [] if buffers_only else list(model.named_parameters())
     for name, tensor in [*tensors, *model.named_buffers()]:
@@ -129,10 +129,19 @@ def convert_file_size_to_int(size: int | str) -> int:
     return int(size_in_units / 8 if match[3] == "b" else size_in_units)
 
 
-def _as_dtype(given: torch.dtype | CustomDtype | str) -> torch.dtype | CustomDtype:
-    if not isinstance(given, str) or isinstance(given, CustomDtype):
+def as_dtype(given: torch.dtype | str) -> torch.dtype:
+    """Return a dtype, which may be given by its name, with or without ``torch.``.
+
+    Raises:
+        ConfigError: torch has no such dtype.
+    """
+    if not isinstance(given, str):
         return given
     found = getattr(torch, given.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype={given!r} is not a number format of torch. Write 'float16' or torch.float16, say.")
     return found
+
+
+def _counted(given: torch.dtype | CustomDtype | str) -> torch.dtype | CustomDtype:
+    return given if isinstance(given, CustomDtype) else as_dtype(given)

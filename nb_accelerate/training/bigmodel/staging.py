@@ -56,6 +56,7 @@ def unchanged(before: Sequence[Resting], now: Sequence[Resting]) -> bool:
 class _Swap:
     num_users: int
     resting: Tensor
+    seen: tuple[int, int]  # what is in the place meanwhile
 
 
 class Swaps:
@@ -77,9 +78,7 @@ class Swaps:
             return None
         swap = self._swaps.get(_key(owner, name))
         resting = swap.resting if swap is not None else _numbers(found)
-        marked = found if isinstance(found, nn.Parameter) else resting
-        version = 0 if marked.is_inference() else marked._version  # noqa: SLF001 - autograd's own counter
-        return Resting((owner, name), resting, (id(marked), version))
+        return Resting((owner, name), resting, _mark(found if isinstance(found, nn.Parameter) else resting))
 
     def swap(self, owner: nn.Module, name: str, copy: Tensor) -> None:
         """Put a copy in a place, unless there is one."""
@@ -89,19 +88,29 @@ class Swaps:
             return
         resting = self.at_rest(owner, name)
         assert resting is not None
-        self._swaps[key] = _Swap(1, resting.tensor)
         put(owner, name, copy)
+        self._swaps[key] = _Swap(1, resting.tensor, _mark(find(owner, name)))
 
     def restore(self, owner: nn.Module, name: str) -> None:
-        """Put to rest again, unless another block uses the copy."""
+        """Put to rest again, unless another block uses the copy. What was written to it is kept, as by a batch norm."""
         key = _key(owner, name)
         swap = self._swaps.get(key)
         if swap is None:
             return
         swap.num_users -= 1
-        if not swap.num_users:
-            put(owner, name, swap.resting)
-            del self._swaps[key]
+        if swap.num_users:
+            return
+        found = find(owner, name)
+        if found is not None and _mark(found) != swap.seen and found.shape == swap.resting.shape:
+            swap.resting.copy_(_numbers(found))
+        put(owner, name, swap.resting)
+        del self._swaps[key]
+
+
+def _mark(tensor: Tensor | None) -> tuple[int, int]:
+    """Return what changes if a tensor is replaced, or changed in place but for changes through ``.data``."""
+    version = 0 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own counter
+    return id(tensor), version
 
 
 def _key(owner: nn.Module, name: str) -> Hashable:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.bigmodel.sizes import as_dtype
 from nb_accelerate.training.process.memory import clear_device_cache
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     Device = int | str | torch.device
 
-_QUANTISED = {"Int8Params", "FP4Params", "Params4bit"}
+QUANTISED = {"Int8Params", "FP4Params", "Params4bit"}
 """Parameters of bitsandbytes, by name: importing it takes seconds. They are quantised when they leave a CPU."""
 
 
@@ -62,7 +63,7 @@ def set_module_tensor_to_device(
         return
     if source.is_meta and not _is_meta(device):
         raise ConfigError(f"{tensor_name} is on the meta device, without numbers. Give the value that it is to have.")
-    packed = type(old).__name__ in _QUANTISED
+    packed = type(old).__name__ in QUANTISED
     if value is not None:
         if old.shape != value.shape and type(old).__name__ != "Params4bit":  # which packs its numbers
             raise ConfigError(
@@ -102,8 +103,7 @@ def _ties_of(
 def _dtype_for(value: Tensor, old: Tensor, dtype: str | torch.dtype | None, *, packed: bool) -> torch.dtype:
     is_real = value.is_floating_point() or value.is_complex()
     if dtype is not None:
-        wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        return wanted if is_real else value.dtype
+        return as_dtype(dtype) if is_real else value.dtype
     # Numbers in 8 or 4 bits mean something together with their scales only.
     return value.dtype if packed and is_real != old.is_floating_point() else old.dtype
 
@@ -113,7 +113,7 @@ def _made_like(old: Tensor, source: Tensor, device: Device, *, non_blocking: boo
     kind: Any = type(old)
     if not isinstance(old, nn.Parameter):
         return source.to(device, non_blocking=non_blocking)
-    if kind.__name__ in _QUANTISED:
+    if kind.__name__ in QUANTISED:
         attributes = {name: field for name, field in old.__dict__.items() if name != "_is_hf_initialized"}
         # Numbers that are not quantised yet are when they leave the CPU.
         start = source.cpu() if source.is_floating_point() and not source.is_meta else source

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.bigmodel.device_map import infer_auto_device_map
-from nb_accelerate.training.bigmodel.device_memory import get_balanced_memory
+from nb_accelerate.training.bigmodel.device_map import planned_map
+from nb_accelerate.training.bigmodel.device_memory import limits_for
 from nb_accelerate.training.bigmodel.dispatch import dispatch_model
 from nb_accelerate.training.checkpoint.model import fit, load_checkpoint_in_model, weight_files
 from nb_accelerate.training.checkpoint.placing import Checkpoint, plan
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _RANKS = "ranks"
-
-_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_checkpoint_and_dispatch(
@@ -61,7 +58,8 @@ def load_checkpoint_and_dispatch(
             tensor-parallel plan of the model (``_tp_plan``) from the files, and what the plan does not name is whole on
             each. Then all call the model with the same inputs; results are those of the whole model up to rounding.
         max_memory: for a map that is made, as for `get_max_memory`.
-        no_split_module_classes: for a map that is made, names of classes whose modules stay whole.
+        no_split_module_classes: for a map that is made, names of classes whose modules stay whole; None for
+            ``model._no_split_modules``.
         offload_folder: as for `load_checkpoint_in_model`.
         offload_buffers: whether buffers of what is off the GPU visit it as parameters do. By default they stay there.
         dtype: as for `load_checkpoint_in_model`.
@@ -75,21 +73,20 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         CheckpointError: there are no weights, or they do not fit, as for `load_checkpoint_in_model`.
-        ConfigError: ``device_map`` is another word, or names a device that is not there.
+        ConfigError: ``device_map`` is another word, or misses a weight.
+        PlacedModelError: this machine has no such device.
     """
     if device_map == _RANKS:
         _take_slices(model, checkpoint, dtype, strict=strict)
         return model
     if isinstance(device_map, str):
-        if device_map not in _MAPS:
-            raise ConfigError(
-                f"device_map={device_map!r} is not one of {', '.join(map(repr, (*_MAPS, _RANKS)))}, and no map."
-            )
-        if device_map != "sequential":
-            is_low = device_map == "balanced_low_0"
-            max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=is_low)
-        device_map = infer_auto_device_map(
-            model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        device_map = planned_map(
+            model,
+            limits_for(max_memory),
+            device_map,
+            no_split_module_classes=no_split_module_classes,
+            offload_buffers=offload_buffers,
+            dtype=dtype,
         )
     load_checkpoint_in_model(
         model,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.bigmodel.moving import numbered
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -37,7 +38,7 @@ from nb_accelerate.training.checkpoint.names import (
     WEIGHTS_PATTERN_NAME,
     is_plain,
 )
-from nb_accelerate.training.checkpoint.placing import Checkpoint, check_devices, check_folder, place, plan, scales_of
+from nb_accelerate.training.checkpoint.placing import Checkpoint, check_folder, place, plan, scales_of
 from nb_accelerate.training.checkpoint.publishing import Staging, published, sync_all
 
 if TYPE_CHECKING:
@@ -138,8 +139,9 @@ def load_checkpoint_in_model(
     Raises:
         CheckpointError: there are no weights, a file is missing or cut off, shapes differ, no file has a weight that is
             on ``meta``, names differ and ``strict``, or the disk has too little space for what is to be written.
-        ConfigError: ``device_map`` has no device for a weight, or one that is not there; or something is to be
-            written, and there is no ``offload_folder``.
+        ConfigError: ``device_map`` has no device for a weight, or something is to be written and there is no
+            ``offload_folder``.
+        PlacedModelError: this machine has no such device.
     """
     if broadcast_from_rank0 or not full_state_dict:
         _load_distributed(model, checkpoint, strict=strict, full=full_state_dict, broadcast=broadcast_from_rank0)
@@ -153,7 +155,9 @@ def load_checkpoint_in_model(
     now = model.state_dict(keep_vars=True)
     for name in now:
         device_of(name, device_map)
-    check_devices(device_map)
+    for device in device_map.values():
+        if device != "disk":
+            numbered(device)
     tied = find_tied_parameters(model)
     check_tied_parameters_on_same_device(tied, device_map)
     files = Checkpoint(weight_files(checkpoint))

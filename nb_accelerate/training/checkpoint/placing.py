@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import shutil
 import zipfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,9 @@ import torch
 
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.bigmodel.mapped import WeightFiles
+from nb_accelerate.training.bigmodel.moving import owner_of
+from nb_accelerate.training.bigmodel.offloaded import check_space
+from nb_accelerate.training.bigmodel.sizes import as_dtype
 from nb_accelerate.training.bigmodel.tensors import set_module_tensor_to_device
 from nb_accelerate.training.bigmodel.ties import device_of
 from nb_accelerate.training.checkpoint.files import id_tensor_storage, load_state_dict, weights_of, write_safetensors
@@ -142,29 +144,10 @@ def _dtype_of(
         return like.dtype  # it is quantised, or will be
     if dtype is None or not like.is_floating_point():
         return now.dtype
-    wanted = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(wanted, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r} is not a number format of torch. Write 'float16' or torch.float16, say.")
+    wanted = as_dtype(dtype)
     if wanted is torch.float16 and any(part in name for part in float32):
         return torch.float32
     return wanted
-
-
-def check_devices(device_map: DeviceMap) -> None:
-    """Check that this machine has the devices of a map.
-
-    Raises:
-        ConfigError: it lacks one.
-    """
-    for name, device in device_map.items():
-        try:
-            torch.empty(0, device="cpu" if device == "disk" else device)
-        except (RuntimeError, AssertionError) as error:  # the latter where torch was built without such devices
-            raise ConfigError(
-                f"device_map has {name!r} on device {device!r}, which this process does not see: "
-                f"{str(error).splitlines()[0].rstrip('.')}. Name another one, 'cpu' or 'disk', "
-                "or write device_map='auto'."
-            ) from error
 
 
 def check_folder(steps: Iterable[Step], folder: str | os.PathLike[str] | None) -> None:
@@ -184,13 +167,7 @@ def check_folder(steps: Iterable[Step], folder: str | os.PathLike[str] | None) -
             "checkpoint in safetensors files, which are used where they are."
         )
     Path(folder).mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise CheckpointError(
-            f"Weights of {needed / 1e9:.3g} GB are to be written to {folder}, and its disk has {free / 1e9:.3g} GB "
-            "free. Nothing was written. Give a folder on another disk, or the dtype of a checkpoint in safetensors "
-            "files, which are used where they are."
-        )
+    check_space(Path(folder), needed)
 
 
 def place(
@@ -280,7 +257,7 @@ def _written(part: Mapping[str, Any], steps: Mapping[str, Step], file: Path, tol
 
 
 def _put(model: nn.Module, name: str, value: Tensor, step: Step, *, scales: Tensor | None = None) -> None:
-    owner, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    owner, last = owner_of(model, name)
     now, device = getattr(owner, last), "cpu" if step.device == "disk" else step.device
     value = value.to(step.dtype)
     if now.dim() == 0:  # old files have such numbers in a list

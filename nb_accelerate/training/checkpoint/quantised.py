@@ -9,8 +9,8 @@ import torch
 
 from nb_accelerate.base.config.versions import installed_version, is_installed
 from nb_accelerate.errors import CheckpointError, ConfigError, MissingDependencyError
-from nb_accelerate.training.bigmodel.device_map import check_device_map, infer_auto_device_map
-from nb_accelerate.training.bigmodel.device_memory import get_balanced_memory
+from nb_accelerate.training.bigmodel.device_map import check_device_map, planned_map
+from nb_accelerate.training.bigmodel.device_memory import limits_for
 from nb_accelerate.training.bigmodel.dispatch import dispatch_model
 from nb_accelerate.training.bigmodel.mapped import WeightFiles
 from nb_accelerate.training.bigmodel.quantised import is_within, modules_not_to_quantise, replace_linear_layers
@@ -33,8 +33,6 @@ logger = logging.getLogger("nb_accelerate")
 
 _LOWEST = "0.47.0"
 """The first version of bitsandbytes that computes all of its formats on a CPU too."""
-
-_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_and_quantize_model(
@@ -67,7 +65,8 @@ def load_and_quantize_model(
         device_map: devices by names of modules, or ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``.
             By default all is on the first GPU, or on the CPU where there is none. Modules of a map with a GPU that are
             on ``"cpu"`` or ``"disk"`` are not quantised.
-        no_split_module_classes: names of classes of modules that stay on one device.
+        no_split_module_classes: names of classes of modules that stay on one device; None for
+            ``model._no_split_modules``.
         max_memory: bytes, or text such as ``"10GiB"``, by device.
         offload_folder: for modules on the disk whose weights are in no safetensors file of this dtype.
         offload_state_dict: without effect.
@@ -154,28 +153,26 @@ def _made_map(
     no_split: Sequence[str] | None,
     max_memory: Mapping[int | str, int | str] | None,
 ) -> dict[str, int | str | torch.device]:
-    from nb_accelerate.base.config.checks import check_choice
-
-    way = check_choice("device_map", device_map, _MAPS)
     dtypes: dict[str, Any] = {
         name: torch.float32 if is_within(name, config.keep_in_fp32_modules or ()) else config.torch_dtype
         for name, _ in model.named_parameters()
         if is_within(name, kept)
     }
-    given: dict[str, Any] = {
-        "no_split_module_classes": no_split, "dtype": config.target_dtype, "special_dtypes": dtypes
-    }  # fmt: skip
-    limits: Any = max_memory
-    if way != "sequential":
-        limits = get_balanced_memory(model, limits, low_zero=way == "balanced_low_0", **given)
-    placed = infer_auto_device_map(model, limits, **given)
+    placed = planned_map(
+        model,
+        limits_for(max_memory),
+        device_map,
+        no_split_module_classes=no_split,
+        dtype=config.target_dtype,
+        special_dtypes=dtypes,
+    )
     visiting = [name for name in _visiting(placed) if not is_within(name, kept)]
     if visiting:
         raise ConfigError(
             f"{', '.join(visiting[:3])} would be off the GPUs, where quantised weights cannot be. Write device_map "
             "with a device for each module: those on 'cpu' or 'disk' then stay in torch_dtype. Or use fewer bits."
         )
-    return dict(placed)
+    return {**placed}
 
 
 def _read(files: Sequence[Any]) -> Mapping[str, Tensor]:

@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounter
 
 import nb_accelerate
 from nb_accelerate import big_modeling, init_empty_weights
+from nb_accelerate.errors import ConfigError, PlacedModelError
 from nb_accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
 from nb_accelerate.training.bigmodel.mapped import files_of
 
@@ -250,6 +251,29 @@ def test_a_model_can_be_placed_anew_from_the_files_it_is_in(tmp_path: Path) -> N
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_second_map_takes_the_place_of_the_first_and_hooks_of_others_stay(tmp_path: Path) -> None:
+    model, want = nb_accelerate.disk_offload(Placed(), tmp_path / "a"), Placed()(tokens())
+    nb_accelerate.hooks.add_hook_to_module(model.norm, nb_accelerate.hooks.ModelHook(), append=True)
+    for device_map in (OFFLOAD, {"": "disk", "layers": "cpu"}):
+        model = nb_accelerate.dispatch_model(model, device_map, offload_dir=tmp_path / "b")
+        assert torch.equal(model(tokens()), want)
+        assert type(model.layers[0]._hf_hook) is AlignDevicesHook
+    assert not list(tmp_path.glob("b/*.safetensors")), "they were in files already"
+    model = nb_accelerate.dispatch_model(model, {"": "cpu"})
+    assert type(vars(model.norm).pop("_hf_hook")) is nb_accelerate.hooks.ModelHook
+    del model.norm._old_forward, model.norm.forward
+    assert _is_plain(model)
+    assert torch.equal(model.to("cpu")(tokens()), want)
+
+
+def test_models_without_weights_can_be_placed(tmp_path: Path) -> None:
+    for place in (lambda model: nb_accelerate.disk_offload(model, tmp_path), nb_accelerate.cpu_offload):
+        model: nn.Module = place(nn.Sequential(nn.ModuleList(), nn.ReLU())[1:])
+        assert model(torch.ones(1)).item() == 1
+    model = nb_accelerate.dispatch_model(nn.Sequential(), {"": "disk"})
+    assert model(torch.ones(1)).item() == 1
+
+
 def test_forced_hooks_are_those_of_a_model_on_several_devices() -> None:
     model = nb_accelerate.dispatch_model(Placed(), {"": "cpu"}, force_hooks=True)
     assert model._hf_hook.io_same_device
@@ -264,8 +288,8 @@ def test_forced_hooks_are_those_of_a_model_on_several_devices() -> None:
     [
         ({"layers": "cpu"}, "no device for scale, embedding.weight"),
         (OFFLOAD, "offload_dir"),
-        ({"": 7}, "7 is no device of this machine"),
-        ({"": "nonsense"}, "'nonsense' is no device of this machine"),
+        ({"": 7}, "This process sees no device 7"),
+        ({"": "nonsense"}, "This process sees no device 'nonsense'"),
     ],
 )
 def test_maps_that_cannot_be_have_errors_of_accelerates_types(device_map: dict[str, Any], said: str) -> None:
@@ -273,6 +297,13 @@ def test_maps_that_cannot_be_have_errors_of_accelerates_types(device_map: dict[s
         accelerate.dispatch_model(Placed(), device_map)
     with pytest.raises(theirs.type, match=said):
         nb_accelerate.dispatch_model(Placed(), device_map)
+
+
+def test_a_word_is_no_map_and_the_error_says_who_takes_words() -> None:
+    with pytest.raises(ConfigError, match="load_checkpoint_and_dispatch takes words"):
+        nb_accelerate.dispatch_model(Placed(), "auto")  # type: ignore[arg-type]
+    with pytest.raises(PlacedModelError, match="sees no device 'cuda:77'"):
+        nb_accelerate.dispatch_model(Placed(), {"": "cuda:77"})
 
 
 def test_a_weight_that_no_file_has_is_named() -> None:

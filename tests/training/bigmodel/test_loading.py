@@ -14,8 +14,15 @@ from safetensors.torch import save_file
 from torch import nn
 from typing_extensions import override
 
-from nb_accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate import (
+    Accelerator,
+    infer_auto_device_map,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+    show_map,
+)
+from nb_accelerate.errors import CheckpointError, ConfigError, PlacedModelError
 from nb_accelerate.training.bigmodel.mapped import files_of
 from nb_accelerate.training.checkpoint import placing
 
@@ -262,7 +269,7 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
     saved(trained(), tmp_path / "model")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     model = empty()
-    with pytest.raises(CheckpointError, match=r"Weights of .* GB are to be written .* 1e-07 GB free\. Nothing was"):
+    with pytest.raises(CheckpointError, match=r"The weights take .* 1e-07 GB free\. Nothing was"):
         load_checkpoint_in_model(model, tmp_path / "model", {"": "disk"}, tmp_path / "off", dtype="float16")
     assert not list((tmp_path / "off").iterdir())
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -331,14 +338,26 @@ def test_a_map_that_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     with pytest.raises(ConfigError, match=r"no device for shift"):
         load_checkpoint_in_model(empty(), tmp_path, {"embed": "cpu", "head": "cpu", "blocks": "disk"})
     for device in (99, "cuda:99", "nowhere"):
-        with pytest.raises(ConfigError, match=rf"device_map has 'blocks' on device {device!r}, which"):
+        with pytest.raises(PlacedModelError, match=rf"sees no device {device!r}"):
             load_checkpoint_in_model(empty(), tmp_path, {"": "cpu", "blocks": device})
-    with pytest.raises(ConfigError, match="device_map='fast' is not one of 'auto', 'balanced'"):
+    with pytest.raises(ConfigError, match="device_map='fast' is not a choice.*'auto', 'balanced'"):
         load_checkpoint_and_dispatch(empty(), tmp_path, "fast")
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         load_checkpoint_in_model(empty(), tmp_path, {"": "cpu", "head": "disk"})
     assert "Tied parameters are on different devices: {'embed.weight': 'cpu', 'head.weight': 'disk'}" in caplog.text
+
+
+def test_classes_that_a_model_says_stay_whole_do(tmp_path: Path) -> None:
+    """As in the map that `show_map` shows before."""
+    model = empty()
+    kind = type(model.blocks[0]).__name__
+    model._no_split_modules = [kind]
+    device_map = show_map(model, "auto", max_memory={"cpu": 1000, "disk": "1GB"}).device_map
+    model = load_checkpoint_and_dispatch(model, saved(trained(), tmp_path), "auto", {"cpu": 1000, "disk": "1GB"})
+    assert model.hf_device_map == device_map
+    assert "blocks" in device_map
+    assert "blocks" not in infer_auto_device_map(empty(), {"cpu": 1000, "disk": "1GB"})
 
 
 @pytest.mark.parametrize("device_map", ["auto", "balanced", "balanced_low_0", "sequential", None])

@@ -167,7 +167,7 @@ def test_too_little_disk_is_said_before_anything_is_written(tmp_path: Path, monk
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=100))
     ours.offload_state_dict(tmp_path, {"a": torch.zeros(25), "b": torch.zeros(25)})  # "a" leaves the space of its file
     after = files_in(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has 0\.0 GB free\. Nothing was written"):
+    with pytest.raises(CheckpointError, match=r"has .* GB free\. Nothing was written"):
         ours.offload_state_dict(tmp_path, {"c": torch.zeros(13), "d": torch.zeros(13)})
     with pytest.raises(CheckpointError, match="Nothing was written"):
         ours.offload_weight(torch.zeros(26), "e", tmp_path)

@@ -228,7 +228,7 @@ def test_as_html_names_are_escaped_and_rows_have_the_colour_of_their_bar():
 
 @pytest.mark.parametrize(
     ("device_map", "words"),
-    [("ranks", "Write one of 'auto'"), ({"embedding": 0}, "no device for .*layers.0.up.weight")],
+    [("ranks", "Write one of: 'auto'"), ({"embedding": 0}, "no device for .*layers.0.up.weight")],
 )
 def test_maps_that_place_nothing_are_refused(empty: Model, device_map: Mapping[str, int] | str, words: str):
     with pytest.raises(ConfigError, match=words):
