@@ -340,7 +340,7 @@ def test_a_map_that_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     for device in (99, "cuda:99", "nowhere"):
         with pytest.raises(PlacedModelError, match=rf"sees no device {device!r}"):
             load_checkpoint_in_model(empty(), tmp_path, {"": "cpu", "blocks": device})
-    with pytest.raises(ConfigError, match="device_map='fast' is not a choice.*'auto', 'balanced'"):
+    with pytest.raises(ConfigError, match=r"device_map='fast' is not a choice.*'auto', 'balanced'"):
         load_checkpoint_and_dispatch(empty(), tmp_path, "fast")
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
