@@ -113,7 +113,7 @@ class CheckpointError(NbAccelerateError, RuntimeError):
 
 
 class PlacedModelError(NbAccelerateError, RuntimeError):
-    """A model whose parts are on several devices, or visit one, was asked for what it cannot do so."""
+    """A model that was placed by a device map cannot be moved, or trained, as it was asked to."""
 
 
 class CellSyntaxError(NbAccelerateError):

@@ -58,7 +58,7 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to each block of a module, which accelerate attaches to each module with weights.
+    """Attach an `AlignDevicesHook` to each block of a module. accelerate attaches one to each module with weights.
 
     Args:
         module: changed in place.

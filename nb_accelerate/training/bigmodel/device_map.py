@@ -53,6 +53,11 @@ def infer_auto_device_map(
 
     Tied weights come to one device. Parameters and buffers beside submodules are mapped too.
 
+    Examples:
+        ```python
+        infer_auto_device_map(model, {0: "10GiB", "cpu": "30GiB"}, no_split_module_classes=["LlamaDecoderLayer"])
+        ```
+
     Args:
         model: on any device, also on ``meta``.
         max_memory: as for `get_max_memory`.
@@ -62,7 +67,8 @@ def infer_auto_device_map(
         verbose: print where each part goes.
         clean_result: name a module that is on one device as a whole, in place of its parts.
         offload_buffers: buffers of offloaded modules are offloaded as well; else the first GPU keeps room for them.
-        fallback_allocation: if the next part does not fit an empty device, put the first later one there that does.
+        fallback_allocation: if the next part is larger than a device that is still empty, put the first of the later
+            parts there that fits.
 
     Returns:
         Devices by names of modules and tensors: numbers of GPUs, ``"cpu"``, ``"disk"``.

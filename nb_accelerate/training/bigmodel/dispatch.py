@@ -52,12 +52,19 @@ def dispatch_model(
 ) -> nn.Module:
     """Place a model by a device map, and return it.
 
-    What a map has on a GPU stays there. What it has on ``"cpu"`` or ``"disk"`` is computed on the main device: block by
-    block, each of which is copied there while the one before computes. Without a GPU all is computed on the CPU, from
-    ``"disk"`` by way of mapped files, where nothing is copied. A model on one device gets no hooks, and loses nothing.
+    Modules that the map has on a GPU stay there. Modules on ``"cpu"`` or ``"disk"`` are computed on the main device:
+    each block is copied there while the block before computes. Without a GPU the CPU computes everything, and maps the
+    files of modules on ``"disk"``, so that nothing is copied. A model that is on one device as a whole gets no hooks.
 
-    At rest all weights are in ``model.state_dict()``, with their numbers. `remove_hook_from_submodules` makes a plain
-    model of it. Gradients go through weights that stay, and through those that are computed on the CPU.
+    While the model does not compute, ``model.state_dict()`` has the numbers of all weights.
+    `remove_hook_from_submodules` makes a plain model of it again. Gradients are computed for weights that stay on
+    their device, and for all that the CPU computes.
+
+    Examples:
+        ```python
+        device_map = infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"})
+        model = dispatch_model(model, device_map)
+        ```
 
     Args:
         model: changed in place. If it is placed already, this takes the place of that.
@@ -206,6 +213,11 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep a model in host memory, compute it on a device block by block, and return it. On the CPU nothing changes.
 
+    Examples:
+        ```python
+        model = cpu_offload(model, "cuda")
+        ```
+
     Args:
         model: changed in place.
         execution_device: where it computes, by default the device it is on.
@@ -226,6 +238,11 @@ def disk_offload(
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
     """Keep a model in files, compute it on a device block by block, and return it.
+
+    Examples:
+        ```python
+        model = disk_offload(model, "offloaded", "cuda")
+        ```
 
     Args:
         model: changed in place.

@@ -28,7 +28,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
     Examples:
         ```python
         with init_empty_weights():
-            model = nn.Linear(100_000, 100_000)
+            model = nn.Linear(10_000, 10_000)
         model.weight.device  # meta
         ```
     """

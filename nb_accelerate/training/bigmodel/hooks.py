@@ -23,7 +23,17 @@ MOVES = ("to", *(kind.name for kind in DEVICE_KINDS))
 class ModelHook:
     """Code that runs before and after the forward of a module. The base class changes nothing.
 
-    Unlike hooks of torch these see keyword arguments, and can replace what the module gets and returns.
+    A hook gets keyword arguments too, and can replace what the module gets and returns.
+
+    Examples:
+        ```python
+        class Doubled(ModelHook):
+            def post_forward(self, module, output):
+                return 2 * output
+
+
+        add_hook_to_module(model, Doubled())
+        ```
 
     Attributes:
         no_grad: compute the forward under `torch.no_grad`.

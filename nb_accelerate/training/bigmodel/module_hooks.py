@@ -159,7 +159,12 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of the linear and convolution layers of a model in a small dtype, each but while it computes.
+    """Keep the weights of linear and convolution layers in a small dtype, and convert those of a layer to compute it.
+
+    Examples:
+        ```python
+        attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern="norm|head")
+        ```
 
     Args:
         module: changed in place.

@@ -175,6 +175,13 @@ class PrefixedDataset(Mapping[str, "Tensor"]):
 class OffloadedWeightsLoader(Mapping[str, "Tensor"]):
     """Find weights by name: in memory, or in files, which are mapped when a weight of theirs is first asked for.
 
+    Examples:
+        ```python
+        offload_state_dict("folder", model.state_dict())
+        weights = OffloadedWeightsLoader(save_folder="folder")
+        weights["layer.weight"]
+        ```
+
     Args:
         state_dict: weights in memory. They come before those of files.
         save_folder: a folder that `offload_state_dict` wrote.

@@ -34,14 +34,14 @@ class BnbQuantizationConfig:
 
     Args:
         load_in_8bit: weights of linear layers take 8 bits. Either this or ``load_in_4bit``.
-        llm_int8_threshold: of 8 bits: columns of inputs with a number beyond it are computed in 16 bits.
+        llm_int8_threshold: with 8 bits: columns of inputs with a larger number than this are computed in 16 bits.
         load_in_4bit: weights of linear layers take 4 bits.
-        bnb_4bit_quant_type: of 4 bits: their numbers, ``"fp4"`` or ``"nf4"``.
-        bnb_4bit_use_double_quant: of 4 bits: scales are quantised too.
-        bnb_4bit_compute_dtype: of 4 bits: numbers that are computed with: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a
-            dtype.
-        torch_dtype: of all other weights, written as before. By default float16 with 8 bits, and with 4 bits the
-            numbers that are computed with.
+        bnb_4bit_quant_type: with 4 bits: the format of a weight, ``"fp4"`` or ``"nf4"``.
+        bnb_4bit_use_double_quant: with 4 bits: the scales of weights are quantised too.
+        bnb_4bit_compute_dtype: with 4 bits: the dtype that layers compute in: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a
+            `torch.dtype`.
+        torch_dtype: of all other weights, written likewise. By default float16 with 8 bits, and
+            ``bnb_4bit_compute_dtype`` with 4 bits.
         skip_modules: names of modules that stay as they are: whole names, or parts between dots. By default the last
             module of a model with a head, and those with tied weights.
         keep_in_fp32_modules: names of modules that stay as they are, in float32.

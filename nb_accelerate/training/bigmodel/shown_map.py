@@ -117,7 +117,7 @@ def show_map(
         offload_buffers: as for `infer_auto_device_map`.
 
     Raises:
-        ConfigError: the map misses tensors, or has another name; a size or dtype is none.
+        ConfigError: the map has no device for a tensor, or is another word; a size or dtype cannot be read.
     """
     is_empty = not hasattr(model, "hf_device_map") and all(map(has_no_memory, model.parameters()))
     if device_map is None and (max_memory is not None or is_empty):

@@ -143,7 +143,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Have the parameters of a module where they can be computed with, for a ``with`` block.
+    """Bring the parameters of a module to the device that computes it, for a ``with`` block.
 
     They are the same `torch.nn.Parameter` objects inside. Of a module without offloaded weights, changes of them count
     afterwards too; parameters of its submodules are left where they are.

@@ -52,11 +52,11 @@ def load_checkpoint_and_dispatch(
     Args:
         model: changed in place; may be on ``meta``.
         checkpoint: a file, an index of several, or a folder with either.
-        device_map: devices by the names of modules, or how to make such a map: ``"auto"``, ``"balanced"``,
-            ``"balanced_low_0"`` or ``"sequential"``. None to load the weights and place nothing. Or ``"ranks"``: all
-            ranks call this together, and compute each layer together, for inference. Each takes its slices of the
-            tensor-parallel plan of the model (``_tp_plan``) from the files, and what the plan does not name is whole on
-            each. Then all call the model with the same inputs; results are those of the whole model up to rounding.
+        device_map: devices by the names of modules, or the way to make such a map: ``"auto"``, ``"balanced"``,
+            ``"balanced_low_0"`` or ``"sequential"``. None to load the weights and place nothing. Or ``"ranks"``, for
+            inference: all ranks call this function, and later the model with the same inputs, and compute each layer
+            together. The plan of the model (``_tp_plan``) says which weights are sliced; each rank loads its slices,
+            and all other weights. Results are those of the whole model up to rounding.
         max_memory: for a map that is made, as for `get_max_memory`.
         no_split_module_classes: for a map that is made, names of classes whose modules stay whole; None for
             ``model._no_split_modules``.
@@ -73,7 +73,8 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         CheckpointError: there are no weights, or they do not fit, as for `load_checkpoint_in_model`.
-        ConfigError: ``device_map`` is another word, or misses a weight.
+        ConfigError: ``device_map`` is another word, or misses a weight; or it is ``"ranks"``, and the model has no plan, or
+            one that cannot be split over as many ranks.
         PlacedModelError: this machine has no such device.
     """
     if device_map == _RANKS:
