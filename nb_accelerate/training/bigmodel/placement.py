@@ -120,8 +120,8 @@ class Mapped(Placement):
     """A block that computes on the CPU from views of mapped files, or from what else is in host memory.
 
     Pages are looked at again only after the process had to wait for some page of a file, or if some of the block were
-    absent last time: a look takes longer than a small block computes. So does the question for how often it waited,
-    on a busy machine, where the system lets others compute then: it is asked ten times a second at most.
+    absent last time: a look takes longer than a small block computes. The system is asked how often the process waited
+    ten times a second at most.
     """
 
     @override
