@@ -73,8 +73,8 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         CheckpointError: there are no weights, or they do not fit, as for `load_checkpoint_in_model`.
-        ConfigError: ``device_map`` is another word, or misses a weight; or it is ``"ranks"``, and the model has no plan,
-            or one that cannot be split over as many ranks.
+        ConfigError: ``device_map`` is another word, or misses a weight; or it is ``"ranks"``, and the model has no
+            plan, or one that cannot be split over as many ranks.
         PlacedModelError: this machine has no such device.
     """
     if device_map == _RANKS:
