@@ -119,7 +119,7 @@ class AlignDevicesHook(ModelHook):
 
     @override
     def init_hook(self, module: nn.Module) -> nn.Module:
-        if self.execution_device is None:
+        if (device := self.device) is None:  # read here, so that a compiler need not trace how it is found
             return module
         names = self.names if self.names is not None else tensor_names(module, recurse=self.place_submodules)
         visiting = [name for name in names if self.offload and self.visits(module, name)]
@@ -127,7 +127,7 @@ class AlignDevicesHook(ModelHook):
             for name in names:
                 self.original_devices.setdefault(name, tensor_at(module, name).device)
         for name in set(names).difference(visiting):
-            put(module, name, numbered(self.execution_device), self.weights_map)
+            put(module, name, device, self.weights_map)
         if self.offload:
             self._place(module, visiting)
         return module
