@@ -83,11 +83,6 @@ class Sample:
     line: CodeLine | None = field(default=None, compare=False)
 
     @property
-    def has_content(self) -> bool:
-        """Whether the rank has told more than that it runs: a loop, a bar, a value, a warning."""
-        return bool(self.loop or self.bars or self.scalars or self.compiled or self.warning) or self.loss is not None
-
-    @property
     def steps(self) -> int:
         """Batches trained with, over all epochs."""
         return self.steps_before + (self.step if self.in_loop and self.trains else 0)

@@ -124,7 +124,6 @@ class Panel:
         self._key = uuid.uuid4().hex[:12]
         self._facts, self._began = facts, now
         self._last_view: View | None = None
-        self._end: Callable[[], View]  # makes it
         self._runs: Sequence[str] = ()
         self._notes: list[str] = []
         self._drawings = [drawing]  # the first is in the cell that runs it
@@ -153,7 +152,7 @@ class Panel:
         """Return how the run looked at its end; None while it is on, or if that cannot be drawn."""
         with self._lock:
             if self._source is None and self._last_view is None and not self._has_failed:
-                self._last_view = self._end()
+                self._last_view = self._view(self._runs, time.monotonic())
             return self._last_view
 
     def attach(self, make: Callable[[PanelSource], Drawing]) -> bool:
@@ -217,7 +216,7 @@ class Panel:
 
     def _refresh(self, source: PanelSource, now: float) -> None:
         self.due = now + self._sample_every
-        self._observe(source.statuses(), now)
+        self._observe(source, now)
         if now >= self._lines_at and (any(draws.shows_rows for draws in self._drawings) or self._state.stalled(now)):
             self._lines_at = now + _LINES_EVERY
             source.note_lines()
@@ -229,21 +228,14 @@ class Panel:
             self._was_drawn = True
 
     def _finish(self, source: PanelSource, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
-        seen = source.statuses()
-
-        def end() -> View:
-            self._observe(seen, now, inspects=self._was_drawn)
-            self._state.end(now, state, failure)
-            return self._view(self._runs, now)
-
-        self._end = end
+        self._observe(source, now, inspects=self._was_drawn)
+        self._state.end(now, state, failure)
         self._runs = source.runs()
         self.logs = {rank: last_lines(source.log(rank)) for rank in self.ranks}
         (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
-        has_content = self._facts.runs or any(status.sample.has_content for status in seen)
-        if not (self._was_drawn or others or own.is_announced or self._runs or self._notes or has_content):
+        if not (self._was_drawn or others or own.is_announced or self._runs or self._notes or self._state.has_content):
             return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
-        self._last_view = view = end()
+        self._last_view = view = self._view(self._runs, now)
         remember(view, config_of(view.facts, self._runs), now - self._began, self._runs)
         # What was over before a panel appeared has none, but for what was not printed, and warnings.
         if self._was_drawn or view.bars or view.charts or view.warnings or view.notes or own.is_announced:
@@ -258,7 +250,8 @@ class Panel:
             view, charts=charts_of(runs), before=before, own_settings=own, key=self._key, notes=tuple(self._notes)
         )
 
-    def _observe(self, seen: Sequence[RankStatus], now: float, *, inspects: bool = True) -> None:
+    def _observe(self, source: PanelSource, now: float, *, inspects: bool = True) -> None:
+        seen = source.statuses()
         if inspects and now >= self._inspect_at:
             self._inspect_at = now + self._inspect_every
             for status in seen:

@@ -63,6 +63,11 @@ class RunsState(PanelState):
     def stalled(self, now: float) -> set[int]:
         return set()
 
+    @property
+    @override
+    def has_content(self) -> bool:
+        return True
+
     @override
     def view(self, now: float) -> View:
         now = self._ended if self._ended is not None else now

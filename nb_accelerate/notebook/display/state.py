@@ -89,6 +89,15 @@ class PanelState:
         """Note how the launch or cell ended, and why if it failed."""
         self._ended, self._state, self._failure = now, state, failure
 
+    @property
+    def has_content(self) -> bool:
+        """Return whether a rank has told more than that it runs: a loop, a bar, a value, a warning."""
+        samples = [rank.sample for rank in self.ranks.values()]
+        return any(
+            sample.loop or sample.bars or sample.scalars or sample.loss is not None or sample.compiled or sample.warning
+            for sample in samples
+        )
+
     def view(self, now: float) -> View:
         """Return the panel as it is at the time `now`."""
         has_ended = self._ended is not None
