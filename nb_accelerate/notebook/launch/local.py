@@ -240,6 +240,7 @@ class LocalRank(PipedRank):
         with interrupts_later():
             self._close_start_fds()
             self.close_kernel_ends()
+        super().close()
 
     def close_kernel_ends(self) -> None:
         """Close the kernel's ends of its connections, in a process that was forked to start ranks."""

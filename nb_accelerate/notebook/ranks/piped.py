@@ -66,6 +66,12 @@ class PipedRank(RankHandle):
             self._sources.drop(source)
 
     @override
+    def close(self) -> None:
+        # Whoever started it may keep it for long, and what it told events to has what ranks returned.
+        for name in ("_sources", "_events"):
+            vars(self).pop(name, None)
+
+    @override
     def catch_up(self) -> None:
         if not self._output.poll(0):  # as before most messages, which a call for each descriptor would hold up
             return
