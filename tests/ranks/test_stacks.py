@@ -318,7 +318,7 @@ def test_ranks_that_do_not_run_a_cell_in_the_background_may_run_what_it_waits_fo
 def runs_python_code() -> int:
     signals: list[int] = []
     signal.signal(DUMP_SIGNAL, lambda signum, _: signals.append(signum))
-    end = time.monotonic() + 1.5
+    end = time.monotonic() + 5  # a busy machine may ask first while the rank still imports this
     while time.monotonic() < end:
         sum(range(100))
     return len(signals)
@@ -336,7 +336,7 @@ def test_a_rank_that_runs_python_code_says_where_it_is_and_gets_no_signal(
 
     with observing(note):
         assert run_ranks(runs_python_code, world_size=1) == [0]
-    assert any("runs_python_code" in place for place in found)
+    assert any("runs_python_code" in place for place in found), found
 
 
 def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(
