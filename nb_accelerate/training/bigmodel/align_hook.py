@@ -18,7 +18,7 @@ from typing_extensions import override
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.hooks import ModelHook
 from nb_accelerate.training.bigmodel.mapped import files_of
-from nb_accelerate.training.bigmodel.moving import moved, numbered, owner_of, put, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.moving import move_tensor, moved, numbered, owner_of, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.placement import Mapped, Staged, put_at_rest
 from nb_accelerate.training.bigmodel.refused_backward import refuse_backward
 from nb_accelerate.training.bigmodel.schedule import Schedule
@@ -127,7 +127,7 @@ class AlignDevicesHook(ModelHook):
             for name in names:
                 self.original_devices.setdefault(name, tensor_at(module, name).device)
         for name in set(names).difference(visiting):
-            put(module, name, device, self.weights_map)
+            move_tensor(module, name, device, self.weights_map)
         if self.offload:
             self._place(module, visiting)
         return module
@@ -223,7 +223,7 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for name, device in self.original_devices.items() if self.offload else ():
             if device.type != "meta":
-                put(module, name, device)
+                move_tensor(module, name, device)
         self._placements.clear()
         return module
 

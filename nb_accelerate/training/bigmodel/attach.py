@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.blocks import entries_that_compute, find_blocks
 from nb_accelerate.training.bigmodel.hooks import add_hook_to_module
-from nb_accelerate.training.bigmodel.moving import is_cpu, numbered, put, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.moving import is_cpu, move_tensor, numbered, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.offloaded import PrefixedDataset
 from nb_accelerate.training.bigmodel.schedule import Schedule
 from nb_accelerate.training.bigmodel.ties import device_of
@@ -149,7 +149,7 @@ def attach_align_device_hook_on_blocks(
     devices = {name: numbered(device_of(name, computing)) for name in names if _entry(name, computing) is not None}
     staying = {name for name in devices if not resting[_entry(name, resting) or ""]}
     for name in staying:
-        put(module, name, devices[name])
+        move_tensor(module, name, devices[name])
     tied = {id(tensor_at(module, name)) for name in staying}
     visitors = [name for name in devices if name not in staying and id(tensor_at(module, name)) not in tied]
     root = AlignDevicesHook(computing.get(""), io_same_device=not module_name, **options)

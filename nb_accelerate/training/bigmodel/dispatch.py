@@ -14,6 +14,7 @@ from nb_accelerate.errors import ConfigError, PlacedModelError
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from nb_accelerate.training.bigmodel.device_map import check_device_map
+from nb_accelerate.training.bigmodel.disk_weights import weights_in_files
 from nb_accelerate.training.bigmodel.hooks import (
     MOVES,
     SequentialHook,
@@ -21,7 +22,6 @@ from nb_accelerate.training.bigmodel.hooks import (
     remove_hook_from_module,
 )
 from nb_accelerate.training.bigmodel.moving import numbered, owner_of, tensor_at, tensor_names
-from nb_accelerate.training.bigmodel.resting import weights_in_files
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_on_same_device,
     device_of,

@@ -37,7 +37,7 @@ def is_cpu(device: Device | None) -> bool:
     return device is None or numbered(device).type == "cpu"
 
 
-def put(module: nn.Module, name: str, device: torch.device, values: Mapping[str, Tensor] | None = None) -> None:
+def move_tensor(module: nn.Module, name: str, device: torch.device, values: Mapping[str, Tensor] | None = None) -> None:
     """Move a tensor of a module to a device; one on ``meta`` gets its value. A parameter stays the same object else."""
     tensor = tensor_at(module, name)
     if type(tensor) is not nn.Parameter or tensor.is_meta:
