@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +47,7 @@ def build() -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / LIBRARY).exists():
                 folder.mkdir(exist_ok=True)
-                _link(_compile(cache), folder)
+                _compile(folder)
     return folder
 
 
@@ -66,36 +64,16 @@ def _hash_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _compile(cache: Path) -> list[Path]:
-    """Return the compiled sources. Those that did not change are there from the build before."""
-    from torch.utils.cpp_extension import include_paths
+def _compile(folder: Path) -> None:
+    """Compile all sources as one: nearly all the time goes into torch's headers, which are then read once."""
+    from torch.utils.cpp_extension import include_paths, library_paths
 
     include = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
-    headers = list(SOURCES.glob("*.h"))
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)
-
-    def compile_one(source: Path) -> Path:
-        target = cache / f"{source.stem}-{_hash_of([*headers, source])}.o"
-        if not target.exists():
-            unfinished = target.with_suffix(".unfinished")
-            _run("g++", *_FLAGS, *include, "-c", str(source), "-o", str(unfinished))
-            unfinished.rename(target)
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        objects = list(threads.map(compile_one, sources))
-    for file in {*cache.glob("*.o")} - {*objects}:
-        file.unlink()
-    return objects
-
-
-def _link(objects: Iterable[Path], folder: Path) -> None:
-    from torch.utils.cpp_extension import library_paths
-
     torch_libraries = [option for path in library_paths() for option in (f"-L{path}", f"-Wl,-rpath,{path}")]
     libraries = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
-    unfinished = folder / f"{LIBRARY}.unfinished"
-    _run("g++", "-shared", *map(str, objects), *torch_libraries, *libraries, "-o", str(unfinished))
+    source, unfinished = folder / "simgpu.cpp", folder / f"{LIBRARY}.unfinished"
+    source.write_text("".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp"))))
+    _run("g++", *_FLAGS, *include, "-shared", str(source), *torch_libraries, *libraries, "-o", str(unfinished))
     unfinished.rename(folder / LIBRARY)
 
 
