@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fixtures.limits import PATIENCE
 
 TESTS = Path(__file__).parents[1]
 
@@ -49,7 +50,7 @@ def test_a_test_past_its_limit_fails_with_its_stacks_and_the_next_one_runs(pytes
     result = run_inner(pytester, "signal.setitimer(signal.ITIMER_REAL, 0.05); [time.sleep(0.01) for _ in range(3000)]")
     result.assert_outcomes(failed=1, passed=1)
     result.stderr.fnmatch_lines(["*in a_function_with_a_name*"])
-    result.stdout.fnmatch_lines(["*ran past its limit of 30 s*"])
+    result.stdout.fnmatch_lines([f"*ran past its limit of {PATIENCE * 30:g} s*"])
 
 
 def test_a_test_stuck_in_c_code_ends_the_run_with_its_stacks(pytester: pytest.Pytester) -> None:
