@@ -9,10 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -283,23 +280,11 @@ def test_an_epoch_of_a_skipping_loader_is_one_of_the_loader_it_was_made_of():
     assert our_next == their_second
 
 
-def test_one_process_is_of_distributed_type_no_however_it_was_started():
-    code = (
-        "import importlib; "
-        "print([importlib.import_module(name).Accelerator(cpu=True).distributed_type.value "
-        "for name in ('nb_accelerate', 'accelerate')])"
-    )
-    said_by_torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        timeout=50,
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | said_by_torchrun | meeting,
-    )
-    assert "['NO', 'MULTI_CPU']" in run.stdout, run.stderr
+def test_one_process_is_of_distributed_type_no_however_it_was_started(run_ranks):
+    def types():
+        return [one.distributed_type.value for one in both(cpu=True)[::-1]]
+
+    assert run_ranks(types, world_size=1) == [["NO", "MULTI_CPU"]]
 
 
 def test_a_plugin_without_a_number_takes_that_of_the_environment(monkeypatch):

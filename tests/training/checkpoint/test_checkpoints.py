@@ -182,7 +182,7 @@ def test_what_two_ranks_saved_one_process_loads_and_the_other_way_round(run_rank
             assert steps == (6 if savers == 2 else 11)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_accelerate_loads_what_we_saved_and_we_what_it_saved(run_ranks: RunRanks, tmp_path: Path, ranks: int):
     def cross(where: str) -> dict[str, Any]:
         import random
