@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -398,43 +396,19 @@ def test_accumulation_may_send_each_batch_but_not_with_local_sgd(run_ranks):
     assert all("sync_each_batch=True" in text for _, text in run_ranks(make))
 
 
-@pytest.mark.slow
-def test_a_group_of_torchrun_is_adopted_and_left_to_its_owner(tmp_path):
-    import subprocess
-
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "mine = dist.group.WORLD\n"
-        "from nb_accelerate import Accelerator\n"
-        "accelerator = Accelerator(cpu=True)\n"
-        "assert accelerator.core.process.group is mine and not accelerator.core.process.owns_group\n"
-        "model = accelerator.prepare(torch.nn.Linear(1, 1))\n"
-        "accelerator.backward(model(torch.ones(1, 1)).sum())\n"
-        "total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0), 'sum').item()\n"
-        "print(f'total {total}\\n', end='')\n"
-        "accelerator.free_memory()\n"
-        "del accelerator, model\n"
-        "assert dist.group.WORLD is mine\n"
-        "dist.destroy_process_group()\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [f"--log-dir={tmp_path}", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("total 3.0") == 2
-
-
-def test_a_group_of_the_users_survives_ours(run_ranks):
+def test_a_group_of_the_users_is_adopted_and_survives_ours(run_ranks):
     def live():
         dist.init_process_group("gloo")
-        side = dist.new_group([0, 1])
+        mine, side = dist.group.WORLD, dist.new_group([0, 1])
         accelerator = Accelerator(cpu=True)
+        assert accelerator.core.process.group is mine
+        assert not accelerator.core.process.owns_group
         model, optimizer = accelerator.prepare(*pair())
         accelerator.backward(model(torch.ones(1, 3)).sum())
         optimizer.step()
         accelerator.clear()
+        del accelerator, model, optimizer
+        assert dist.group.WORLD is mine
         total = torch.ones(1)
         dist.all_reduce(total, group=side)
         return total.item()

@@ -162,7 +162,7 @@ def test_random_trainings_are_those_of_accelerate(run_ranks):
 
 @pytest.mark.slow
 @pytest.mark.limit(180)
-def test_a_hundred_random_trainings_are_those_of_accelerate(run_ranks):
+def test_more_random_trainings_are_those_of_accelerate(run_ranks):
     pytest.importorskip("accelerate")
-    for wrong in run_ranks(compare_with_accelerate, range(1000, 1120), deadline=170):
+    for wrong in run_ranks(compare_with_accelerate, range(1000, 1040), deadline=170):
         assert not wrong, "\n".join(wrong)

@@ -10,8 +10,8 @@ from nb_accelerate.training.accelerator import Accelerator
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False])
-def test_torch_has_no_causal_attention_and_no_backward_over_cut_sequences_on_cpus(run_ranks, causal):
+@pytest.mark.limit(150)
+def test_torch_has_no_causal_attention_over_cut_sequences_on_cpus(run_ranks):
     def attend() -> str:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.experimental import context_parallel
@@ -22,12 +22,10 @@ def test_torch_has_no_causal_attention_and_no_backward_over_cut_sequences_on_cpu
         with context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 3):
             query, key, value = (one.detach().clone().requires_grad_() for one in tensors)
             try:
-                outputs = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
-                outputs.square().sum().backward()
+                torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             except NotImplementedError as error:
                 return str(error)
         return "done"
 
-    operation = "_for_cpu.default" if causal else "_for_cpu_backward.default"
-    for said in run_ranks(attend):
-        assert f"{operation} does not have a sharding strategy" in said
+    for said in run_ranks(attend, deadline=120):
+        assert "_for_cpu.default does not have a sharding strategy" in said

@@ -21,7 +21,7 @@ from nb_accelerate.training.process import context
 if TYPE_CHECKING:
     from pathlib import Path
 
-STEPS = 50
+STEPS = 26
 ROWS = 8  # of all ranks together, in a batch
 NUM_ROWS = STEPS * ROWS - 3  # the last batch is not full: its first rows are given twice
 WIDTH = 5  # does not divide evenly
@@ -164,20 +164,20 @@ def assert_alike(results: list[Any], expected: Any) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_it_trains_as_one_process_and_goes_on_exactly_where_it_was_saved(run_ranks, tmp_path: Path, name):
-    whole = on_ranks(run_ranks, name, tmp_path / "state", save_at=24)
+    whole = on_ranks(run_ranks, name, tmp_path / "state", save_at=12)
     assert_alike(whole, train_by_hand(name))
-    again = on_ranks(run_ranks, name, tmp_path / "state", seed=100, begin=24)
-    assert_alike(again, train_by_hand(name, begin=24))
-    assert again[0][0] == whole[0][0][24:]  # bit for bit
+    again = on_ranks(run_ranks, name, tmp_path / "state", seed=100, begin=12)
+    assert_alike(again, train_by_hand(name, begin=12))
+    assert again[0][0] == whole[0][0][12:]  # bit for bit
 
 
 @slow
 @pytest.mark.parametrize("number", range(len(PLANS)))
 def test_what_any_strategy_has_saved_another_goes_on_with(run_ranks, tmp_path: Path, number):
     saved, name = list(PLANS)[number], list(PLANS)[number - 1]
-    on_ranks(run_ranks, saved, tmp_path, save_at=24)
-    went_on = on_ranks(run_ranks, name, tmp_path, seed=100, begin=24)
-    assert_alike(went_on, train_by_hand(name, begin=24))
+    on_ranks(run_ranks, saved, tmp_path, save_at=12)
+    went_on = on_ranks(run_ranks, name, tmp_path, seed=100, begin=12)
+    assert_alike(went_on, train_by_hand(name, begin=12))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow) for name in PLANS if name != "one process"])
