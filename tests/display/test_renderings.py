@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from html.parser import HTMLParser
@@ -80,6 +81,7 @@ def busy() -> View:
     return run.view
 
 
+@functools.cache
 def views() -> dict[str, View]:
     failed = running()
     failed.put([1], state="failed")
