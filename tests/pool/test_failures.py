@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import signal
 import time
@@ -53,6 +54,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 def notebook(shared_kernel: Kernel, ranks: int) -> Iterator[Kernel]:
     shared_kernel.run(SETUP).ok()
     shared_kernel.run(BLOCKED_RANKS).ok()
+    shared_kernel.wait_for_server()
     shared_kernel.run(f"%distributed start -n {ranks}").ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()
@@ -524,14 +526,22 @@ class TestHangs:
         notebook.run("%%distributed\nassert rank == dist.get_rank()").ok()
 
     @pytest.mark.slow
-    def test_a_rank_whose_c_code_holds_the_interpreter_says_where_it_is(self, notebook: Kernel):
+    def test_a_rank_whose_c_code_holds_the_interpreter_says_where_it_is(self, notebook: Kernel, tmp_path: Path):
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
         with timeouts(notebook, stacks=20.0):
-            cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True)\nsum(range(10**9))")
+            # Opened without letting go of the interpreter, until somebody writes.
+            cell = notebook.start(
+                "%%rank 0 --background\nimport ctypes; print('begun', flush=True)\n"
+                f"os.close(ctypes.PyDLL(None).open({os.fsencode(pipe)!r}, os.O_RDONLY))"
+            )
             notebook.finish(cell)
             notebook.run("handle = _").ok()
             said_under(notebook, cell)
-            assert re.search(r"in cell \d+ line 3", notebook.run("%distributed status").ok().stdout)
-            notebook.run("handle.result(100)").ok()
+            said = notebook.run("%distributed status").ok().stdout
+            with pipe.open("r+b", buffering=0):
+                notebook.run("handle.result(20)").ok()
+        assert re.search(r"in cell \d+ line 3", said), said
 
     def test_status_says_what_a_cell_in_the_background_does(self, notebook: Kernel):
         with timeouts(notebook, stacks=20.0):
