@@ -44,7 +44,6 @@ def says(seconds):
 def quick():
     return int(os.environ["RANK"])
 
-notebook_launcher(quick, num_processes=2, progress="off")
 %load_ext nb_accelerate
 """
 
@@ -60,6 +59,7 @@ print(sorted(t.name for t in threading.enumerate() if "panel" in t.name),
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
     shared_kernel.run(SETUP).ok()
+    shared_kernel.wait_for_server()
     shared_kernel.run(RANKS_THAT_STAY).ok()
     return shared_kernel
 

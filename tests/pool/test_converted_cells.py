@@ -6,13 +6,13 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixtures.kernels import Kernel
 from fixtures.plain_cells import HEAD, SHAPES as NOTEBOOKS
+from fixtures.ranks import wait_for_warm_server
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import spectral_norm, weight_norm
@@ -125,31 +125,63 @@ def run_shapes(shapes: dict[str, list[str]], convert: bool) -> dict[str, tuple[l
     return found
 
 
+def in_one_process() -> dict[str, Any]:
+    """What one rank finds without the block, and with it; each kind of work once, as all that follow share a launch."""
+    return {
+        "plain": run_shapes(SHAPES, False),
+        "converted": run_shapes({name: SHAPES[name] for name in ("quickstart", "GCN")}, True),
+        "kinds of models": outcome_of_rows(),
+        "batches": batches_of_rows(),
+    }
+
+
+def on_each_rank(folder: str) -> dict[str, Any]:
+    """What each of two ranks finds."""
+    return {
+        "shapes": run_shapes(SHAPES, True),
+        "kinds of models": outcome_of_rows(),
+        "batches": batches_of_rows(),
+        "chance": chance_of_rows(),
+        "after the block": reads_after_the_block(),
+        "saved whole": saves_and_loads(folder),
+        "refused": {mistake: refused(mistake) for mistake in MISTAKES},
+    }
+
+
 @pytest.fixture(scope="module")
-def plain() -> dict[str, tuple[list[float], list[str]]]:
+def alone() -> dict[str, Any]:
+    wait_for_warm_server()
     # In a launch too: sums of floats depend on the number of threads.
-    [alone] = notebook_launcher(run_shapes, (SHAPES, False), num_processes=1)
-    return alone
+    [found] = notebook_launcher(in_one_process, num_processes=1, progress="off")
+    return found
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, tuple[list[float], list[str]]]]:
-    return notebook_launcher(run_shapes, (SHAPES, True), num_processes=request.param)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    wait_for_warm_server()
+    return notebook_launcher(on_each_rank, (str(tmp_path_factory.mktemp("saved")),), num_processes=2, progress="off")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranks_print_the_numbers_of_one_process(
-    plain: dict[str, tuple[list[float], list[str]]], ranks: list[dict[str, tuple[list[float], list[str]]]], shape: str
-):
-    assert len(plain[shape][0]) > 3
-    for rank in ranks:
-        assert rank[shape][0] == pytest.approx(plain[shape][0], rel=2e-3, abs=1e-5)
-        assert bool(rank[shape][1]) == (shape in ALONE)
+def test_ranks_print_the_numbers_of_one_process(alone: dict[str, Any], two: list[dict[str, Any]], shape: str):
+    plain = alone["plain"][shape][0]
+    assert len(plain) > 3
+    for rank in two:
+        seen, unshared = rank["shapes"][shape]
+        assert seen == pytest.approx(plain, rel=2e-3, abs=1e-5)
+        assert bool(unshared) == (shape in ALONE)
 
 
-def test_one_rank_computes_as_without_it(plain: dict[str, tuple[list[float], list[str]]]):
-    shapes = {name: SHAPES[name] for name in ("quickstart", "GCN")}
-    assert notebook_launcher(run_shapes, (shapes, True), num_processes=1) == [{name: plain[name] for name in shapes}]
+@pytest.mark.slow
+def test_three_ranks_print_the_numbers_of_one_process(alone: dict[str, Any]):
+    for rank in notebook_launcher(run_shapes, (SHAPES, True), num_processes=3):
+        for shape, (seen, unshared) in rank.items():
+            assert seen == pytest.approx(alone["plain"][shape][0], rel=2e-3, abs=1e-5), shape
+            assert bool(unshared) == (shape in ALONE), shape
+
+
+def test_one_rank_computes_as_without_it(alone: dict[str, Any]):
+    assert alone["converted"] == {name: alone["plain"][name] for name in alone["converted"]}
 
 
 def outcome_of_rows() -> dict[str, Any]:
@@ -214,11 +246,10 @@ def outcome_of_rows() -> dict[str, Any]:
     return outcome
 
 
-def test_models_of_other_kinds_learn_as_in_one_process():
-    [alone] = notebook_launcher(outcome_of_rows, num_processes=1)
-    for rank in notebook_launcher(outcome_of_rows, num_processes=2):
-        for name, (numbers_of_rank, is_unshared) in rank.items():
-            assert numbers_of_rank == pytest.approx(alone[name][0], rel=1e-4, abs=1e-6), name
+def test_models_of_other_kinds_learn_as_in_one_process(alone: dict[str, Any], two: list[dict[str, Any]]):
+    for rank in two:
+        for name, (numbers_of_rank, is_unshared) in rank["kinds of models"].items():
+            assert numbers_of_rank == pytest.approx(alone["kinds of models"][name][0], rel=1e-4, abs=1e-6), name
             assert is_unshared == (name in {"Standardizes", "AddsAnOutput"})
 
 
@@ -249,11 +280,10 @@ def batches_of_rows() -> dict[str, Any]:
     return found
 
 
-def test_ranks_read_parts_of_batches_and_see_the_whole():
-    [alone] = notebook_launcher(batches_of_rows, num_processes=1)
-    for rank in notebook_launcher(batches_of_rows, num_processes=2):
-        for kind, (batches, ids, reads) in rank.items():
-            assert (batches, ids) == alone[kind][:2]
+def test_ranks_read_parts_of_batches_and_see_the_whole(alone: dict[str, Any], two: list[dict[str, Any]]):
+    for rank in two:
+        for kind, (batches, ids, reads) in rank["batches"].items():
+            assert (batches, ids) == alone["batches"][kind][:2]
             assert reads == (2 * 20 / 2 + 1 if kind == "has names: False" else 2 * 19 + 1)
 
 
@@ -278,12 +308,12 @@ def chance_of_rows() -> dict[str, Any]:
     }
 
 
-def test_rows_are_dropped_apart_and_all_else_is_equal_on_ranks():
-    one, two = notebook_launcher(chance_of_rows, num_processes=2)
-    assert one == two
-    assert one["out"][:4] != one["out"][4:]
-    assert one["mean"]
-    assert one["restored"]
+def test_rows_are_dropped_apart_and_all_else_is_equal_on_ranks(two: list[dict[str, Any]]):
+    first, second = (rank["chance"] for rank in two)
+    assert first == second
+    assert first["out"][:4] != first["out"][4:]
+    assert first["mean"]
+    assert first["restored"]
 
 
 def reads_after_the_block() -> list[Any]:
@@ -295,8 +325,8 @@ def reads_after_the_block() -> list[Any]:
     return [rows.tolist(), nn.Module.__call__ is nn.Module._wrapped_call_impl]
 
 
-def test_a_loader_may_be_read_on_after_the_cell():
-    assert notebook_launcher(reads_after_the_block, num_processes=2) == [[[4.0, 5.0, 6.0, 7.0], True]] * 2
+def test_a_loader_may_be_read_on_after_the_cell(two: list[dict[str, Any]]):
+    assert [rank["after the block"] for rank in two] == [[[4.0, 5.0, 6.0, 7.0], True]] * 2
 
 
 def saves_and_loads(folder: str) -> bool:
@@ -310,8 +340,8 @@ def saves_and_loads(folder: str) -> bool:
     return True
 
 
-def test_a_file_is_saved_once_and_whole(tmp_path: Path):
-    assert notebook_launcher(saves_and_loads, (str(tmp_path),), num_processes=2) == [True, True]
+def test_a_file_is_saved_once_and_whole(two: list[dict[str, Any]]):
+    assert [rank["saved whole"] for rank in two] == [True, True]
 
 
 def refused(mistake: str) -> str:
@@ -341,25 +371,26 @@ def train_wrongly(mistake: str, rows: TensorDataset, loader: Any) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("mistake", "reason"),
-    [
-        ("prepared", "different rows. With --convert all ranks read the same, and each computes its part: leave out"),
-        ("accelerator", "an Accelerator shares out rows itself. Run the cell without --convert, or leave the"),
-        ("sampler", "samplers for several processes"),
-        ("wrapped", "DistributedDataParallel, which shares out rows itself"),
-        ("gradients", "autograd.grad does not give the gradients of parameters. Write loss.backward()"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused_with_the_line(mistake: str, reason: str):
-    for said in notebook_launcher(refused, (mistake,), num_processes=2):
-        assert reason in said
-        assert re.match(r"line \d+: ", said)
+MISTAKES = {
+    "prepared": "different rows. With --convert all ranks read the same, and each computes its part: leave out",
+    "accelerator": "an Accelerator shares out rows itself. Run the cell without --convert, or leave the",
+    "sampler": "samplers for several processes",
+    "wrapped": "DistributedDataParallel, which shares out rows itself",
+    "gradients": "autograd.grad does not give the gradients of parameters. Write loss.backward()",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_followed_is_refused_with_the_line(two: list[dict[str, Any]], mistake: str):
+    for rank in two:
+        assert MISTAKES[mistake] in rank["refused"][mistake]
+        assert re.match(r"line \d+: ", rank["refused"][mistake])
 
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.run("%load_ext nb_accelerate").ok()
+    shared_kernel.wait_for_server()
     shared_kernel.run("%%distributed -n 2\n1").ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()
