@@ -22,7 +22,6 @@ pytest_plugins = [
     "fixtures.limits",
     "fixtures.old_torch",
     "fixtures.devices",
-    "fixtures.second_device",
     "fixtures.distributions",
     "fixtures.leaks",
     "fixtures.ranks",

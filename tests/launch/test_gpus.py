@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,10 +29,21 @@ def where():
 """
 
 
-@pytest.fixture
-def notebook(kernel: Kernel) -> Kernel:
-    kernel.run(SETUP).ok()
-    return kernel
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Kernel:
+    """It does not touch a GPU."""
+    shared_kernel.run(SETUP).ok()
+    return shared_kernel
+
+
+@pytest.fixture(scope="module")
+def user(gpus: Gpus) -> Iterator[Kernel]:
+    """A notebook that has used a GPU."""
+    one = Kernel()
+    one.run(SETUP).ok()
+    one.run(f"x = torch.ones(4, device='{gpus.type}').sum().item()").ok()
+    yield one
+    one.close()
 
 
 def expected(gpus: Gpus) -> list[tuple[str, int, float]]:
@@ -50,18 +62,16 @@ def test_every_gpu_gets_a_rank_forked_from_a_kernel_that_did_not_touch_it(notebo
     assert is_untouched(notebook, gpus)
 
 
-def test_a_kernel_that_used_a_gpu_launches_without_a_restart(notebook: Kernel, gpus: Gpus) -> None:
-    notebook.run(f"x = torch.ones(4, device='{gpus.type}').sum().item()").ok()
+def test_a_kernel_that_used_a_gpu_launches_without_a_restart(user: Kernel, gpus: Gpus) -> None:
     for _ in range(2):
-        cell = notebook.run("print(notebook_launcher(where))").ok()
+        cell = user.run("print(notebook_launcher(where))").ok()
         line, values = cell.stdout.splitlines()
         assert f"on {gpus.type.upper()}, forkserver ({gpus.in_use})" in line
         assert values == str(expected(gpus))
 
 
-def test_asking_for_a_fork_after_a_gpu_was_used_is_refused_with_what_to_write(notebook: Kernel, gpus: Gpus) -> None:
-    notebook.run(f"x = torch.ones(4, device='{gpus.type}')").ok()
-    cell = notebook.run("notebook_launcher(where, start_method='fork')")
+def test_asking_for_a_fork_after_a_gpu_was_used_is_refused_with_what_to_write(user: Kernel) -> None:
+    cell = user.run("notebook_launcher(where, start_method='fork')")
     assert cell.error == "ConfigError"
     assert "need no restart" in cell.message
 
