@@ -28,13 +28,14 @@ loss.backward()
 """
 
 
-@pytest.fixture
-def notebook(kernel: Kernel) -> Iterator[Kernel]:
-    kernel.run(SETUP).ok()
-    kernel.run("%distributed start").ok()
-    kernel.run("%%distributed\nkept = rank\nmodel = accelerator.prepare(torch.nn.Linear(2, 1))").ok()
-    yield kernel
-    kernel.run("%unload_ext nb_accelerate").ok()
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.wait_for_server()
+    shared_kernel.run(SETUP).ok()
+    shared_kernel.run("%distributed start").ok()
+    shared_kernel.run("%%distributed\nkept = rank\nmodel = accelerator.prepare(torch.nn.Linear(2, 1))").ok()
+    yield shared_kernel
+    shared_kernel.run("%unload_ext nb_accelerate").ok()
 
 
 def seen(notebook: Kernel) -> list[tuple[int, int, float]]:

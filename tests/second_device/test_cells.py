@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Iterator
 
 import pytest
 from fixtures.kernels import Kernel
@@ -15,20 +14,12 @@ from pool.test_gpus import (  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("simgpu")
 
-SETUP = """
-%load_ext nb_accelerate
-import torch
-%distributed start
-"""
-
 
 @pytest.fixture(scope="module")
-def cells(shared_kernel: Kernel) -> Iterator[Kernel]:
+def cells(notebook: Kernel) -> Kernel:  # noqa: F811
     """A kernel that has not used a device, with a rank on each."""
-    shared_kernel.run(SETUP).ok()
-    shared_kernel.run("%%distributed\nimport torch\nown = torch.rand(4, device=device) + rank").ok()
-    yield shared_kernel
-    shared_kernel.run("%unload_ext nb_accelerate").ok()
+    notebook.run("%%distributed\nimport torch\nown = torch.rand(4, device=device) + rank").ok()
+    return notebook
 
 
 def on_ranks(cells: Kernel, code: str, value: str) -> list[object]:

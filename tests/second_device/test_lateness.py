@@ -58,9 +58,8 @@ WAITS = [
 ]
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_a_copy_to_pinned_memory_is_there_when_the_host_has_synchronised(run_ranks, wait):
-    def run(wait: Callable[[], None]) -> tuple[bool, bool, list[float]]:
+def test_a_copy_to_pinned_memory_is_there_when_the_host_has_synchronised(run_ranks):
+    def copy(wait: Callable[[], None]) -> tuple[bool, bool, list[float]]:
         import torch
 
         source, pinned = torch.arange(3.0, device="simgpu"), torch.zeros(3).pin_memory()
@@ -71,8 +70,11 @@ def test_a_copy_to_pinned_memory_is_there_when_the_host_has_synchronised(run_ran
         wait()
         return pinned.is_pinned(), bool(early.isnan().all()), pinned.tolist()
 
-    [result] = run_ranks(run, wait, world_size=1)
-    assert result == (True, True, [0.0, 1.0, 2.0])
+    def run() -> dict[str, tuple[bool, bool, list[float]]]:
+        return {wait.__name__: copy(wait) for wait in WAITS}
+
+    [results] = run_ranks(run, world_size=1)
+    assert results == {wait.__name__: (True, True, [0.0, 1.0, 2.0]) for wait in WAITS}
 
 
 def test_a_pinned_source_is_read_when_the_stream_comes_to_it(run_ranks):
@@ -188,13 +190,11 @@ def _started_group() -> Any:
     return torch.full((2,), state.process_index + 1.0, device=state.device)
 
 
-@pytest.mark.parametrize("end", ["not", "wait", "device", "future", "completed"])
-def test_a_collective_has_changed_its_tensor_when_somebody_has_waited(run_ranks, end):
-    def run(end: str) -> bool:
+def test_a_collective_has_changed_its_tensor_when_somebody_has_waited(run_ranks):
+    def reduce(end: str, tensor: Any) -> bool:
         import torch
         import torch.distributed as dist
 
-        tensor = _started_group()
         before = tensor.tolist()
         work = dist.all_reduce(tensor, async_op=True)
         if end == "wait":
@@ -213,7 +213,10 @@ def test_a_collective_has_changed_its_tensor_when_somebody_has_waited(run_ranks,
         assert tensor.tolist() == [3.0, 3.0]
         return changed
 
-    assert run_ranks(run, end) == [end != "not"] * 2
+    def run() -> list[bool]:
+        return [reduce(end, _started_group()) for end in ("not", "wait", "device", "future", "completed")]
+
+    assert run_ranks(run) == [[False, True, True, True, True]] * 2
 
 
 def test_wait_returns_before_other_ranks_have_come(run_ranks):
