@@ -140,27 +140,32 @@ LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("non_blocking", [False, True])
-@pytest.mark.parametrize("dispatches", [False, True])
-def test_loaders_of_every_kind_bring_the_numbers_to_the_device(run_ranks, non_blocking, dispatches):
-    def read(non_blocking: bool, dispatches: bool) -> dict[str, Any]:
+@pytest.mark.limit(120)
+def test_loaders_of_every_kind_bring_the_numbers_to_the_device(run_ranks):
+    def read() -> list[dict[str, Any]]:
+        import multiprocessing
+        from itertools import product
+
         import torch
 
         from nb_accelerate import Accelerator
         from nb_accelerate.utils import DataLoaderConfiguration
 
-        config = DataLoaderConfiguration(non_blocking=non_blocking, dispatch_batches=dispatches)
-        accelerator = Accelerator(dataloader_config=config)
-        found = {}
-        for kind, options in LOADERS.items():
-            loader = torch.utils.data.DataLoader(torch.arange(24.0).split(1), 4, **options)
-            batches = list(accelerator.prepare(loader))  # several are under way at a time
-            found[kind] = _devices(batches), [batch.flatten().tolist() for batch in batches]
+        multiprocessing.set_forkserver_preload(["torch"])  # each worker would import it
+        found = []
+        for non_blocking, dispatches in product((False, True), repeat=2):
+            config = DataLoaderConfiguration(non_blocking=non_blocking, dispatch_batches=dispatches)
+            accelerator = Accelerator(dataloader_config=config)
+            found.append({})
+            for kind, options in LOADERS.items():
+                loader = torch.utils.data.DataLoader(torch.arange(24.0).split(1), 4, **options)
+                batches = list(accelerator.prepare(loader))  # several are under way at a time
+                found[-1][kind] = _devices(batches), [batch.flatten().tolist() for batch in batches]
         return found
 
-    for rank, found in enumerate(run_ranks(read, non_blocking, dispatches)):
+    for rank, found in enumerate(run_ranks(read, deadline=100)):
         batches = [[float(row) for row in range(first, first + 4)] for first in range(4 * rank, 24, 8)]
-        assert found == dict.fromkeys(LOADERS, ({f"simgpu:{rank}"}, batches))
+        assert found == [dict.fromkeys(LOADERS, ({f"simgpu:{rank}"}, batches))] * 4
 
 
 def test_what_ranks_exchange_is_there_when_it_is_read(run_ranks):

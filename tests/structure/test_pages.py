@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fixtures.page_code import Code, code_of, not_shown, run_cells, run_commands, shown_below
+from fixtures.kernels import Cell, Kernel
+from fixtures.page_code import Code, code_of, not_shown, run_commands, shown_below
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
@@ -25,8 +26,13 @@ WITH_TRAINERS = NOTEBOOKS / "how_to" / "trainer.md"
 """Needs packages that `make test-trainers` has: it is run there."""
 
 
-def with_code() -> list[Path]:
-    return [path for path in PAGES if "```" in path.read_text(encoding="utf-8")]
+def with_(kind: str) -> list[Path]:
+    """Pages with a block of a kind that is run here."""
+    return [path for path in PAGES if f"```{kind}\n" in path.read_text(encoding="utf-8") and path != WITH_TRAINERS]
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(NOTEBOOKS))
 
 
 def test_code_is_found_in_pages_by_kind_and_title():
@@ -34,7 +40,7 @@ def test_code_is_found_in_pages_by_kind_and_title():
     assert code_of(page) == Code(cells=["%pip"], files={"a.py": "1\n"}, commands=["x y"], unknown=["sh"])
 
 
-@pytest.mark.parametrize("path", with_code(), ids=lambda path: str(path.relative_to(NOTEBOOKS)))
+@pytest.mark.parametrize("path", [path for path in PAGES if "```" in path.read_text(encoding="utf-8")], ids=_name)
 def test_every_block_of_a_page_is_of_a_kind_that_is_run(path: Path):
     code = code_of(path.read_text(encoding="utf-8"))
     assert code.unknown == []
@@ -47,26 +53,33 @@ def test_every_block_of_a_page_is_of_a_kind_that_is_run(path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.limit(400)
+@pytest.mark.limit(120)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
-def test_the_cells_of_all_pages_run_and_show_what_stands_below_them(tmp_path: Path):
-    # A kernel for each page: `runs()` has the runs of the whole session.
-    missing = []
-    for path in with_code():
-        if path != WITH_TRAINERS:
-            found = shown_below(path.read_text(encoding="utf-8"))
-            run = run_cells([code for code, _ in found], tmp_path)
-            missing += [not_shown(cell, shown) for cell, (_, shown) in zip(run.cells, found, strict=True)]
+@pytest.mark.parametrize("path", with_("python"), ids=_name)
+def test_the_cells_of_a_page_run_and_show_what_stands_below_them(
+    request: pytest.FixtureRequest, path: Path, tmp_path: Path
+):
+    """Pages share a kernel, but those with `runs()`, which has the runs of the whole session."""
+    text = path.read_text(encoding="utf-8")
+    kernel: Kernel = request.getfixturevalue("kernel" if "runs(" in text else "shared_kernel")
+    # Ranks are forked from the kernel, and each would import what an optimizer needs.
+    kernel.run(f"import os, torch._dynamo\nos.chdir({str(tmp_path)!r})\n%reset -f").ok()
+    missing = [not_shown(_shown_by(kernel.run(code, 100).ok()), shown) for code, shown in shown_below(text)]
+    kernel.run("%unload_ext nb_accelerate").ok()
     assert [lines for lines in missing if lines] == []
+
+
+def _shown_by(cell: Cell) -> str:
+    displayed = [one.get("text/plain", "") for one in cell.displays]
+    return "\n".join([cell.stdout, cell.stderr, *displayed, cell.value or ""])
 
 
 @pytest.mark.slow
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # as above
-@pytest.mark.parametrize("path", with_code(), ids=lambda path: str(path.relative_to(NOTEBOOKS)))
+@pytest.mark.parametrize("path", with_("console"), ids=_name)
 def test_the_commands_of_a_page_run(path: Path, tmp_path: Path):
-    if path != WITH_TRAINERS:
-        run_commands(code_of(path.read_text(encoding="utf-8")), tmp_path)
+    run_commands(code_of(path.read_text(encoding="utf-8")), tmp_path)
 
 
 def test_the_page_of_benchmarks_is_made_of_what_was_printed():

@@ -14,8 +14,8 @@ CELLS = shown_below(README)
 @pytest.mark.limit(120)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_its_blocks_run_as_cells_and_show_what_stands_below_them(tmp_path: Path):
-    run = run_cells([code for code, _ in CELLS], tmp_path)
-    missing = [not_shown(cell, shown) for cell, (_, shown) in zip(run.cells, CELLS, strict=True)]
+    outputs = run_cells([code for code, _ in CELLS], tmp_path)
+    missing = [not_shown(came, shown) for came, (_, shown) in zip(outputs, CELLS, strict=True)]
     assert [lines for lines in missing if lines] == []
 
 

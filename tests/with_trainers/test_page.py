@@ -23,8 +23,8 @@ def _no_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_the_cells_show_what_stands_below_them(tmp_path: Path) -> None:
     cells = shown_below(PAGE)
-    run = run_cells([code for code, _ in cells], tmp_path)
-    missing = [not_shown(cell, shown) for cell, (_, shown) in zip(run.cells, cells, strict=True)]
+    outputs = run_cells([code for code, _ in cells], tmp_path)
+    missing = [not_shown(came, shown) for came, (_, shown) in zip(outputs, cells, strict=True)]
     assert [lines for lines in missing if lines] == []
 
 
