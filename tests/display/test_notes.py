@@ -30,13 +30,12 @@ def train(where, waits=0.0, factor=1.0):
 
 def trains_nothing():
     return None
-
-notebook_launcher(trains_nothing, num_processes=2, progress="off")
 """
 
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.wait_for_server()
     shared_kernel.run(SETUP).ok()
     return shared_kernel
 

@@ -67,7 +67,7 @@ def test_the_rate_of_a_rank_that_takes_no_more_steps_falls():
     assert rates[-1] < 1.0
 
 
-@pytest.mark.parametrize("seconds_each", [0.5, 1.25, 2.0, 3.0, 5.5])
+@pytest.mark.parametrize("seconds_each", [0.5, 1.25, 5.5])
 def test_of_ranks_that_are_as_fast_none_is_slow_whenever_one_looks(seconds_each: float):
     run = Run(5)
     run.begin_loop()

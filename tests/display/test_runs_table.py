@@ -357,6 +357,7 @@ SHOW = "print([(run.name, run.config.get('lr'), run.ended, bool(run.column('loss
 
 @pytest.mark.limit(120)
 def test_launches_and_cells_are_runs_with_their_arguments_and_ends(shared_kernel: Kernel, tmp_path: Path) -> None:
+    shared_kernel.wait_for_server()
     shared_kernel.run(TRAIN + "\n%load_ext nb_accelerate").ok()
     shared_kernel.run("notebook_launcher(train, (0.1,), num_processes=2)").ok()
     shared_kernel.run("notebook_launcher(train, (0.2, True), num_processes=1)")

@@ -28,6 +28,7 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def test_the_style_sheet_is_sent_once_and_widgets_are_made_when_they_are_used(kernel: Kernel, tmp_path: Any) -> None:
+    kernel.wait_for_server()
     kernel.run(TRAIN).ok()
     end = tmp_path / "end"
     cell = start_in_lab(kernel, f"notebook_launcher(train, ({str(end)!r},), 2, progress='widget')")

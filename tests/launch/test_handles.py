@@ -41,8 +41,9 @@ def waits(gate, text="here"):
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.warm_up()
     shared_kernel.run(SETUP).ok()
-    shared_kernel.run("launch(rank)").ok()  # the warm server is there from here on
+    shared_kernel.run("launch(rank)").ok()  # the warm server can be used from here on
     return shared_kernel
 
 
@@ -247,28 +248,20 @@ def test_a_launch_inside_a_rank_works(notebook: Kernel) -> None:
     assert cell.stdout == "[[10, 11]]\n"
 
 
-def test_what_stays_between_launches_is_named_with_its_memory_and_can_be_ended(notebook: Kernel) -> None:
-    shown = (
-        notebook.run("from nb_accelerate.notebook.launch import close, warm_status, warm_up\nprint(warm_status())")
-        .ok()
-        .stdout
-    )
+def test_what_stays_between_launches_is_named_with_its_memory(notebook: Kernel) -> None:
+    shown = notebook.run("from nb_accelerate.notebook.launch import warm_status\nprint(warm_status())").ok().stdout
     assert "idle processes" in shown
     assert " MB of their own" in shown
-    notebook.run("close(); assert warm_status() is None").ok()
-    assert notebook.processes() == []
-    notebook.run("warm_up()").ok()
-    assert notebook.run("print(launch(rank, (), 2))").ok().stdout == "[0, 1]\n"
 
 
 def test_what_stays_is_named_also_where_the_system_tells_nothing_of_other_processes(notebook: Kernel) -> None:
     """As macOS, where only this process may ask for its memory."""
     refuse = (
-        "import psutil\nfrom nb_accelerate.notebook.launch import close, warm_status, warm_up\n"
+        "import psutil\nfrom nb_accelerate.notebook.launch import warm_status\n"
         "def refused(process): raise psutil.AccessDenied(process.pid)\n"
         "usual, psutil.Process.memory_full_info = psutil.Process.memory_full_info, refused"
     )
-    notebook.run(f"{refuse}\nwarm_up()").ok()
+    notebook.run(refuse).ok()
     shown = notebook.run("print(warm_status())\npsutil.Process.memory_full_info = usual").ok().stdout
     assert re.match(r"warm server \d+; nb_accelerate\.notebook\.launch\.close\(\) ends it", shown)
 
@@ -296,8 +289,10 @@ def test_idle_processes_are_there_before_what_can_wait_is_imported_and_others_af
     assert notebook.run("print(launch(has_what_can_wait, (), 2))").ok().stdout == "[True, True]\n"
 
 
-def test_a_setting_keeps_nothing_warm(notebook: Kernel) -> None:
-    notebook.run("close(); os.environ['NB_ACCELERATE_KEEP_WARM'] = '0'").ok()
+def test_what_stays_can_be_ended_and_a_setting_keeps_nothing(notebook: Kernel) -> None:
+    notebook.run("from nb_accelerate.notebook.launch import close, warm_status\nclose(); assert not warm_status()").ok()
+    assert notebook.processes() == []
+    notebook.run("os.environ['NB_ACCELERATE_KEEP_WARM'] = '0'").ok()
     assert notebook.run("print(launch(rank, (), 2))").ok().stdout == "[0, 1]\n"
     assert notebook.processes() == []
     notebook.run("del os.environ['NB_ACCELERATE_KEEP_WARM']").ok()

@@ -254,7 +254,7 @@ def test_an_exit_while_an_error_is_handled_is_told_without_that_error() -> None:
 
 def test_an_exception_whose_arguments_are_very_long_stays_of_its_type(run_ranks: RunRanks) -> None:
     def fail() -> None:
-        raise AssertionError(bytes(100 << 20))
+        raise AssertionError(bytes(10 << 20))
 
     with pytest.raises(AssertionError, match="characters are left out here"):
         run_ranks(fail)
