@@ -124,7 +124,7 @@ def test_ranks_write_the_words_of_one_process(
     plain = language_model(**settings)
     file = saved(plain, tmp_path)
 
-    def write() -> Any:
+    def write() -> Any:  # in forks of a process that has transformers
         torch.manual_seed(PartialState().process_index)
         model, _ = loaded(lambda: language_model(**settings), file)
         sampled = model.generate(TOKENS, max_new_tokens=8, do_sample=True)
@@ -137,7 +137,7 @@ def test_ranks_write_the_words_of_one_process(
         expected = plain(TOKENS).logits
     words = plain.generate(TOKENS, max_new_tokens=8, do_sample=False)
     whole = sum(one.numel() for one in plain.parameters())
-    results = run_ranks(write, world_size=world_size, deadline=150, env={"OMP_NUM_THREADS": "1"})
+    results = run_ranks(write, world_size=world_size, start_method="fork", deadline=150, env={"OMP_NUM_THREADS": "1"})
     for logits, written, sampled, own in results:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(written, words)
@@ -222,7 +222,7 @@ def test_a_model_that_cannot_be_divided_is_refused(
 ) -> None:
     file = saved(make(), tmp_path)
     with pytest.raises(ConfigError, match=message):
-        run_ranks(lambda: loaded(make, file) and None, world_size=world_size, deadline=90)
+        run_ranks(lambda: loaded(make, file) and None, world_size=world_size, start_method="fork", deadline=90)
 
 
 def test_a_weight_that_is_missing_or_has_another_shape_changes_nothing(tmp_path: Path) -> None:
