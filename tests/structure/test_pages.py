@@ -25,6 +25,9 @@ ELSEWHERE = {"git", "jupyter", "jupyter-repo2docker", "make", "pip", "srun", "ss
 WITH_TRAINERS = NOTEBOOKS / "how_to" / "trainer.md"
 """Needs packages that `make test-trainers` has: it is run there."""
 
+OF_A_SESSION = [path for path in PAGES if "runs(" in path.read_text(encoding="utf-8")]
+"""Pages with `runs()`, which has the runs of the whole session: others share a kernel."""
+
 
 def with_(kind: str) -> list[Path]:
     """Pages with a block of a kind that is run here."""
@@ -55,18 +58,27 @@ def test_every_block_of_a_page_is_of_a_kind_that_is_run(path: Path):
 @pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
-@pytest.mark.parametrize("path", with_("python"), ids=_name)
-def test_the_cells_of_a_page_run_and_show_what_stands_below_them(
-    request: pytest.FixtureRequest, path: Path, tmp_path: Path
-):
-    """Pages share a kernel, but those with `runs()`, which has the runs of the whole session."""
-    text = path.read_text(encoding="utf-8")
-    kernel: Kernel = request.getfixturevalue("kernel" if "runs(" in text else "shared_kernel")
+@pytest.mark.parametrize("path", [path for path in with_("python") if path not in OF_A_SESSION], ids=_name)
+def test_the_cells_of_a_page_run_and_show_what_stands_below_them(shared_kernel: Kernel, path: Path, tmp_path: Path):
+    assert _not_shown_in(shared_kernel, path, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+@pytest.mark.may_leave("files")  # as above
+@pytest.mark.parametrize("path", OF_A_SESSION, ids=_name)
+def test_a_page_with_all_runs_of_a_session_shows_its_own(kernel: Kernel, path: Path, tmp_path: Path):
+    assert _not_shown_in(kernel, path, tmp_path) == []
+
+
+def _not_shown_in(kernel: Kernel, path: Path, folder: Path) -> list[list[str]]:
+    """Run the cells of a page in a folder, where other pages may have been run. Returns lines that did not come."""
     # Ranks are forked from the kernel, and each would import what an optimizer needs.
-    kernel.run(f"import os, torch._dynamo\nos.chdir({str(tmp_path)!r})\n%reset -f").ok()
-    missing = [not_shown(_shown_by(kernel.run(code, 100).ok()), shown) for code, shown in shown_below(text)]
+    kernel.run(f"import os, torch._dynamo\nos.chdir({str(folder)!r})\n%reset -f").ok()
+    cells = shown_below(path.read_text(encoding="utf-8"))
+    missing = [not_shown(_shown_by(kernel.run(code, 100).ok()), shown) for code, shown in cells]
     kernel.run("%unload_ext nb_accelerate").ok()
-    assert [lines for lines in missing if lines] == []
+    return [lines for lines in missing if lines]
 
 
 def _shown_by(cell: Cell) -> str:
