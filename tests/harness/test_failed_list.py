@@ -161,16 +161,15 @@ def test_ci_reruns_a_test_in_the_environment_where_it_failed(project: Project, v
     assert result.stdout.rstrip().endswith("FLAKY tests/a.py::test_b[x y]")
 
 
-@pytest.mark.parametrize("target", ["lint", "test"])
-def test_ci_fails_at_once_where_no_list_says_which_test_failed(project: Project, target: str) -> None:
-    project.write_makefile(**{target: "exit 1"})
+def test_ci_fails_at_once_where_no_list_says_which_test_failed(project: Project) -> None:
+    project.write_makefile(test="exit 1")
     result = project.run()
     assert result.returncode != 0
-    assert f"make {target} failed" in result.stdout
+    assert "make test failed" in result.stdout
     assert "=== make test-slow ===" not in result.stdout
 
 
-@pytest.mark.parametrize("target", ["demo", "docs", "test_places"])
+@pytest.mark.parametrize("target", ["lint", "docs", "test_places"])
 def test_ci_fails_if_one_of_two_targets_that_are_made_at_once_fails(project: Project, target: str) -> None:
     project.write_makefile(**{target: "exit 1"})
     result = project.run()

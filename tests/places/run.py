@@ -43,7 +43,7 @@ QUICK = (
 )
 
 PLACES = {
-    "colab": Place("3.13", "2.11.0", ("tests/pool/test_debugger.py", *WIDGETS)),
+    "colab": Place("3.13", "2.11.0", QUICK),
     "kaggle": Place("3.12", "2.10.0", WIDGETS),
     "lowest": Place("3.10", "2.8.0", QUICK),
     "newest": Place("3.13", "2.14.1", WIDGETS),
