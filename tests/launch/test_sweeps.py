@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.kernels import Kernel
+from fixtures.kernels import Kernel, message_until
 
 import nb_accelerate
 from nb_accelerate.errors import ConfigError, DeadlineError, RankDiedError, ShippingError
@@ -297,11 +297,11 @@ def test_a_kernel_keeps_what_an_interrupted_sweep_has_and_nothing_else(kernel: K
 
 
 @pytest.mark.limit(120)
-def test_the_panel_is_a_table_of_runs(kernel: Kernel) -> None:
+def test_the_panel_is_a_table_of_runs(kernel: Kernel, tmp_path: Path) -> None:
     kernel.wait_for_server()
     kernel.run(
-        "import time, torch\nfrom nb_accelerate import Accelerator, notebook_launcher\n"
-        "def train(lr):\n"
+        "import pathlib, time, torch\nfrom nb_accelerate import Accelerator, notebook_launcher\n"
+        "def train(lr, seen):\n"
         "    accelerator = Accelerator()\n"
         "    model = torch.nn.Linear(1, 1)\n"
         "    loader = torch.utils.data.DataLoader(torch.ones(8, 1))\n"
@@ -309,18 +309,26 @@ def test_the_panel_is_a_table_of_runs(kernel: Kernel) -> None:
         "    for batch in loader:\n"
         "        accelerator.backward(model(batch).mean())\n"
         "        optimizer.step()\n"
-        "        time.sleep(0.1)\n"
+        "    while not pathlib.Path(seen).exists():\n"
+        "        time.sleep(0.02)\n"
     ).ok()
-    cell = kernel.run(
-        "notebook_launcher(train, sweep=[dict(lr=lr) for lr in (0.1, -1.0, 0.3)], num_processes=1, devices='cpu', "
-        "progress='widget')",
-        90,
+    seen = tmp_path / "seen"
+    cell = kernel.start(
+        f"notebook_launcher(train, kwargs=dict(seen={str(seen)!r}), sweep=[dict(lr=lr) for lr in (0.1, -1.0, 0.3)], "
+        "num_processes=1, devices='cpu', progress='widget')"
     )
-    assert cell.error == "ValueError"
+
+    def is_in_first_run(message: dict[str, Any]) -> bool:
+        head = str(message["content"].get("data", {}).get("text/plain", "")).partition("\n")[0]
+        return "1 running" in head and "2 waiting" in head
+
+    message_until(kernel, is_in_first_run)
+    seen.touch()
+    ended = kernel.finish(cell)
+    assert ended.error == "ValueError"
     tables = [
-        shown["text/plain"].splitlines() for shown in cell.displays if " at a time" in shown.get("text/plain", "")
+        shown["text/plain"].splitlines() for shown in ended.displays if " at a time" in shown.get("text/plain", "")
     ]
-    assert any("1 running" in lines[0] and "2 waiting" in lines[0] for lines in tables)
     head, titles, *rows = tables[-1][:5]
     assert "2 of 3 runs have returned" in tables[-1][5], "information is a line of the panel"
     assert head.startswith("✗ train · 3 runs · 1 at a time · CPU · 0:")

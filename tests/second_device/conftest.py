@@ -45,12 +45,12 @@ def simgpu_environment(pytestconfig: pytest.Config) -> Mapping[str, str]:
     return {"SIMGPU_DEVICES": "2", "SIMGPU_LIBRARY": str(library), "PYTHONPATH": path}
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def simgpu(simgpu_environment: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """Let what the tests of this folder start have the devices: launches, kernels, commands.
 
-    They have a warm server of their own, since servers import torch, and the device with it. To start one takes four
-    seconds of a processor: all modules share it.
+    The module has a warm server of its own, since servers import torch, and the device with it. Modules of other
+    folders may run between two of this one, and are to find no GPU.
     """
     from nb_accelerate.notebook.launch.servers import close_warm_server
 
