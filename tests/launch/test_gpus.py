@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ def where():
 
 
 @pytest.fixture(scope="module")
-def notebook(shared_kernel: Kernel) -> Kernel:
+def notebook(gpus: Gpus, shared_kernel: Kernel) -> Kernel:
     """It does not touch a GPU."""
     shared_kernel.run(SETUP).ok()
     return shared_kernel
@@ -39,11 +40,10 @@ def notebook(shared_kernel: Kernel) -> Kernel:
 @pytest.fixture(scope="module")
 def user(gpus: Gpus) -> Iterator[Kernel]:
     """A notebook that has used a GPU."""
-    one = Kernel()
-    one.run(SETUP).ok()
-    one.run(f"x = torch.ones(4, device='{gpus.type}').sum().item()").ok()
-    yield one
-    one.close()
+    with contextlib.closing(Kernel()) as one:
+        one.run(SETUP).ok()
+        one.run(f"x = torch.ones(4, device='{gpus.type}').sum().item()").ok()
+        yield one
 
 
 def expected(gpus: Gpus) -> list[tuple[str, int, float]]:

@@ -29,7 +29,7 @@ loss.backward()
 
 
 @pytest.fixture(scope="module")
-def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+def notebook(gpus: Gpus, shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.wait_for_server()
     shared_kernel.run(SETUP).ok()
     shared_kernel.run("%distributed start").ok()
