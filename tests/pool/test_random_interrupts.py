@@ -17,7 +17,7 @@ from nb_accelerate.notebook.launch import notebook_launcher, servers
 from nb_accelerate.notebook.pool import CellOptions, Pool, PoolOptions, read_cell
 
 SEED = 20
-COUNT = 200
+COUNT = 100
 COLD = 4
 """Of them, those in which the server that ranks are forked from has to import torch first."""
 

@@ -381,6 +381,6 @@ def test_random_loaders_share_out_rows_like_the_oracle(run_ranks):
 
 @pytest.mark.slow
 @pytest.mark.limit(180)
-def test_rows_of_a_thousand_random_loaders_are_those_of_the_oracle(run_ranks):
-    for wrong in run_ranks(check_all, range(1000, 2000), deadline=170):
+def test_rows_of_hundreds_of_random_loaders_are_those_of_the_oracle(run_ranks):
+    for wrong in run_ranks(check_all, range(1000, 1400), deadline=170):
         assert not wrong, "\n".join(wrong)
