@@ -9,7 +9,7 @@ from hypothesis import settings
 # IPython 7 appends a folder that has a package named `tests`. Ranks import functions of tests by name.
 sys.path[:] = [entry for entry in sys.path if not entry.startswith(IPython.__path__[0])]
 
-# Threads of torch wait asleep. By default they spin, which with others on the same cores is most of what tests compute.
+# Threads of torch sleep while they wait. By default they spin, which takes processor time from other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # How long an example took says how busy the machine was. All else is as hypothesis has it, here or in a CI.

@@ -51,9 +51,9 @@ LEFT_OUT = {
     "test_accelerate_loads_what_we_saved_and_we_what_it_saved": "accelerate knows no such device",
     "test_checkpoints_of_fsdp_in_accelerate_are_loaded": "computes with torch on the CPU",
     "test_ranks_know_their_place_in_the_layout": "simccl does not split groups, as NCCL does",
+    "test_a_second_signal_ends_a_process_that_had_no_handler": "forks a process that has used the device",
     "test_a_structure_of_small_tensors_travels_in_one_collective": "counts the checks of collectives on CPUs",
     "test_checks_are_chosen_by_the_environment": "as above",
-    "test_a_second_signal_ends_a_process_that_had_no_handler": "forks a process that has used the device",
     "test_ranks_that_do_not_agree_are_told_who_and_where_instead_of_waiting": "as above",
     "test_tensors_of_varying_size_are_refused_in_the_last_round_as_in_all_others": "as above",
 }
