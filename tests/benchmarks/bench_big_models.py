@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -84,7 +85,7 @@ def _time(action: Callable[[], Any]) -> tuple[float, float]:
 
 
 def _warm_tokens(folder: str, rounds: int) -> dict[Way, Times]:
-    """Time a forward of one token, files in the page cache, by each way in turns."""
+    """Time a forward of one token, files in the page cache, by each way in turns whose order is drawn each time."""
     ways: tuple[Way, ...] = ("resident", "ours", "theirs")
     models = {way: _make(way, folder) for way in ways}
     token = torch.ones(1, 1, dtype=torch.long)
@@ -93,9 +94,10 @@ def _warm_tokens(folder: str, rounds: int) -> dict[Way, Times]:
         expected = models["resident"](token).logits
         for model in models.values():
             torch.testing.assert_close(model(token).logits, expected)
+        chance = random.Random(0)
         for _ in range(rounds):
-            for way, model in models.items():
-                taken[way].append(_time(lambda model=model: model(token)))
+            for way in chance.sample(ways, k=len(ways)):
+                taken[way].append(_time(lambda model=models[way]: model(token)))
     return taken
 
 
@@ -212,7 +214,7 @@ def _measure(folder: str) -> Iterator[str]:
         f"ms); accelerate {hooks['accelerate'] / hooks['plain']:.2f}"
     )
 
-    warm = _alone(_warm_tokens, folder, 10)[0]
+    warm = _alone(_warm_tokens, folder, 40)[0]
     mine, plain, theirs = (warm[way] for way in ("ours", "resident", "theirs"))
     yield (
         f"a token, files cached          {_median(mine, 0) / _median(plain, 0):5.2f} of resident (processors "
