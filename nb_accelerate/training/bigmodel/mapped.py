@@ -77,6 +77,9 @@ class WeightFiles(Mapping[str, torch.Tensor]):
         mmap: whether to map them; else weights are read into memory when they are first asked for. By default files
             on a network are read if they fit into memory.
 
+    Attributes:
+        faults: how often this process has had to wait for a page, of any file.
+
     Raises:
         CheckpointError: a file is missing or damaged.
     """
@@ -87,6 +90,7 @@ class WeightFiles(Mapping[str, torch.Tensor]):
         self._files = [_File(file, self, maps=maps) for file in self._given[0]]
         self._at = {name: file for file in self._files for name in file.entries}
         self._names = {file.addresses[name]: name for name, file in self._at.items() if self.nbytes([name])}
+        self.faults = pages.MajorFaults()
         _owners.update(dict.fromkeys(self._names, self))
 
     @override

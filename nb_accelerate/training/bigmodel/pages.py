@@ -4,13 +4,42 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import sys
+import time
 
 _WILLNEED = 3
 _POPULATE_READ = 22  # Linux 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+_ASKED_AGAIN = 0.1
+"""Seconds. To ask the system takes as long as all else that is done before a block computes."""
+
+
+class MajorFaults:
+    """How often this process has had to wait for a page of a file."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._asked = -math.inf  # seconds
+
+    @property
+    def number(self) -> int:
+        """The number, at most a tenth of a second old. 0 where the system does not tell."""
+        now = time.monotonic()
+        if now >= self._asked + _ASKED_AGAIN:
+            self._asked, self._number = now, _major_faults()
+        return self._number
+
+
+def _major_faults() -> int:
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def around(begin: int, end: int) -> tuple[int, int]:

@@ -12,10 +12,8 @@ Parameters stay the same objects: their ``data`` is exchanged. They are never on
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -100,10 +98,6 @@ class Placement(ABC):
         """Give back what `fetch` has brought and nobody uses."""
 
 
-_ASKED_AGAIN = 0.1
-"""Seconds after which a block asks again whether the process had to wait for pages."""
-
-
 def put_at_rest(tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
     """Give modules tensors as they are at rest. A parameter stays the same object, unless it was on ``meta``."""
     made: dict[int, nn.Parameter] = {}
@@ -120,8 +114,7 @@ class Mapped(Placement):
     """A block that computes on the CPU from views of mapped files, or from what else is in host memory.
 
     Pages are looked at again only after the process had to wait for some page of a file, or if some of the block were
-    absent last time: a look takes longer than a small block computes. The system is asked how often the process waited
-    ten times a second at most.
+    absent last time: a look takes longer than a small block computes.
     """
 
     @override
@@ -129,24 +122,17 @@ class Mapped(Placement):
         super()._start(files)
         self._was_absent = True
         self._faults = 0
-        self._asked = -math.inf  # seconds
         self._has_fetched = False
 
     @override
     def is_wanted(self, *, used: bool = False) -> bool:
-        if self._files is None or self._was_absent:
-            return self._files is not None
-        now = time.monotonic()
-        if now < self._asked + _ASKED_AGAIN:
-            return False
-        self._asked = now
-        return self._faults != _major_faults()
+        return self._files is not None and (self._was_absent or self._faults != self._files.faults.number)
 
     @override
     def fetch(self) -> None:
         if self._files is None:
             return
-        self._faults = _major_faults()
+        self._faults = self._files.faults.number
         self._was_absent = not self._files.is_present(self.names)
         if self._was_absent:
             self._files.fetch(self.names)
@@ -160,15 +146,6 @@ class Mapped(Placement):
             self.fetch()
         self._has_fetched = False
         self._files.check(self.names)  # else a file that was cut off would end the process by SIGBUS
-
-
-def _major_faults() -> int:
-    """Return how often this process has waited for a page of a file. 0 where the system does not tell."""
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 class Staged(Placement):

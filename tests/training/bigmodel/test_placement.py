@@ -81,7 +81,7 @@ def test_pages_are_looked_at_again_only_if_some_were_missing_or_the_process_wait
 ) -> None:
     faults = 3
     seconds = 0.0
-    monkeypatch.setattr("nb_accelerate.training.bigmodel.placement._major_faults", lambda: faults)
+    monkeypatch.setattr("nb_accelerate.training.bigmodel.pages._major_faults", lambda: faults)
     monkeypatch.setattr("time.monotonic", lambda: seconds)
     files = CountedFiles([path])
     files.absent = 2
