@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from typing_extensions import TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from nb_accelerate.errors import LaunchError
 
