@@ -24,7 +24,12 @@ from nb_accelerate.base.progress_page import layout
 from nb_accelerate.base.progress_page.code_line import text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from typing_extensions import Buffer
+
+    Pieces = Iterable[tuple[int, bytes]]
+    """Bytes, each with its place on a page, in the order in which they are to be written."""
 
 _AT = layout.COMMANDS_AT
 
@@ -151,7 +156,7 @@ class CommandReader:
 
     def answer(self, number: int, text: str, *, failed: bool) -> None:
         """Say that a command was obeyed, or why it could not be."""
-        _write_text(self._memory, _ANSWER_AT, text)
+        _TEXT.pack_into(self._memory, _ANSWER_AT, _bytes_of(text))
         self._done = number
         self._words[_ANSWERED] = 2 * number + failed
 
@@ -186,22 +191,32 @@ class CommandState:
 
 
 class CommandWriter:
-    """The commands of a page, in the notebook. All methods raise ValueError once the page is closed."""
+    """The commands of a page, in the notebook. All methods raise ValueError once the page is closed.
 
-    def __init__(self, memory: Buffer) -> None:
+    Args:
+        write: writes bytes to the page, each at its place, in this order.
+    """
+
+    def __init__(self, memory: Buffer, write: Callable[[Pieces], object]) -> None:
         self._memory = memory
+        self._write = write
 
     def write(self, number: int, command: Command, *, after: int) -> None:
         """Write a command, with a greater number than all before it, to be obeyed after that optimizer step."""
-        self._set(_KIND, command.kind)
-        _REAL.pack_into(self._memory, _AT + 8 * _VALUE, command.value)
-        _write_text(self._memory, _TEXT_AT, command.text)
-        self._set(_AFTER, (number << _STEP_BITS) + after)
-        self._set(_COMMAND, number)  # the last, since it makes the rank look at the others
+        pack = layout.WORD.pack
+        self._write(
+            (
+                (_at(_KIND), pack(command.kind)),
+                (_at(_VALUE), _REAL.pack(command.value)),
+                (_TEXT_AT, _TEXT.pack(_bytes_of(command.text))),
+                (_at(_AFTER), pack((number << _STEP_BITS) + after)),
+                (_at(_COMMAND), pack(number)),  # the last, since it makes the rank look at the others
+            )
+        )
 
     def decide(self, number: int, *, holds: bool) -> None:
         """Have a rank obey a command, or withdraw it."""
-        self._set(_DECISION, _decided(number, _HOLDS if holds else _WITHDRAWN))
+        self._write(((_at(_DECISION), layout.WORD.pack(_decided(number, _HOLDS if holds else _WITHDRAWN))),))
 
     def look(self, number: int) -> CommandState:
         """Return what the rank says about a command."""
@@ -217,11 +232,8 @@ class CommandWriter:
         )
 
     def _get(self, index: int) -> int:
-        value: int = layout.WORD.unpack_from(self._memory, _AT + 8 * index)[0]
+        value: int = layout.WORD.unpack_from(self._memory, _at(index))[0]
         return value
-
-    def _set(self, index: int, value: int) -> None:
-        layout.WORD.pack_into(self._memory, _AT + 8 * index, value)
 
 
 def training_state(memory: Buffer) -> dict[str, Any]:
@@ -251,5 +263,9 @@ def _decided(number: int, decision: int) -> int:
     return 4 * number + decision
 
 
-def _write_text(memory: Buffer, at: int, text: str) -> None:
-    _TEXT.pack_into(memory, at, text.encode(errors="replace")[: _TEXT_SIZE - 1])
+def _at(index: int) -> int:
+    return _AT + 8 * index
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode(errors="replace")[: _TEXT_SIZE - 1]

@@ -12,6 +12,8 @@ from nb_accelerate.base.progress_page.commands import CommandWriter
 from nb_accelerate.base.progress_page.sample import read
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from nb_accelerate.base.progress_page.sample import Sample
 
 
@@ -19,11 +21,14 @@ class PageReader:
     """The memory of a progress page, for reading. `close` it.
 
     It takes over the descriptor of an empty file, which is for the process that writes, see `detach`. A file without a
-    name is gone with the last process that holds it.
+    name is gone with the last process that holds it. Without a file the memory is this process's own.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int = -1) -> None:
         self.fd = fd
+        if fd < 0:
+            self._memory = mmap.mmap(-1, layout.SIZE)
+            return
         os.ftruncate(fd, layout.SIZE)
         if sys.version_info >= (3, 13):
             self._memory = mmap.mmap(fd, layout.SIZE, trackfd=False)
@@ -45,19 +50,28 @@ class PageReader:
         number: int = layout.WORD.unpack_from(self._memory, 8 * layout.REQUEST)[0]
         return number
 
+    def copy(self) -> bytes:
+        """Return what is on the page now."""
+        return self._memory[:]
+
+    def write(self, pieces: Iterable[tuple[int, bytes]]) -> None:
+        """Write bytes, each at its place, in this order."""
+        for at, data in pieces:
+            self._memory[at : at + len(data)] = data
+
     def want_rows(self, wanted: bool) -> None:
         """Ask for progress bars in a panel, or as text; see `base.progress_page.ProgressPage.wants_rows`."""
-        layout.WORD.pack_into(self._memory, 8 * layout.ROWS_WANTED, wanted)
+        self.write([(8 * layout.ROWS_WANTED, layout.WORD.pack(wanted))])
 
     def interrupt(self, number: int, count: int) -> None:
         """Say which call or cell SIGINT is meant for; `count` is another one each time."""
         word = number * layout.INTERRUPTS + count % layout.INTERRUPTS
-        layout.WORD.pack_into(self._memory, 8 * layout.INTERRUPT, word)
+        self.write([(8 * layout.INTERRUPT, layout.WORD.pack(word))])
 
     @property
     def commands(self) -> CommandWriter:
         """Commands to the training loop of the rank."""
-        return CommandWriter(self._memory)
+        return CommandWriter(self._memory, self.write)
 
     def close(self) -> None:
         """Let go of the memory."""

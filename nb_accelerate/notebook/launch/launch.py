@@ -25,11 +25,8 @@ from nb_accelerate.notebook.display.panel import Action
 from nb_accelerate.notebook.launch.description import facts_of, line_prefix, simple_arguments
 from nb_accelerate.notebook.launch.elastic import MachineJoinedError
 from nb_accelerate.notebook.launch.machine_watch import MachineWatch
-from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
-from nb_accelerate.notebook.launch.servers import one_at_a_time
-from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
-from nb_accelerate.notebook.launch.starters import open_server
-from nb_accelerate.notebook.launch.starting import started_ranks
+from nb_accelerate.notebook.launch.placing import PlacingHere
+from nb_accelerate.notebook.launch.setup import pack_notebook
 from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, pack_call, unpack_values
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.messages import Call
@@ -57,12 +54,12 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.display.panel import Panel
-    from nb_accelerate.notebook.launch.local import LocalRank
+    from nb_accelerate.notebook.launch.placing import Placing
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet
-    from nb_accelerate.notebook.launch.servers import RankServer
     from nb_accelerate.notebook.launch.values import Values
     from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.ranks.handle import RankHandle
     from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
@@ -102,9 +99,11 @@ class Launch(Steerable):
         *,
         name: str = "",
         exit_returns: bool = False,
+        placing: Placing | None = None,
     ) -> None:
         self._options = options
         self._plan = plan
+        self._placing = placing
         self._sink = sink
         self._front_end = front_end
         self._display_id = display_id
@@ -257,19 +256,20 @@ class Launch(Steerable):
         options, plan = self._options, self._plan
         with contextlib.ExitStack() as stack:
             with enough_room():
-                server = stack.enter_context(open_server(plan.method, options))
+                placing = self._placing or PlacingHere(options, plan)
+                stack.callback(placing.close)
                 call = (
                     None
-                    if server.inherits_call
+                    if placing.inherits_call
                     else stack.enter_context(pack_call(options, self._name, can_fork=plan.can_fork))
                 )
-            meet = stack.enter_context(repeated_rendezvous(options, plan, self._check_goes_on))
+            meet = stack.enter_context(placing.repeated_rendezvous(self._check_goes_on))
             attempt = 0
             # Until the values are there, or an error is final: another machine that joins is no failure, and what is
             # written in the program comes back in every attempt.
             while True:
                 try:
-                    return self._attempt(server, meet, call, attempt)
+                    return self._attempt(placing, meet, call, attempt)
                 except MachineJoinedError as joined:
                     again = f"{joined}: all ranks start again"
                 except (KeyboardInterrupt, StartError, DeadlineError):
@@ -297,18 +297,16 @@ class Launch(Steerable):
             late = WORDING.limit.format(seconds=limit)
             raise DeadlineError(f"{WORDING.what} took longer than {late}; its ranks had not been started", stacks={})
 
-    def _attempt(self, server: RankServer, meet: Meet, call: Packed | None, attempt: int) -> Values:
+    def _attempt(self, placing: Placing, meet: Meet, call: Packed | None, attempt: int) -> Values:
         options, timeouts = self._options, self.timeouts
         self._check_goes_on()
         with contextlib.ExitStack() as stack:
             with enough_room():
-                with one_at_a_time() if is_local(options) else contextlib.nullcontext():
+                with placing.while_starting():
                     rendezvous = stack.enter_context(meet())
                     self._plan = plan = self._plan.with_nodes(rendezvous.num_nodes)
                     wants_rows = self._front_end != "off"
-                    handles = stack.enter_context(
-                        started_ranks(server, options, plan, rendezvous, wants_rows=wants_rows)
-                    )
+                    handles = stack.enter_context(placing.started_ranks(plan, rendezvous, wants_rows=wants_rows))
                 with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
                     loop = RankLoop(monitor_interval=options.monitor_interval, monitor=self._check_machines)
                     stack.callback(loop.close)
@@ -320,13 +318,10 @@ class Launch(Steerable):
                     loop.add(rank)
 
             def send(rank: RankProxy) -> None:
-                handle = handles[rank.handle.local_rank]
-                setup = make_setup(
-                    handle, options, plan, rendezvous, notebook.parcel, store=handle.store, attempt=attempt
-                )
+                setup = placing.setup_of(rank.handle, plan, rendezvous, notebook.parcel, attempt=attempt)
                 with contextlib.suppress(OSError):  # it has ended already, which its status tells
-                    handle.send(setup, notebook.fds)
-                    handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
+                    rank.handle.send(setup, notebook.fds)
+                    rank.handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
 
             calling = Request(
                 ranks=ranks,
@@ -429,7 +424,7 @@ class Launch(Steerable):
         display_id = self._display_id if is_first else ""
         return make_panel(facts, numbers, self._sink, RequestView(request, actions), self._front_end, display_id)
 
-    def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
+    def _output_of(self, handles: Sequence[RankHandle]) -> RequestOutput:
         options, numbers = self._options, [handle.rank for handle in handles]
         prefix = line_prefix(options.log_line_prefix_template, {handle.rank: handle.local_rank for handle in handles})
         if options.fold_output:

@@ -162,16 +162,11 @@ class LocalRank(PipedRank):
         if by_signal:
             self.signal(DUMP_SIGNAL)
         else:
-            self._request(ASK_STACK)
+            self.request(ASK_STACK)
 
     @override
     def note_line(self) -> None:
-        self._request(ASK_LINE)
-
-    def _request(self, what: bytes) -> None:
-        if not self.closed:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # it has not read earlier ones, or has ended
-                os.write(self.stacks, what)
+        self.request(ASK_LINE)
 
     @override
     def processor_time(self) -> float | None:
@@ -187,6 +182,18 @@ class LocalRank(PipedRank):
                     seconds += sum(member.cpu_times()[:2])  # of users' code, and of the system for it
             return seconds
         return None
+
+    @override
+    def memory(self) -> int:
+        with contextlib.suppress(psutil.Error):
+            return int(psutil.Process(self.pid).memory_info().rss) if self.pid is not None else 0
+        return 0
+
+    def request(self, what: bytes) -> None:
+        """Ask for its stack or line, see `notebook.worker.stack_writer`."""
+        if not self.closed:
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # it has not read earlier ones, or has ended
+                os.write(self.stacks, what)
 
     @override
     def terminate(self) -> None:

@@ -45,6 +45,7 @@ class LaunchPlan:
     min_nodes: int = 1
     can_fork: bool = False  # ranks could have the notebook's memory, if that was asked for
     warnings: tuple[str, ...] = ()  # what the user should know before it starts
+    machines: tuple[str, ...] = ()  # names of those that an engine has placed hosts on; their ranks are all "here"
     num_runs: int = 0  # of a sweep, in which each rank is a process alone; 0 if the ranks run one function together
 
     @property
@@ -121,13 +122,16 @@ class LaunchPlan:
         method = f"{self.method.name} ({self.reason})" if self.reason else self.method.name
         parts = [f"{', '.join(self.runs) or ranks} on {self._where}", method]
         if self.world_size > 1 and not self.num_runs and self.kind.start_runtime is None:
-            parts.append(self.backend if self.num_nodes > 1 else f"{self.backend} on loopback")
+            between_machines = self.num_nodes > 1 or len(self.machines) > 1
+            parts.append(self.backend if between_machines else f"{self.backend} on loopback")
         if self.mixed_precision != "no":
             parts.append(self.mixed_precision)
         return ", ".join(parts)
 
     @property
     def _where(self) -> str:
+        if self.machines:
+            return f"{self.device.upper()} of {', '.join(self.machines)}"
         machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
         return f"{self.device.upper()}{f' on each of {machines} machines' if self.num_nodes > 1 else ''}"
 

@@ -180,9 +180,13 @@ class ExecutedServer(RankServer):
             remove_abandoned()  # it could not do so itself
 
 
-def new_warm_server() -> ExecutedServer:
-    """Return a server with torch imported: only its first rank waits for that."""
-    return ExecutedServer((*PRELOAD, *_PRELOAD_FOR_NOTEBOOKS) if is_in_kernel() else PRELOAD)
+def new_warm_server(*, for_cells: bool = False) -> ExecutedServer:
+    """Return a server with torch imported: only its first rank waits for that.
+
+    Args:
+        for_cells: also if this process is no kernel, ranks are those of a notebook.
+    """
+    return ExecutedServer((*PRELOAD, *_PRELOAD_FOR_NOTEBOOKS) if for_cells or is_in_kernel() else PRELOAD)
 
 
 def _fill_streams() -> None:

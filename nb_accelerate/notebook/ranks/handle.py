@@ -6,8 +6,8 @@
     rank <.... what it is told .... RankHandle <----------------- RankLoop
 
 `notebook.launch.local.LocalRank` is a process of this machine, which is read over descriptors of its own
-(`notebook.ranks.piped`). A process of another machine needs a class of its own, and may share one connection with other
-ranks; `RankLoop` and what is above it stay as they are.
+(`notebook.ranks.piped`). `notebook.remote.rank.RemoteRank` is one of another machine, which shares one connection with
+the other ranks there.
 """
 
 from __future__ import annotations
@@ -139,6 +139,10 @@ class RankHandle(ABC):
         None if that cannot be told, or one of them computes, waits for a processor or for a disk now.
         """
         return None
+
+    def memory(self) -> int:
+        """Return the bytes of main memory that its process holds (RSS); 0 if that cannot be told."""
+        return 0
 
     @abstractmethod
     def terminate(self) -> None:

@@ -7,8 +7,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import psutil
-
 from nb_accelerate.base.progress_page import RankMemory
 from nb_accelerate.notebook.diagnostics.stacks import where
 from nb_accelerate.notebook.protocol.messages import Result
@@ -61,9 +59,7 @@ def state_of(rank: RankProxy, request: Request) -> str:
 def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
     """Look at the process of a rank of a pool that has not ended."""
     state = "stopped" if rank.handle.is_stopped() else "running" if busy else "idle"
-    memory = 0
-    with contextlib.suppress(psutil.Error):
-        memory = psutil.Process(rank.handle.pid).memory_info().rss
+    memory = rank.handle.memory()
     held = RankMemory()
     with contextlib.suppress(ValueError):  # it has just ended, and its page was closed
         held = rank.handle.page.read().held

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 from nb_accelerate.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 MAGIC = b"\n--nb-accelerate-host 1--\n"
 """Comes before the first frame of a host. The number is the version of what follows."""
@@ -32,6 +32,13 @@ _MAX_PREAMBLE = 1 << 12
 
 _HEADER = struct.Struct("!BiQ")
 
+BEAT = struct.Struct("!d")
+NUMBER = struct.Struct("!Q")
+
+_COUNT = struct.Struct("!B")
+_DESCRIPTOR = struct.Struct("!BQ")
+_PIECE = struct.Struct("!II")
+
 Bytes: TypeAlias = bytes | bytearray | memoryview
 """A piece of what is sent, which is not copied."""
 
@@ -46,39 +53,44 @@ class Kind(enum.IntEnum):
     HELLO = 1
     """From the host, first: what this machine is, as JSON."""
     BEAT = 2
-    """Every second, both ways: a clock (`struct` ``!d``, seconds of the epoch)."""
+    """Both ways, every second: the `time.monotonic` of who sends it, as `BEAT`."""
     QUIT = 3
     """To the host: end all ranks and yourself."""
-    PREPARE = 4
-    """To the host: environment, folder and search path of its ranks, as JSON. From it: what it does not have."""
-    START = 5
-    """To the host: start a rank; its mark."""
-    SIGNAL = 6
-    """To the host: number of a signal for a rank, 4 bytes."""
-    MESSAGE = 7
-    """Both ways: a pickled message, passed on untouched; see `message_body`."""
-    SEGMENT = 8
-    """Both ways: a piece of the content of a descriptor that a later message comes with; see `segment_body`."""
-    DROP = 9
-    """To the host: a segment that no other message comes with."""
-    STDOUT = 10
-    """From the host: bytes of a rank's stdout."""
-    STDERR = 11
-    """From the host: bytes of a rank's stderr."""
-    STACKS = 12
-    """From the host: bytes that a rank writes about its stack."""
-    PAGE = 13
-    """From the host: changed pieces of a rank's progress page."""
-    COMMAND = 14
-    """To the host: changed pieces of a rank's progress page, which the notebook writes."""
-    END = 15
-    """From the host: how a rank has ended, as JSON. No other frame of this rank follows."""
-    ASK = 16
-    """To the host: call a method of the handle of a rank, by its name."""
-    FACTS = 17
-    """Both ways: ask about a machine or rank, and the answer, as JSON."""
-    BRIDGE = 18
-    """Both ways: bytes of a socket that a message came with."""
+    ASK = 4
+    """To the host: a question, as JSON: its ``number``, the name ``what`` is asked, and the arguments."""
+    ANSWER = 5
+    """From the host: the answer, as JSON, with the ``number`` of the question."""
+    START = 6
+    """To the host: start a rank, as JSON. The number in place of the rank is that of its handle, used once."""
+    PID = 7
+    """To the host: the process id of a rank, which it has told the kernel, as `NUMBER`."""
+    SIGNAL = 8
+    """To the host: a signal for a rank, as `NUMBER`."""
+    POKE = 9
+    """To the host: bytes for the socket over which a rank is asked for its stack or line."""
+    MESSAGE = 10
+    """Both ways: a pickled message, passed on untouched, behind its descriptors: see `pack_message`."""
+    HAND_ON = 11
+    """From the host: what a rank has printed before the messages that have come, has come too."""
+    SEGMENT = 12
+    """Both ways: `NUMBER` of a segment, and the next piece of its content. Then comes a message with it."""
+    DROP = 13
+    """To the host: `NUMBER` of a segment that no other message comes with."""
+    STDOUT = 14
+    """From the host: what a rank has written to its stdout."""
+    STDERR = 15
+    """From the host: what C code of a rank has written to its stderr."""
+    STACKS = 16
+    """From the host: what a rank has written about its stack."""
+    PAGE = 17
+    """Both ways: changed pieces of the progress page of a rank; see `pack_pieces`."""
+    END = 18
+    """From the host: a rank has ended, as JSON: its ``exitcode`` or null, and why that is not known (``lost``). It is
+    the last frame about this rank."""
+    FACTS = 19
+    """From the host: what is known about the process of a rank, as JSON. To it: look now."""
+    BRIDGE = 20
+    """Both ways: `NUMBER` of a socket that a message came with, and bytes that came out of its other end."""
 
 
 class Frame(NamedTuple):
@@ -181,3 +193,46 @@ class FrameParser:
         self.preamble = bytes(self._data[max(0, place - _MAX_PREAMBLE) : place])
         del self._data[: place + len(MAGIC)]
         self.is_open = True
+
+
+class Descriptor(NamedTuple):
+    """What a descriptor of a message is at the other end of a stream.
+
+    Attributes:
+        kind: `SEGMENT`, `SOCKET` or `LISTENER`.
+        number: of the segment or socket.
+    """
+
+    kind: int
+    number: int
+
+
+SEGMENT, SOCKET, LISTENER = range(3)
+"""A file with the same content, a socket whose other end is here, or that on which the host was told to listen."""
+
+
+def pack_message(descriptors: Sequence[Descriptor]) -> bytes:
+    """Return what comes before a pickled message in its frame."""
+    return _COUNT.pack(len(descriptors)) + b"".join(_DESCRIPTOR.pack(*one) for one in descriptors)
+
+
+def unpack_message(body: bytes) -> tuple[list[Descriptor], bytes]:
+    """Return the descriptors of a message, and the message, still pickled."""
+    (count,) = _COUNT.unpack_from(body)
+    end = _COUNT.size + count * _DESCRIPTOR.size
+    found = [Descriptor(*one) for one in _DESCRIPTOR.iter_unpack(body[_COUNT.size : end])]
+    return found, body[end:]
+
+
+def pack_pieces(pieces: Iterable[tuple[int, Bytes]]) -> bytes:
+    """Return pieces of a memory, each with its place, in the order in which they are to be written."""
+    return b"".join(_PIECE.pack(at, len(data)) + data for at, data in pieces)
+
+
+def unpack_pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield what `pack_pieces` was given."""
+    at = 0
+    while at < len(body):
+        place, length = _PIECE.unpack_from(body, at)
+        at += _PIECE.size + length
+        yield place, body[at - length : at]

@@ -222,7 +222,7 @@ def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, 
     Returns:
         The access to the store, which must live as long as the rank, or None.
     """
-    for name in [name for name in os.environ if name not in setup.environ]:
+    for name in [name for name in os.environ if not setup.keeps_environ and name not in setup.environ]:
         del os.environ[name]
     for name, value in setup.environ.items():
         if os.environ.get(name) != value:

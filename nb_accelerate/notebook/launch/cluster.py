@@ -1,0 +1,322 @@
+"""The machines of a launch or pool whose hosts an engine has placed: ranks there are started, set up and meet.
+
+::
+
+    engine --> a stream to each machine --> `Link` --> what the machine is --> a plan for each, and one for all
+           --> the first one listens, the others reach it --> ranks are started --> `Setup` with what is theirs there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import sysconfig
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.base.devices import DEVICE_KINDS
+from nb_accelerate.base.seam import StoreSpec
+from nb_accelerate.base.topology import Topology
+from nb_accelerate.errors import ConfigError, StartError
+from nb_accelerate.notebook.launch.engines import open_engine
+from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
+from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices
+from nb_accelerate.notebook.launch.placing import Placing
+from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
+from nb_accelerate.notebook.launch.rendezvous import Rendezvous
+from nb_accelerate.notebook.launch.setup import make_setup
+from nb_accelerate.notebook.remote.link import Link
+from nb_accelerate.notebook.remote.rank import RemoteRank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from nb_accelerate.base.config.engine import EngineOptions
+    from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.launch.engines.engine import Machine
+    from nb_accelerate.notebook.launch.rendezvous import Meet
+    from nb_accelerate.notebook.protocol.messages import Parcel, Setup
+    from nb_accelerate.notebook.ranks.handle import RankHandle
+
+_HOST = ("-m", "nb_accelerate.notebook.launch.host")
+"""Arguments of Python that start a host."""
+
+_OPEN_TIMEOUT = 60.0
+"""Seconds for a host to say what its machine is: the engine may wait for the machine, and Python reads its modules."""
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartPlan(LaunchPlan):
+    """The plan of one machine among several, each with ranks of its own number."""
+
+    first_rank: int = 0
+    all_ranks: int = 1
+    number: int = 0
+    num_machines: int = 1
+
+    @override
+    def topology_of(self, local_rank: int, *, node_rank: int = 0) -> Topology:
+        return Topology(
+            rank=self.first_rank + local_rank,
+            local_rank=local_rank,
+            node_rank=self.number,
+            world_size=self.all_ranks,
+            local_world_size=self.num_processes,
+            num_nodes=self.num_machines,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A machine, and what ranks are told there."""
+
+    link: Link
+    machine: Machine
+    plan: PartPlan
+    cwd: str = ""
+    path: tuple[str, ...] = ()
+    interface: str = ""
+
+
+class Cluster(Placing):
+    """Hosts on machines, and the connections to them. `close` it.
+
+    Args:
+        check: is called while this waits; what it raises ends the wait.
+
+    Attributes:
+        plan: of all ranks together.
+        notes: what the user is to know about machines.
+
+    Raises:
+        StartError: a host does not start, or machines do not reach one another.
+        ConfigError: machines cannot have the ranks that were asked for.
+    """
+
+    def __init__(
+        self, placing: EngineOptions, options: LaunchOptions, check: Callable[[], object] = lambda: None
+    ) -> None:
+        self.notes: list[str] = []
+        self._options = options
+        self._check = check
+        with contextlib.ExitStack() as undo:
+            self._engine = engine = open_engine(placing)
+            undo.callback(engine.close)
+            machines = engine.machines()
+            links = []
+            for machine in machines:  # all at once: each takes seconds
+                links.append(Link(engine.start(machine, [*placing.python, *_HOST])))
+                undo.callback(links[-1].close)
+            for link in links:
+                link.open(_OPEN_TIMEOUT, check)
+            self._places = self._planned(links, machines)
+            self.plan = replace(
+                _as_whole(self._places[0].plan),
+                num_processes=self._places[0].plan.all_ranks,
+                machines=tuple(machine.name for machine in machines),
+                warnings=tuple(line for place in self._places for line in place.plan.warnings),
+            )
+            self._resources = undo.pop_all()
+
+    @override
+    def close(self) -> None:
+        self._resources.close()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no machine is lost."""
+        return not any(place.link.lost for place in self._places)
+
+    def _planned(self, links: Sequence[Link], machines: Sequence[Machine]) -> list[_Place]:
+        facts = [_facts(link) for link in links]
+        counts = _counts(self._options, machines, facts)
+        places = []
+        for number, (link, machine) in enumerate(zip(links, machines, strict=True)):
+            own = replace(self._options, num_processes=counts[number])
+            try:
+                plan = make_plan(own, facts[number], may_copy=False)
+            except ConfigError as error:
+                raise ConfigError(f"machine {link.name}: {error}") from error
+            part = PartPlan(
+                **{**vars(plan), "warnings": tuple(f"{link.name}: {line}" for line in plan.warnings)},
+                first_rank=sum(counts[:number]),
+                all_ranks=sum(counts),
+                number=number,
+                num_machines=len(links),
+            )
+            places.append(self._placed(_Place(link=link, machine=machine, plan=part)))
+        if len({place.plan.kind.name for place in places}) > 1:
+            has = ", ".join(f"{place.link.name}: {place.plan.device}" for place in places)
+            raise ConfigError(f"the machines have different types of device ({has}). Write devices='cpu'")
+        return places
+
+    def _placed(self, place: _Place) -> _Place:
+        """Ask which of the folder and the search path of this process are there too."""
+        cwd, path = working_directory(), own_entries()
+        found = place.link.ask("place", cwd=cwd, path=path, check=self._check)
+        if cwd and found["cwd"] != cwd:
+            self.notes.append(f"{place.link.name} has no folder {cwd}: ranks there work in {found['cwd']}")
+        if found["missing"]:
+            self.notes.append(f"{place.link.name} has nothing of the search path at {', '.join(found['missing'])}")
+        return replace(place, cwd=found["cwd"], path=tuple(found["path"]))
+
+    # A start of ranks.
+
+    @override
+    def repeated_rendezvous(self, check: Callable[[], object]) -> contextlib.AbstractContextManager[Meet]:
+        self._check = check
+        return contextlib.nullcontext(self.meet)
+
+    @contextlib.contextmanager
+    def meet(self) -> Iterator[Rendezvous]:
+        """Agree where ranks meet that are started once: on a port of the first machine, which the others reach."""
+        first, *others = self._places
+        address = self._address()
+        port = int(self._options.use_port or 0)
+        listening = first.link.ask("listen", address=address, port=port, check=self._check)
+        port = listening["port"]
+        self._places[0] = replace(first, interface=listening["interface"])
+        for number, place in enumerate(others, 1):
+            reached = place.link.ask("reach", address=address, port=port, check=self._check)
+            self._places[number] = replace(place, interface=reached["interface"])
+        yield Rendezvous(
+            address=address,
+            port=port,
+            node_rank=0,
+            interface="",
+            run_id=f"nb_accelerate-{secrets.token_hex(4)}",
+            listener=None,
+            keeps_interface=True,
+            world_size=self.plan.num_processes,
+            part=secrets.token_hex(4),
+        )
+
+    def _address(self) -> str:
+        """Return the address of the first machine, as the others reach it."""
+        first = self._places[0]
+        if len({place.link.hello["network"] for place in self._places}) == 1 and first.link.hello["network"]:
+            return _LOOPBACK
+        if (known := self._engine.address(first.machine)) is not None:
+            return known
+        own = [address for address in first.link.hello["addresses"].values() if not address.startswith("127.")]
+        if not own:
+            raise StartError(f"machine {first.link.name} has no network address that others could reach")
+        return str(own[0])
+
+    @override
+    @contextlib.contextmanager
+    def started_ranks(
+        self, plan: LaunchPlan, rendezvous: Rendezvous, *, wants_rows: bool
+    ) -> Iterator[Sequence[RankHandle]]:
+        with contextlib.ExitStack() as stack:
+            handles = []
+            for rank in range(self.plan.num_processes):
+                handles.append(self.start(rank, serves=rank == 0))
+                stack.callback(handles[-1].close)
+                stack.callback(handles[-1].kill)
+                handles[-1].page.want_rows(wants_rows)
+            yield handles
+
+    def start(self, rank: int, *, serves: bool = False) -> RemoteRank:
+        """Start a rank, which has the socket of the store if it is to serve that."""
+        place = self._place_of(rank)
+        fresh = place.plan.method.name == "spawn"
+        local_rank = rank - place.plan.first_rank
+        return RemoteRank(place.link, rank, local_rank=local_rank, fresh=fresh, serves=serves)
+
+    @override
+    def setup_of(
+        self, handle: RankHandle, plan: LaunchPlan, rendezvous: Rendezvous, notebook: Parcel, *, attempt: int = 0
+    ) -> Setup:
+        """Return the `Setup` of a rank: the environment of its host with ours on top, and its folder and path there."""
+        store = self.store_for(handle.rank, rendezvous)
+        place = self._place_of(handle.rank)
+        there = replace(rendezvous, interface=place.interface, num_nodes=len(self._places), node_rank=place.plan.number)
+        setup = make_setup(handle, self._options, place.plan, there, notebook, store=store, attempt=attempt)
+        environ = rank_environ(
+            place.plan,
+            there,
+            handle.local_rank,
+            base=place.link.hello["variables"],
+            extra=self._options.env,
+            attempt=attempt,
+            max_restarts=self._options.max_restarts,
+        )
+        return replace(setup, environ=environ, keeps_environ=True, cwd=place.cwd, sys_path=place.path)
+
+    def store_for(self, rank: int, rendezvous: Rendezvous) -> StoreSpec:
+        """Return what a rank is told of the store, which the first one serves."""
+        return StoreSpec(
+            kind="client" if rank else "server",
+            address=rendezvous.address,
+            port=rendezvous.port,
+            store_port=rendezvous.port,
+            world_size=rendezvous.world_size,
+            part=rendezvous.part,
+        )
+
+    def _place_of(self, rank: int) -> _Place:
+        return next(place for place in self._places if 0 <= rank - place.plan.first_rank < place.plan.num_processes)
+
+
+def own_entries() -> list[str]:
+    """Return what the search path of this process has besides what belongs to its Python, which a host has itself."""
+    own = {Path(entry) for entry in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)}
+    found = []
+    for entry in sys.path:
+        path = Path(entry or os.curdir).absolute()
+        if isinstance(entry, str) and not own & {path, *path.parents}:
+            found.append(str(path))
+    return found
+
+
+def _as_whole(part: PartPlan) -> LaunchPlan:
+    names = {name: value for name, value in vars(part).items() if name in LaunchPlan.__dataclass_fields__}
+    return LaunchPlan(**names)
+
+
+def _facts(link: Link) -> MachineFacts:
+    hello: dict[str, Any] = link.hello
+    if "error" in hello:
+        raise StartError(f"machine {link.name}: {hello['error']}")
+    kinds = {kind.name: kind for kind in DEVICE_KINDS}
+    return MachineFacts(
+        num_cpus=hello["num_cpus"],
+        accelerators=tuple(
+            VisibleDevices(kind=kinds[name], names=tuple(names)) for name, names in hello["devices"].items()
+        ),
+        prefers_cpu=hello["prefers_cpu"],
+        num_threads=hello["num_threads"],
+        loopback=hello["loopback"],
+        shared_memory=hello["shared_memory"],
+    )
+
+
+def _counts(options: LaunchOptions, machines: Sequence[Machine], facts: Sequence[MachineFacts]) -> list[int]:
+    """Return how many ranks each machine has.
+
+    Raises:
+        ConfigError: these numbers do not make up what the launch asks for.
+    """
+    known = [machine.num_ranks for machine in machines]
+    total = options.num_processes
+    open_ones = known.count(None)
+    if total is None:
+        return [max(1, fact.num_gpus) if count is None else count for count, fact in zip(known, facts, strict=True)]
+    rest = total - sum(count or 0 for count in known)
+    if (open_ones == 0 and rest) or (open_ones and (rest < open_ones or rest % open_ones)):
+        said = ", ".join(
+            f"{machine.name}:{'?' if machine.num_ranks is None else machine.num_ranks}" for machine in machines
+        )
+        raise ConfigError(
+            f"num_processes={total} does not fit the machines {said}. Say for each how many ranks it has, and leave "
+            "num_processes out"
+        )
+    return [rest // open_ones if count is None else count for count in known]

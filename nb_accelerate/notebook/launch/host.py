@@ -1,0 +1,500 @@
+"""The host of one machine: a process that has the ranks there, and passes on what they and the kernel say.
+
+::
+
+    kernel ==== frames, over stdin and stdout ====> host --- as a kernel does ---> server, ranks
+
+It is to its ranks what a kernel is: they are `LocalRank`s, started by an `ExecutedServer`. Messages stay pickled. It
+imports neither torch nor IPython, and runs no user's code. When the kernel ends or is not heard any more, the host
+ends, and with it all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import psutil
+from typing_extensions import override
+
+from nb_accelerate.base.version import __version__
+from nb_accelerate.errors import ConfigError, MissingDependencyError, StartError
+from nb_accelerate.notebook.launch.local import LocalRank
+from nb_accelerate.notebook.launch.machine import facts_here, interface_of
+from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
+from nb_accelerate.notebook.ranks.handle import RankEvents
+from nb_accelerate.notebook.ranks.sources import Sources
+from nb_accelerate.notebook.remote.frames import (
+    LISTENER,
+    MACHINE,
+    MAGIC,
+    NUMBER,
+    SEGMENT,
+    Descriptor,
+    FrameParser,
+    Kind,
+    LinkError,
+    pack_message,
+    pack_pieces,
+    unpack_message,
+    unpack_pieces,
+)
+from nb_accelerate.notebook.remote.link import SILENCE_LIMIT
+from nb_accelerate.notebook.remote.mirror import PageWatch
+from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
+from nb_accelerate.notebook.remote.sender import BEAT_INTERVAL, FrameSender
+from nb_accelerate.notebook.worker.server.process_tree import set_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from nb_accelerate.notebook.protocol.channel import Received
+    from nb_accelerate.notebook.remote.frames import Frame, Seal
+
+_CHUNK = 1 << 18
+"""Bytes of the kernel's that are read at once, at most."""
+
+_FULL = 4 << 20
+"""Bytes that wait to be sent from which on no rank is read: one that prints faster than the network is held up."""
+
+_PAGE_INTERVAL, _LOOK_INTERVAL = 0.1, 0.5
+"""Seconds between two looks at the pages of ranks, and at their processes."""
+
+_PROBE_TIMEOUT = 5.0
+"""Seconds for another machine to accept a connection."""
+
+_VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""What the environment of a host says about how ranks are to be set up."""
+
+
+class HostedRank(RankEvents):
+    """Passes on what a rank of this machine sends."""
+
+    def __init__(self, host: Host, key: int, *, rank: int, local_rank: int, mark: str, store_fd: int) -> None:
+        self.handle = LocalRank(rank, local_rank=local_rank, store_fd=store_fd)
+        self.handle.mark = bytes.fromhex(mark)
+        self.handle.channel.loads = bytes
+        self.page = PageWatch(self.handle.page)
+        self.key = key
+        self._host = host
+        self._has_messages = False
+        self._was_stopped = False
+
+    @override
+    def messages(self, received: Iterable[Received]) -> None:
+        for body, fds in received:
+            self._has_messages = True
+            descriptors = [Descriptor(SEGMENT, self._host.sent.number_of(fd)) for fd in fds]
+            for fd in fds:
+                os.close(fd)
+            self.send(Kind.MESSAGE, pack_message(descriptors), body)
+
+    @override
+    def hand_on(self) -> None:
+        if self._has_messages:
+            self._has_messages = False
+            self.handle.catch_up()
+            self.send_page()
+            self.send(Kind.HAND_ON)
+
+    @override
+    def stdout(self, data: bytes) -> None:
+        self.handle.receive()  # a display comes before the place where it stands
+        self.send(Kind.STDOUT, data)
+
+    @override
+    def stderr(self, data: bytes) -> None:
+        self.send(Kind.STDERR, data)
+
+    @override
+    def stacks(self, data: bytes) -> None:
+        self.send(Kind.STACKS, data)
+
+    @override
+    def cannot_read(self, error: Exception) -> None:
+        raise error  # a channel whose messages stay pickled has only its own errors
+
+    @override
+    def ended(self) -> None:
+        self.send_page()
+        self._host.end(self.key, exitcode=self.handle.exitcode, lost=self.handle.lost)
+
+    def send(self, kind: Kind, *parts: bytes) -> None:
+        """Send a frame about it."""
+        self._host.sender.send(kind, self.key, *parts)
+
+    def send_page(self) -> None:
+        """Send what has changed on its page."""
+        if pieces := self.page.changed():
+            self.send(Kind.PAGE, pack_pieces(pieces))
+
+    def look(self) -> None:
+        """Look for what sends no event: that it was suspended, or that nobody will report its end."""
+        if self.handle.is_stopped() != self._was_stopped:
+            self._was_stopped = not self._was_stopped
+            self.send_facts()
+        if self.handle.is_lost():
+            self.handle.give_up()
+            self.ended()
+
+    def send_facts(self) -> None:
+        """Send what the system knows about its process."""
+        handle = self.handle
+        facts = {
+            "stopped": handle.is_stopped(),
+            "processor_time": handle.processor_time(),
+            "memory": handle.memory(),
+        }
+        self.send(Kind.FACTS, _json(facts))
+
+
+class Host:
+    """Passes on frames between the kernel and ranks. `run` it.
+
+    Args:
+        reads: descriptor of what the kernel sends.
+        writes: descriptor of what it reads.
+    """
+
+    def __init__(self, reads: int, writes: int, seal: Seal | None = None) -> None:
+        os.set_blocking(reads, False)
+        self._reads = reads
+        self._parser = FrameParser(seal)
+        self._heard = False
+        self._silent_beats = 0
+        self._sources = Sources(lambda: None)
+        self._ranks: dict[int, HostedRank] = {}
+        self._received = ReceivedSegments()
+        self._bridges: dict[int, tuple[socket.socket, socket.socket | None]] = {}
+        self._listener: socket.socket | None = None
+        self._servers: dict[bool, ExecutedServer] = {}
+        self._last_small_read = 0.0
+        self.sender = FrameSender(writes, seal, preamble=MAGIC, on_beat=self._beat, on_failure=_end_process)
+        self.sent = SentSegments(self.sender)
+
+    def run(self) -> None:
+        """Run until the kernel says so, or ends."""
+        self.sender.send(Kind.HELLO, MACHINE, _json(facts_of_machine()))
+        self.sender.start()
+        self._server(fresh=False)  # torch is imported while the kernel gets ready
+        self._sources.add(self._reads, self._read)
+        page_due = look_due = time.monotonic()
+        try:
+            while True:
+                self._sources.wait(page_due - time.monotonic() if self._ranks else SILENCE_LIMIT)
+                while self.sender.waiting > _FULL:
+                    self._await_room()
+                now = time.monotonic()
+                if now >= page_due:
+                    page_due = now + _PAGE_INTERVAL
+                    for rank in self._ranks.values():
+                        rank.send_page()
+                if now >= look_due:
+                    look_due = now + _LOOK_INTERVAL
+                    for rank in [*self._ranks.values()]:
+                        rank.look()
+                self._space_small_reads()
+        except _QuitError:
+            pass
+        finally:
+            self._close()
+
+    def end(self, key: int, *, exitcode: int | None, lost: str) -> None:
+        """Say that a rank has ended, and forget it."""
+        self.sender.send(Kind.END, key, _json({"exitcode": exitcode, "lost": lost}))
+        rank = self._ranks.pop(key, None)
+        if rank is not None:
+            rank.handle.disconnect()
+            rank.handle.close()
+
+    def _await_room(self) -> None:
+        """Wait until less is to be sent, and meanwhile read the kernel, but no rank."""
+        poll = select.poll()
+        poll.register(self._reads, select.POLLIN)
+        if poll.poll(10):
+            self._read()
+
+    def _space_small_reads(self) -> None:
+        """Wait a moment if output is read in small pieces one right after the other, as `RankLoop` does."""
+        if self._sources.has_read_little:
+            if time.monotonic() - self._last_small_read < _MIN_READ_INTERVAL:
+                time.sleep(_MIN_READ_INTERVAL)
+            self._last_small_read, self._sources.has_read_little = time.monotonic(), False
+
+    def _close(self) -> None:
+        for rank in [*self._ranks.values()]:
+            rank.handle.kill()
+        for server in self._servers.values():
+            server.close()
+        self.sender.close(drop=True)
+
+    # What the kernel says.
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._reads, _CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            raise _QuitError
+        self._heard = True
+        self._parser.feed(data)
+        for frame in self._parser:
+            if frame.rank == MACHINE:
+                self._take(frame)
+            elif frame.kind == Kind.START:
+                self._start(frame.rank, **json.loads(frame.body))
+            elif rank := self._ranks.get(frame.rank):
+                self._tell(rank, frame)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == Kind.SEGMENT:
+            self._received.take(frame.body)
+        elif frame.kind == Kind.DROP:
+            os.close(self._received.pop(*NUMBER.unpack(frame.body)))
+        elif frame.kind == Kind.BRIDGE:
+            self._cross(NUMBER.unpack_from(frame.body)[0], frame.body[NUMBER.size :])
+        elif frame.kind == Kind.ASK:
+            self._answer(**json.loads(frame.body))
+        elif frame.kind == Kind.QUIT:
+            raise _QuitError
+
+    def _tell(self, rank: HostedRank, frame: Frame) -> None:
+        handle, body = rank.handle, frame.body
+        if frame.kind == Kind.MESSAGE:
+            self._pass_on(handle, body)
+        elif frame.kind == Kind.PID:
+            handle.note_pid(*NUMBER.unpack(body))
+        elif frame.kind == Kind.SIGNAL:
+            (signum,) = NUMBER.unpack(body)
+            if signum == signal.SIGKILL:
+                handle.kill()
+            else:
+                handle.signal(signum)
+        elif frame.kind == Kind.POKE:
+            handle.request(body)
+        elif frame.kind == Kind.PAGE:
+            rank.page.write(unpack_pieces(body))
+        elif frame.kind == Kind.FACTS:
+            rank.send_facts()
+
+    def _pass_on(self, handle: LocalRank, body: bytes) -> None:
+        descriptors, pickled = unpack_message(body)
+        with contextlib.ExitStack() as opened:
+            fds = [self._descriptor(one, opened) for one in descriptors]
+            with contextlib.suppress(OSError):  # it has ended, which its status tells
+                handle.channel.send_pickled(pickled, fds)
+
+    def _descriptor(self, one: Descriptor, opened: contextlib.ExitStack) -> int:
+        if one.kind == SEGMENT:
+            return self._received.get(one.number)
+        if one.kind == LISTENER:
+            assert self._listener is not None
+            return opened.enter_context(self._listener).fileno()
+        here, there = self._bridge(one.number)
+        assert there is not None
+        self._bridges[one.number] = here, None
+        return opened.enter_context(there).fileno()
+
+    def _bridge(self, number: int) -> tuple[socket.socket, socket.socket | None]:
+        """Return both ends of a socket pair: bytes may come before the message with the descriptor."""
+        if number not in self._bridges:
+            self._bridges[number] = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return self._bridges[number]
+
+    def _cross(self, number: int, data: bytes) -> None:
+        here, _ = self._bridge(number)
+        if data:
+            with contextlib.suppress(OSError):  # the rank has ended
+                here.sendall(data)
+        else:
+            for end in filter(None, self._bridges.pop(number)):
+                end.close()
+
+    def _start(self, key: int, *, fresh: bool, serves: bool, **how: Any) -> None:
+        try:
+            store_fd = -1
+            if serves:
+                assert self._listener is not None
+                store_fd, self._listener = self._listener.detach(), None
+            rank = self._ranks[key] = HostedRank(self, key, store_fd=store_fd, **how)
+            rank.handle.connect(self._sources, rank)
+            self._server(fresh=fresh).start([rank.handle])
+        except (OSError, StartError) as error:
+            self.end(key, exitcode=None, lost=f"it could not be started: {error}")
+
+    def _server(self, *, fresh: bool) -> ExecutedServer:
+        server = self._servers.get(fresh)
+        if server is not None and not server.is_usable():
+            server.close()
+            server = None
+        if server is None:
+            server = ExecutedServer((), fresh=True) if fresh else new_warm_server(for_cells=True)
+            self._servers[fresh] = server
+        return server
+
+    # Questions.
+
+    def _answer(self, number: int, what: str, **arguments: Any) -> None:
+        answers: dict[str, Callable[..., dict[str, Any]]] = {"place": _place, "listen": self._listen, "reach": _reach}
+        try:
+            answer: dict[str, Any] = answers[what](**arguments)
+        except OSError as error:
+            answer = {"error": f"{error.strerror or error}"}
+        self.sender.send(Kind.ANSWER, MACHINE, _json({"number": number, **answer}))
+
+    def _listen(self, address: str, port: int) -> dict[str, Any]:
+        """Open the socket on which the first rank serves the store."""
+        if self._listener is not None:
+            self._listener.close()
+        try:
+            self._listener = socket.create_server((address, port), backlog=1024)
+        except OSError as error:
+            return {"error": f"cannot listen on {address}:{port or 'a free port'}: {error.strerror}"}
+        return {"port": self._listener.getsockname()[1], "interface": interface_of(address) or ""}
+
+    # The thread that sends.
+
+    def _beat(self) -> None:
+        self.sent.drop_unused()
+        poll = select.poll()
+        poll.register(self._reads, select.POLLIN)
+        if self._heard or not self._silent_beats or poll.poll(0):
+            self._silent_beats = 1 if self._heard or self._silent_beats else 0  # counted from the first beat
+            self._heard = False
+            return
+        self._silent_beats += 1
+        if self._silent_beats * BEAT_INTERVAL > SILENCE_LIMIT:
+            _end_process("silence", TimeoutError())
+
+
+_MIN_READ_INTERVAL = 0.0003
+"""Seconds between two small reads of output, at least; see `RankLoop`."""
+
+
+class _QuitError(Exception):
+    """The kernel has told this process to end, or has gone."""
+
+
+def _end_process(_: str, __: BaseException) -> NoReturn:
+    """End at once: the kernel cannot be reached. The server sees that, and ends what it has started."""
+    os._exit(1)
+
+
+def facts_of_machine() -> dict[str, Any]:
+    """Return what the kernel is to know about this machine."""
+    return {
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "package": __version__,
+        "platform": sys.platform,
+        "pid": os.getpid(),
+        "cpus": os.cpu_count() or 1,
+        "memory": psutil.virtual_memory().total,
+        "time": time.time(),
+        "monotonic": time.monotonic(),
+        "home": str(Path.home()),
+        "cwd": str(Path.cwd()),
+        "host": platform.node(),
+        "network": _network(),
+        "addresses": _addresses(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        **_devices(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _network() -> str:
+    """Return what only processes have in common that reach one another over the loopback interface; "" if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        return ""
+
+
+def _addresses() -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        return {
+            name: entry.address
+            for name, entries in psutil.net_if_addrs().items()
+            for entry in entries
+            if entry.family == socket.AF_INET
+        }
+    return {}
+
+
+def _devices() -> dict[str, Any]:
+    """Return the devices of each type, and what else a plan needs of this machine."""
+    try:
+        facts = facts_here({})
+    except (ConfigError, MissingDependencyError) as error:  # which the kernel says, with the name of this machine
+        return {"devices": {}, "error": str(error)}
+    return {
+        "devices": {devices.kind.name: devices.names for devices in facts.accelerators},
+        "prefers_cpu": facts.prefers_cpu,
+        "num_threads": facts.num_threads,
+        "num_cpus": facts.num_cpus,
+        "loopback": facts.loopback,
+        "shared_memory": facts.shared_memory,
+    }
+
+
+def _place(cwd: str, path: list[str]) -> dict[str, Any]:
+    """Return the folder and the search path of ranks: what the kernel has, as far as it is there too."""
+    is_there = bool(cwd) and Path(cwd).is_dir()
+    found = [entry for entry in path if Path(entry).exists()]
+    return {
+        "cwd": cwd if is_there else str(Path.cwd()),
+        "path": [*found, *(entry for entry in sys.path if entry and entry not in found)],
+        "missing": [entry for entry in path if entry not in found],
+    }
+
+
+def _reach(address: str, port: int) -> dict[str, Any]:
+    """Connect to where the ranks will meet, and return the address and interface of this machine on the way there."""
+    try:
+        with socket.create_connection((address, port), timeout=_PROBE_TIMEOUT) as probe:
+            own = probe.getsockname()[0]
+    except OSError as error:
+        return {"error": f"cannot reach {address}:{port}, where the ranks are to meet: {error.strerror or error}"}
+    return {"own": own, "interface": interface_of(own) or ""}
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+def main() -> None:
+    """Run the host over stdin and stdout. What else is written to stdout goes to stderr."""
+    set_name("nb-host")
+    reads, writes = os.dup(0), os.dup(1)
+    with Path(os.devnull).open(encoding="utf-8") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel says what is to be interrupted
+    try:
+        Host(reads, writes).run()
+    except LinkError as error:
+        sys.exit(f"nb_accelerate: {error}")
+
+
+if __name__ == "__main__":
+    main()

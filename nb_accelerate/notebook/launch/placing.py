@@ -1,0 +1,102 @@
+"""Where the ranks of a launch are: on this machine, or on those of a `Cluster`. It starts them, and sets them up."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from nb_accelerate.notebook.launch.local import LocalRank
+from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
+from nb_accelerate.notebook.launch.servers import one_at_a_time
+from nb_accelerate.notebook.launch.setup import make_setup
+from nb_accelerate.notebook.launch.starters import open_server
+from nb_accelerate.notebook.launch.starting import started_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.launch.rendezvous import Meet, Rendezvous
+    from nb_accelerate.notebook.launch.servers import RankServer
+    from nb_accelerate.notebook.protocol.messages import Parcel, Setup
+    from nb_accelerate.notebook.ranks.handle import RankHandle
+
+
+class Placing(ABC):
+    """Starts the ranks of a launch, as often as it is told to.
+
+    Attributes:
+        inherits_call: ranks have the function in memory, so that it is not sent to them.
+    """
+
+    inherits_call = False
+
+    @abstractmethod
+    def repeated_rendezvous(self, check: Callable[[], object]) -> contextlib.AbstractContextManager[Meet]:
+        """Return a context manager with what is called at each start of the ranks, and agrees where they meet.
+
+        Args:
+            check: is called while machines are waited for; what it raises ends the wait.
+        """
+
+    @abstractmethod
+    def started_ranks(
+        self, plan: LaunchPlan, rendezvous: Rendezvous, *, wants_rows: bool
+    ) -> contextlib.AbstractContextManager[Sequence[RankHandle]]:
+        """Start the ranks, which wait for `Setup`, and yield their handles. Those that live are killed at the end."""
+
+    @abstractmethod
+    def setup_of(
+        self, handle: RankHandle, plan: LaunchPlan, rendezvous: Rendezvous, notebook: Parcel, *, attempt: int = 0
+    ) -> Setup:
+        """Return the `Setup` of a rank that was started."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what belongs to this launch. Can be repeated."""
+
+    def while_starting(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for the time in which ranks are started."""
+        return contextlib.nullcontext()
+
+
+class PlacingHere(Placing):
+    """Starts ranks on this machine, by a server of the plan's start method."""
+
+    def __init__(self, options: LaunchOptions, plan: LaunchPlan) -> None:
+        self._options = options
+        self._plan = plan
+        self._resources = contextlib.ExitStack()
+        self._server: RankServer = self._resources.enter_context(open_server(plan.method, options))
+        self.inherits_call = self._server.inherits_call
+
+    @override
+    def close(self) -> None:  # a server that is kept for the next launch stays
+        self._resources.close()
+
+    @override
+    def repeated_rendezvous(self, check: Callable[[], object]) -> contextlib.AbstractContextManager[Meet]:
+        return repeated_rendezvous(self._options, self._plan, check)
+
+    @override
+    def started_ranks(
+        self, plan: LaunchPlan, rendezvous: Rendezvous, *, wants_rows: bool
+    ) -> contextlib.AbstractContextManager[Sequence[RankHandle]]:
+        return started_ranks(self._server, self._options, plan, rendezvous, wants_rows=wants_rows)
+
+    @override
+    def setup_of(
+        self, handle: RankHandle, plan: LaunchPlan, rendezvous: Rendezvous, notebook: Parcel, *, attempt: int = 0
+    ) -> Setup:
+        store = handle.store if isinstance(handle, LocalRank) else None
+        return make_setup(handle, self._options, plan, rendezvous, notebook, store=store, attempt=attempt)
+
+    @override
+    @contextlib.contextmanager
+    def while_starting(self) -> Iterator[None]:
+        with one_at_a_time() if is_local(self._options) else contextlib.nullcontext():
+            yield

@@ -1,0 +1,342 @@
+"""The kernel's side of one machine: it reads what its host sends, for all ranks there, and tells the host what to do.
+
+One descriptor is waited for, whoever the frames are for. What is sent goes out in a thread of its own, so that a slow
+network does not hold up the kernel. That thread also notices if nothing has been heard for long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nb_accelerate.errors import StartError
+from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.remote.frames import (
+    BEAT,
+    MACHINE,
+    NUMBER,
+    SEGMENT,
+    SOCKET,
+    Descriptor,
+    FrameParser,
+    Kind,
+    LinkError,
+)
+from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments, is_socket
+from nb_accelerate.notebook.remote.sender import BEAT_INTERVAL, FrameSender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.notebook.ranks.sources import Sources
+    from nb_accelerate.notebook.remote.frames import Frame
+    from nb_accelerate.notebook.remote.streams import Stream
+
+logger = logging.getLogger(__name__)
+
+SILENCE_LIMIT = 15.0
+"""Seconds without any frame, after the first one, after which a machine is lost."""
+
+_CHUNK = 1 << 18
+"""Bytes that are read at once, at most. Other machines get their turn then."""
+
+_LARGE_READ = 1 << 13
+"""Bytes; see `notebook.ranks.piped`."""
+
+_CHECK_INTERVAL = 0.1
+"""Seconds between two calls of what `Link.ask` is to check meanwhile."""
+
+
+class TakesFrames(Protocol):
+    """A rank, as its link sees it."""
+
+    def take(self, frame: Frame) -> None:
+        """Take a frame that is about it."""
+
+    def lose(self, why: str) -> None:
+        """Note that no other frame will come."""
+
+
+class Link:
+    """A connection to the host of one machine. `close` it, and its host ends with all that it has started.
+
+    Attributes:
+        name: of the machine.
+        hello: what the host says about its machine; empty before `open`.
+        lost: why nothing comes from it any more; "" if something may.
+        ahead: seconds by which `time.monotonic` of this machine is ahead of that one's.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.name = stream.name
+        self.hello: dict[str, Any] = {}
+        self.lost = ""
+        self.ahead = float("inf")
+        self._stream = stream
+        self._parser = FrameParser(stream.seal, has_preamble=True)
+        self._handles: dict[int, TakesFrames] = {}
+        self._keys, self._questions = itertools.count(), itertools.count()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._answered = threading.Condition()
+        self._sources: Sources | None = None
+        self._heard = True
+        self._silent_beats = 0
+        self._bridges: dict[int, int] = {}
+        self._is_closed = False
+        with interrupts_later():
+            os.set_blocking(stream.reads, False)
+            self._bell_read, self._bell_write = os.pipe()
+            self._sender = FrameSender(stream.writes, stream.seal, on_beat=self._beat, on_failure=self._cannot_send)
+            self._segments = SentSegments(self._sender)
+            self.received = ReceivedSegments()
+
+    # Before and beside the loop that reads it.
+
+    def open(self, seconds: float, check: Callable[[], object] = lambda: None) -> None:
+        """Wait until the host has said what its machine is.
+
+        Raises:
+            StartError: it does not, or what comes is not from a host.
+        """
+        self._sender.start()
+        self._read_until(lambda: bool(self.hello), seconds, check)
+
+    def ask(
+        self, what: str, *, seconds: float = 30.0, check: Callable[[], object] = lambda: None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Ask the host something, and wait for the answer. For any thread but that of the loop, once there is one.
+
+        Raises:
+            StartError: it cannot do it, or does not answer in time.
+        """
+        number = next(self._questions)
+        self.send(Kind.ASK, MACHINE, _json({"number": number, "what": what, **arguments}), urgent=True)
+        if self._sources is None:
+            self._read_until(lambda: number in self._answers, seconds, check)
+        else:
+            with self._answered:
+                self._answered.wait_for(lambda: self.lost or number in self._answers, seconds)
+        if number not in self._answers:
+            raise StartError(self._failed(self.lost or f"has not answered within {seconds:g} s"))
+        answer = self._answers.pop(number)
+        if "error" in answer:
+            raise StartError(f"machine {self.name}: {answer['error']}")
+        return answer
+
+    def _read_until(self, is_there: Callable[[], bool], seconds: float, check: Callable[[], object]) -> None:
+        poll = select.poll()
+        for fd in (self._stream.reads, self._bell_read):
+            poll.register(fd, select.POLLIN)
+        deadline = time.monotonic() + seconds
+        while not is_there():
+            if self.lost:
+                raise StartError(self._failed(self.lost))
+            if time.monotonic() > deadline:
+                raise StartError(self._failed(f"has not answered within {seconds:g} s"))
+            check()
+            for fd, _ in poll.poll(1000 * _CHECK_INTERVAL):
+                if fd == self._bell_read:
+                    self._answer_bell()
+                else:
+                    self._read()
+
+    def _failed(self, why: str) -> str:
+        printed = "" if self._parser.is_open else self._parser.preamble.decode(errors="replace").strip()
+        return f"machine {self.name} {why}" + (f". It printed:\n{printed}" if printed else "")
+
+    # For ranks.
+
+    def start(self, handle: TakesFrames, **how: Any) -> int:
+        """Have the host start a rank, and return the number of its handle."""
+        key = next(self._keys)
+        self._handles[key] = handle
+        self.send(Kind.START, key, _json(how), urgent=True)
+        return key
+
+    def forget(self, key: int) -> None:
+        """Drop what still comes of a rank. Without ranks it is not read by a loop, which may be closed next."""
+        self._handles.pop(key, None)
+        if not self._handles:
+            self._detach()
+
+    def attach(self, sources: Sources) -> None:
+        """Be read whenever `sources` is waited for."""
+        if self._sources is not sources:
+            self._detach()
+            self._sources = sources
+            sources.add(self._bell_read, self._answer_bell)
+            if not self.lost:
+                sources.add(self._stream.reads, self._read)
+
+    def _detach(self) -> None:
+        if self._sources is not None:
+            for fd in (self._stream.reads, self._bell_read, *self._bridges.values()):
+                self._sources.drop(fd)
+        self._sources = None
+        while self._bridges:
+            os.close(self._bridges.popitem()[1])
+
+    def send(self, kind: Kind, rank: int, *parts: bytes, urgent: bool = False) -> None:
+        """Send a frame.
+
+        Raises:
+            BrokenPipeError: the machine is lost.
+        """
+        if self.lost:
+            raise BrokenPipeError(self.lost)
+        self._sender.send(kind, rank, *parts, urgent=urgent)
+
+    def descriptor(self, fd: int) -> Descriptor:
+        """Have what a descriptor stands for be at the other end, for a message that is sent next."""
+        if not is_socket(fd):
+            return Descriptor(SEGMENT, self._segments.number_of(fd))
+        number = next(self._keys)
+        assert self._sources is not None
+        self._bridges[number] = os.dup(fd)
+        self._sources.add(self._bridges[number], lambda: self._cross(number))
+        return Descriptor(SOCKET, number)
+
+    def _cross(self, number: int) -> None:
+        """Pass on what has come out of a socket, and its end."""
+        fd = self._bridges[number]
+        with socket.socket(fileno=os.dup(fd)) as end:
+            try:
+                data = end.recv(_CHUNK, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+        if not self.lost:
+            self.send(Kind.BRIDGE, MACHINE, NUMBER.pack(number), data, urgent=True)
+        if not data:
+            del self._bridges[number]
+            if self._sources is not None:
+                self._sources.drop(fd)
+            os.close(fd)
+
+    # What comes.
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._stream.reads, _CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose(f"is lost: {self._stream.why_ended() or 'its connection has ended'}")
+            return
+        self._heard = True
+        try:
+            self._parser.feed(data)
+            for frame in self._parser:
+                self._take(frame)
+        except LinkError as error:
+            self._lose(f"is lost: {error}")
+
+    def _take(self, frame: Frame) -> None:
+        if frame.rank != MACHINE:
+            if self._sources is not None and frame.kind == Kind.STDOUT and len(frame.body) < _LARGE_READ:
+                self._sources.has_read_little = True
+            if handle := self._handles.get(frame.rank):
+                handle.take(frame)
+        elif frame.kind == Kind.BEAT:
+            self.ahead = min(self.ahead, time.monotonic() - BEAT.unpack(frame.body)[0])
+        elif frame.kind == Kind.SEGMENT:
+            self.received.take(frame.body)
+        elif frame.kind == Kind.HELLO:
+            self.hello = json.loads(frame.body)
+            self.ahead = time.monotonic() - self.hello["monotonic"]
+        elif frame.kind == Kind.ANSWER:
+            answer = json.loads(frame.body)
+            with self._answered:
+                self._answers[answer["number"]] = answer
+                self._answered.notify_all()
+        else:
+            raise LinkError(f"a frame of kind {frame.kind} came, which is none of a host's")
+
+    def _answer_bell(self) -> None:
+        why = os.read(self._bell_read, 1 << 12).decode(errors="replace")
+        self._lose(f"is lost: {why}")
+
+    def _lose(self, why: str) -> None:
+        if self.lost:
+            return
+        self.lost = why
+        logger.info("machine %s %s", self.name, why)
+        if self._sources is not None:
+            self._sources.drop(self._stream.reads)
+        self._sender.close(drop=True)
+        self._stream.close()
+        with self._answered:
+            self._answered.notify_all()
+        for handle in list(self._handles.values()):
+            handle.lose(f"machine {self.name} {why}")
+
+    # The thread that sends.
+
+    def _beat(self) -> None:
+        """Count beats without a frame, unless there is one that nobody has read: then this process is the slow one."""
+        self._segments.drop_unused()
+        poll = select.poll()
+        poll.register(self._stream.reads, select.POLLIN)
+        if self._heard or not self._parser.is_open or poll.poll(0):
+            self._heard, self._silent_beats = False, 0
+            return
+        self._silent_beats += 1
+        if self._silent_beats * BEAT_INTERVAL >= SILENCE_LIMIT:
+            self._ring(f"nothing was heard of it for {SILENCE_LIMIT:g} s: it is down, suspended or without network")
+
+    def _cannot_send(self, _: str, error: BaseException) -> None:
+        if not isinstance(error, OSError):
+            logger.error("The thread that sends to machine %s has failed.", self.name, exc_info=error)
+        # What the machine has sent before it closed the stream says more.
+        if not isinstance(error, BrokenPipeError):
+            self._ring(f"nothing can be sent to it ({type(error).__name__}: {error})")
+
+    def _ring(self, why: str) -> None:
+        if not self._is_closed:
+            os.write(self._bell_write, why.encode())
+
+    def close(self) -> None:
+        """End the host and all that it has started. Can be repeated."""
+        if self._is_closed:
+            return
+        with interrupts_later():
+            self._is_closed = True
+            if not self.lost:
+                self._sender.send(Kind.QUIT, MACHINE, urgent=True)
+                self._sender.close()
+                self._await_end()
+                self.lost = "was closed"
+                self._stream.close()
+            self._segments.close()
+            self.received.close()
+            os.close(self._bell_read)
+            os.close(self._bell_write)
+
+    def _await_end(self) -> None:
+        """Wait until the host has ended what it has started, as long as it is heard."""
+        poll = select.poll()
+        poll.register(self._stream.reads, select.POLLIN)
+        while poll.poll(_CLOSE_TIMEOUT * 1000):
+            try:
+                if not os.read(self._stream.reads, _CHUNK):
+                    return
+            except OSError:
+                return
+
+
+_CLOSE_TIMEOUT = 6.0
+"""Seconds for a host to end, longer than the time it gives its server."""
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,247 @@
+"""A rank on another machine, as the kernel sees it. It has no descriptor of its own: frames of its machine fill it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.notebook.protocol.channel import Received
+from nb_accelerate.notebook.protocol.messages import CellEnd, Failure
+from nb_accelerate.notebook.protocol.output import new_mark
+from nb_accelerate.notebook.ranks.handle import RankHandle
+from nb_accelerate.notebook.remote.frames import NUMBER, Kind, pack_message, pack_pieces, unpack_message, unpack_pieces
+from nb_accelerate.notebook.remote.mirror import PageMirror
+from nb_accelerate.notebook.worker.ends import NUDGE
+from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+    from nb_accelerate.notebook.ranks.handle import RankEvents
+    from nb_accelerate.notebook.ranks.sources import Sources
+    from nb_accelerate.notebook.remote.frames import Frame
+    from nb_accelerate.notebook.remote.link import Link
+
+_KILL_TIMEOUT = 30.0
+"""Seconds from SIGKILL until the host must have reported the end of a rank. It gives up sooner, and says so."""
+
+
+class RemoteRank(RankHandle):
+    """A rank of another machine.
+
+    Args:
+        how: what its host is to know to start it.
+    """
+
+    page: PageMirror
+
+    def __init__(self, link: Link, rank: int, *, local_rank: int, **how: Any) -> None:
+        self.link = link
+        self.rank = rank
+        self.local_rank = local_rank
+        self.mark = new_mark()
+        self.page = PageMirror(self._send_page)
+        self.is_lost_with_others = True
+        self._sources: Sources | None = None
+        self._events: RankEvents | None = None
+        self._early: list[Frame] = []
+        self._facts: dict[str, Any] = {}
+        self._asked = self._interrupts = 0
+        self._killed_at = float("inf")
+        self._is_readable = True
+        self._is_closed = False
+        self._key = link.start(self, rank=rank, local_rank=local_rank, mark=self.mark.hex(), **how)
+        if link.lost:
+            self.lose(f"machine {link.name} {link.lost}")
+
+    # What comes.
+
+    def take(self, frame: Frame) -> None:
+        """Take a frame; before `connect` it is kept."""
+        if self._events is None:
+            self._early.append(frame)
+            return
+        events, body = self._events, frame.body
+        if frame.kind == Kind.MESSAGE:
+            self._take_message(events, body)
+        elif frame.kind == Kind.HAND_ON:
+            events.hand_on()
+        elif frame.kind == Kind.STDOUT:
+            events.stdout(body)
+            events.hand_on()
+        elif frame.kind == Kind.STDERR:
+            events.stderr(body)
+        elif frame.kind == Kind.STACKS:
+            events.stacks(body)
+        elif frame.kind == Kind.PAGE:
+            self.page.take(unpack_pieces(body), ahead=self.link.ahead)
+        elif frame.kind == Kind.FACTS:
+            self._facts = json.loads(body)
+        elif frame.kind == Kind.END:
+            end = json.loads(body)
+            self._end(end["exitcode"], end["lost"])
+
+    def lose(self, why: str) -> None:
+        """Note that its machine is lost, and with it the rank."""
+        if not self.ended:
+            self._end(None, why)
+
+    def _take_message(self, events: RankEvents, body: bytes) -> None:
+        descriptors, pickled = unpack_message(body)
+        fds = tuple(self.link.received.pop(number) for _, number in descriptors)
+        if not self._is_readable:
+            for fd in fds:
+                os.close(fd)
+            return
+        try:
+            message = pickle.loads(pickled)
+        except Exception as error:
+            self._is_readable = False
+            events.cannot_read(error)
+            return
+        events.messages([Received(self._with_own_time(message), fds)])
+
+    def _with_own_time(self, message: Any) -> Any:
+        """Return a message in which the time of a failure is by the clock of this machine."""
+        if isinstance(message, Failure):
+            return dataclasses.replace(message, when=message.when + self.link.ahead)
+        if isinstance(message, CellEnd):
+            return dataclasses.replace(message, answer=self._with_own_time(message.answer))
+        return message
+
+    def _end(self, exitcode: int | None, lost: str) -> None:
+        self.exitcode, self.lost = exitcode, lost
+        self.ended = True
+        self.link.forget(self._key)
+        if self._events is not None:
+            self._events.ended()
+
+    # What it is told.
+
+    @override
+    def note_pid(self, pid: int) -> None:
+        super().note_pid(pid)
+        self._tell(Kind.PID, NUMBER.pack(pid))
+
+    @override
+    def connect(self, sources: Sources, events: RankEvents) -> None:
+        self._sources, self._events = sources, events
+        self.link.attach(sources)
+        early, self._early = self._early, []
+        for frame in early:
+            self.take(frame)
+        if self.ended:
+            events.ended()
+
+    @override
+    def disconnect(self) -> None:
+        self._events = None
+        self.link.forget(self._key)
+
+    @override
+    def catch_up(self) -> None:
+        return  # what it has printed before a message has come before it
+
+    @override
+    def receive(self) -> None:
+        return  # a display has come before the place where it stands
+
+    @override
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
+        if self.ended:
+            raise BrokenPipeError(self.lost)
+        descriptors = pack_message([self.link.descriptor(fd) for fd in fds])
+        self.link.send(Kind.MESSAGE, self._key, descriptors, pickle.dumps(message, protocol=5))
+
+    @override
+    def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
+        self.send(message, fds)
+        self._asked += 1
+
+    @override
+    def interrupt(self) -> None:
+        if not self._is_closed:
+            self._interrupts += 1
+            self.page.interrupt(self._asked, self._interrupts)
+        self.signal(signal.SIGINT)
+
+    @override
+    def nudge(self) -> None:
+        self.signal(NUDGE)
+
+    @override
+    def dump_stacks(self, *, by_signal: bool = False) -> None:
+        if by_signal:
+            self.signal(DUMP_SIGNAL)
+        else:
+            self._tell(Kind.POKE, ASK_STACK)
+
+    @override
+    def note_line(self) -> None:
+        self._tell(Kind.POKE, ASK_LINE)
+
+    @override
+    def processor_time(self) -> float | None:
+        if self.exitcode is not None:
+            return 0.0
+        self._tell(Kind.FACTS)  # for the next time
+        seconds: float | None = self._facts.get("processor_time")
+        return seconds
+
+    @override
+    def memory(self) -> int:
+        self._tell(Kind.FACTS)
+        return int(self._facts.get("memory", 0))
+
+    @override
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    @override
+    def kill(self) -> None:
+        self._killed_at = min(self._killed_at, time.monotonic())
+        self.signal(signal.SIGKILL)
+
+    def signal(self, signum: int) -> None:
+        """Send it a signal if it still runs."""
+        self._tell(Kind.SIGNAL, NUMBER.pack(signum))
+
+    @override
+    def is_stopped(self) -> bool:
+        return bool(self._facts.get("stopped"))
+
+    @override
+    def is_lost(self) -> bool:
+        if self.ended or time.monotonic() < self._killed_at + _KILL_TIMEOUT:
+            return False
+        self.lost = f"its machine {self.link.name} has not reported its end, {_KILL_TIMEOUT:g} s after it was killed"
+        return True
+
+    @override
+    def give_up(self) -> None:
+        self.kill()
+        self.ended = True
+
+    @override
+    def close(self) -> None:
+        self.disconnect()
+        self._sources = None
+        if not self._is_closed:
+            self._is_closed = True
+            self.page.close()
+
+    def _send_page(self, pieces: Any) -> None:
+        self._tell(Kind.PAGE, pack_pieces(pieces))
+
+    def _tell(self, kind: Kind, body: bytes = b"") -> None:
+        if not (self.ended or self.link.lost):
+            self.link.send(kind, self._key, body, urgent=True)

@@ -1,0 +1,175 @@
+"""Send frames in a thread of its own: who has something to send is not held up, and a beat goes out each second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, NUMBER, FrameWriter, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.notebook.remote.frames import Bytes, Seal
+
+BEAT_INTERVAL = 1.0
+"""Seconds between two beats."""
+
+_PIECE = 1 << 20
+"""Bytes of a segment in one frame. What is urgent waits for no more than that."""
+
+_JOINED = 1 << 16
+"""Bytes of frames that are written together, about: each write of its own takes longer than copying them."""
+
+_CLOSE_TIMEOUT = 2.0
+"""Seconds in which `close` waits for what is still to be sent."""
+
+
+class _Queued(NamedTuple):
+    kind: int
+    rank: int
+    parts: tuple[Bytes, ...]
+    file: int = -1  # of which the content is to be sent, in pieces
+    offset: int = 0  # of the next piece
+
+
+class FrameSender:
+    """Sends frames in the order in which they are given, urgent ones first.
+
+    Args:
+        fd: where to; it stays the caller's.
+        on_beat: called at each beat, in the thread, also while nothing can be written.
+        on_failure: takes the error after which nothing can be sent any more.
+
+    Attributes:
+        waiting: bytes that wait to be sent, files not counted.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        seal: Seal | None,
+        *,
+        preamble: bytes = b"",
+        on_beat: Callable[[], object],
+        on_failure: Callable[[str, BaseException], object],
+    ) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._writer = FrameWriter(seal)
+        self._preamble = preamble
+        self._on_beat = on_beat
+        self._wake = threading.Condition()
+        self._urgent: deque[_Queued] = deque()
+        self._queue: deque[_Queued] = deque()
+        self._is_closed = self._is_dropped = False
+        self._beat_due = time.monotonic() + BEAT_INTERVAL
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self.waiting = 0
+        self._thread = HelperThread(self._run, name="frames", on_failure=on_failure)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def send(self, kind: Kind, rank: int, *parts: Bytes, urgent: bool = False) -> None:
+        """Have a frame sent. The parts must not change any more."""
+        self._put(_Queued(kind, rank, parts), urgent=urgent)
+
+    def send_segment(self, number: int, fd: int) -> None:
+        """Have the content of a file sent. The descriptor is taken over."""
+        self._put(_Queued(Kind.SEGMENT, MACHINE, (NUMBER.pack(number),), fd))
+
+    def close(self, *, drop: bool = False) -> None:
+        """Send what waits, unless that is to be dropped, and end the thread."""
+        with self._wake:
+            self._is_closed, self._is_dropped = True, drop
+            self._wake.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_TIMEOUT)
+            self._is_dropped = True
+            self._thread.join(_CLOSE_TIMEOUT)
+        for queued in self._queue:
+            if queued.file >= 0:
+                os.close(queued.file)
+        self._queue.clear()
+
+    def _put(self, queued: _Queued, *, urgent: bool = False) -> None:
+        with self._wake:
+            if self._is_closed and queued.file >= 0:
+                os.close(queued.file)
+            if self._is_closed:
+                return
+            self.waiting += sum(len(part) for part in queued.parts)
+            (self._urgent if urgent else self._queue).append(queued)
+            self._wake.notify()
+
+    # The thread.
+
+    def _run(self) -> None:
+        self._write([self._preamble])
+        while (queued := self._next()) is not None:
+            data, size = [*self._bytes_of(queued)], 0
+            while size < _JOINED and (self._urgent or self._queue):  # this thread alone takes from them
+                more = self._taken()
+                if more is None:
+                    break
+                data += self._bytes_of(more)
+                size = sum(map(len, data))
+            self._write(data)
+
+    def _next(self) -> _Queued | None:
+        """Wait for the next frame, which may be a beat. None: there will be none."""
+        with self._wake:
+            while not self._is_dropped:
+                now = time.monotonic()
+                if now >= self._beat_due:
+                    self._beat_due = now + BEAT_INTERVAL
+                    self._on_beat()
+                    return _Queued(Kind.BEAT, MACHINE, (BEAT.pack(now),))
+                if self._urgent or self._queue:
+                    return (self._urgent or self._queue).popleft()
+                if self._is_closed:
+                    return None
+                self._wake.wait(self._beat_due - now)
+        return None
+
+    def _taken(self) -> _Queued | None:
+        with self._wake:
+            queue = self._urgent or self._queue
+            return queue.popleft() if queue and queue[0].file < 0 else None
+
+    def _bytes_of(self, queued: _Queued) -> list[Bytes]:
+        self.waiting -= sum(len(part) for part in queued.parts)
+        if queued.file < 0:
+            return self._writer.frame(queued.kind, queued.rank, *queued.parts)
+        return self._next_piece(queued)
+
+    def _next_piece(self, queued: _Queued) -> list[Bytes]:
+        """Return a piece of a file, and put the rest in front of all that is not urgent."""
+        piece = os.pread(queued.file, _PIECE, queued.offset)  # the place of reading is shared with other copies of it
+        if not piece:
+            os.close(queued.file)
+            return []
+        with self._wake:
+            self.waiting += len(queued.parts[0])
+            self._queue.appendleft(queued._replace(offset=queued.offset + len(piece)))
+        return self._writer.frame(queued.kind, queued.rank, *queued.parts, piece)
+
+    def _write(self, pieces: list[Bytes]) -> None:
+        rest = memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        while rest and not self._is_dropped:
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(self._fd, rest) :]
+                continue
+            self._poll.poll(max(0.0, self._beat_due - time.monotonic()) * 1000)
+            if time.monotonic() >= self._beat_due:  # no beat goes between two halves of a frame
+                self._beat_due = time.monotonic() + BEAT_INTERVAL
+                self._on_beat()
