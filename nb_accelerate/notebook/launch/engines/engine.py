@@ -1,0 +1,60 @@
+"""`Engine`: who starts the host process of each machine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.base.config.engine import EngineOptions
+    from nb_accelerate.notebook.remote.streams import Stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine on which ranks are to be.
+
+    Attributes:
+        name: what users call it.
+        num_ranks: None: as many as the launch says, or else as the machine has devices.
+    """
+
+    name: str
+    num_ranks: int | None = None
+
+
+class Engine(ABC):
+    """Starts one process on each machine, and gives the stream to it. It neither schedules nor watches ranks.
+
+    An engine is made by its options, without reaching any machine.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+
+    def machines(self) -> Sequence[Machine]:
+        """Return the machines in the order in which ranks are numbered. Called once, before `start`."""
+        return [Machine(name=name, num_ranks=ranks) for name, ranks in self.options.machines]
+
+    @abstractmethod
+    def start(self, machine: Machine, command: Sequence[str]) -> Stream:
+        """Start the host process of a machine; return at once, with the stream to its stdin and from its stdout.
+
+        Called once for each machine. What goes wrong there later is told by `Stream.why_ended`.
+
+        Args:
+            command: the host's, whose first words are the Python of the engine's options.
+
+        Raises:
+            StartError: it could not be tried.
+        """
+
+    def address(self, machine: Machine) -> str | None:  # noqa: ARG002 - for those who know it
+        """Return where other machines reach this one, if the engine knows; called when all have been started."""
+        return None
+
+    def close(self) -> None:
+        """End what belongs to the engine and is not a stream. Can be called again."""
