@@ -71,7 +71,7 @@ class CommandStream(Stream):
         self._command = argv[0]
         self._explain = self._as_it_is if explain is None else explain
         # A file and no pipe: nobody has to read it, and a command that writes much never waits.
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the stream
         try:
             self._process = subprocess.Popen(
                 argv,
@@ -84,7 +84,8 @@ class CommandStream(Stream):
         except OSError:
             self._said.close()
             raise
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.reads, self.writes = self._stdout.fileno(), self._stdin.fileno()
         for end in (self.reads, self.writes):

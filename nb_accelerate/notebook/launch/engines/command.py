@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class CommandEngine(Engine):
     """Starts hosts by a template, such as ``"kubectl exec -i {host} -- {command}"``.
 
-    A word ``{command}`` becomes the words of the command. Inside of a longer word, as in ``sh -c 'cd /data; {command}'``,
-    it is the command as a shell reads it.
+    A word ``{command}`` becomes the words of the command. Inside of a longer word, as in ``sh -c 'cd /data; {command}'``, it
+    is the command as a shell reads it.
     """
 
     @override

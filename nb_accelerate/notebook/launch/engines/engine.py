@@ -56,5 +56,5 @@ class Engine(ABC):
         """Return where other machines reach this one, if the engine knows; called when all have been started."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most engines have nothing but their streams
         """End what belongs to the engine and is not a stream. Can be called again."""
