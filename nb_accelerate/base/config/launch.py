@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_choice, check_number, check_whole, described, shown
 from nb_accelerate.base.config.distributed import PrecisionType
+from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.start_methods import START_METHODS
 from nb_accelerate.errors import ConfigError
@@ -60,6 +61,7 @@ class LaunchOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     by_value: Sequence[ModuleType] = ()
     fold_output: bool = False
+    engine: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
         _check_function(self.function)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import secrets
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from nb_accelerate.base.config.checks import shown, suggest
+from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.base.config.env import LAUNCH, RESUME, Environment
 from nb_accelerate.base.config.file import default_path, read_config
 from nb_accelerate.base.config.launch import LaunchOptions
@@ -17,6 +19,7 @@ from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.errors import UnknownArgumentError
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
+from nb_accelerate.notebook.launch.cluster import open_cluster
 from nb_accelerate.notebook.launch.configurations import check_sweep
 from nb_accelerate.notebook.launch.description import announce
 from nb_accelerate.notebook.launch.inline import run_inline
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import ModuleType
 
+    from nb_accelerate.notebook.launch.cluster import Cluster
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.values import Values
 
 
@@ -200,6 +205,7 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         _refuse(function, others)
     is_open = num_processes is None and devices is None and num_nodes == 1
     defaults, origin = _defaults() if is_open else ({}, "")
+    said = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
     options = LaunchOptions(
         function=function,
         args=args,
@@ -225,32 +231,56 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         env={RESUME: str(int(resume)), LAUNCH: secrets.token_hex(8), **(env or {})},
         by_value=tuple(by_value),
         fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
+        engine=EngineOptions.chosen(os.environ),
     )
     runs = None if sweep is None else check_sweep(sweep, options)
     if runs is not None and options.num_processes is not None:
         options = replace(options, num_processes=min(options.num_processes, len(runs)))  # who share all cores
     with enough_room():
+        cluster = None if options.engine.is_local else open_cluster(options, is_sweep=runs is not None)
         # Runs of a sweep start one after the other: a copy of this process would be of another state each time.
-        plan = make_plan(options, facts_here(options.env), may_copy=runs is None)
+        plan = cluster.plan if cluster else make_plan(options, facts_here(options.env), may_copy=runs is None)
     if runs is not None:
         plan = plan.of_sweep(len(runs))
+    try:
+        return _launched(options, plan, runs, cluster, f"{said}: from {origin}" if said else "", block=block)
+    except BaseException:
+        if cluster is not None:
+            cluster.close()
+        raise
+
+
+def _launched(
+    options: LaunchOptions,
+    plan: LaunchPlan,
+    runs: Sequence[Mapping[str, Any]] | None,
+    cluster: Cluster | None,
+    said: str,
+    *,
+    block: bool,
+) -> Values | Launch:
+    """Say how a launch runs, and run it.
+
+    Args:
+        said: a line about what the call has left open; "" if that is nothing.
+    """
     sink = sink_here()
     front_end = choose_front_end(options.progress)
     display_id = ""
     guard = OutputGuard(sink)
     if front_end != "off":
         with guard:
-            if defaults:
-                said = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
-                sink.write("stdout", f"{said}: from {origin}\n")
+            if said:
+                sink.write("stdout", f"{said}\n")
             display_id = announce(plan, sink, front_end if plan.method.starter else "text")
-        for warning in (*plan.warnings, *gpu_warnings(plan.kind, plan.device_names)):
+        notes = cluster.notes if cluster else ()
+        for warning in (*plan.warnings, *notes, *gpu_warnings(plan.kind, plan.device_names)):
             with guard:
                 sink.write("stderr", warning + "\n")
     try:
         if not plan.method.starter:
             return run_inline(options, plan, sink)
-        launch = Launch(options, plan, sink, front_end, display_id)
+        launch = Launch(options, plan, sink, front_end, display_id, placing=cluster)
         if runs is not None:
             launch = Sweep(runs, options, plan, sink, front_end, display_id)
         if block:
