@@ -26,6 +26,7 @@ pytest_plugins = [
     "fixtures.leaks",
     "fixtures.ranks",
     "fixtures.kernels",
+    "fixtures.engines",
     "fixtures.hosts",
     "fixtures.slurm",
     "fixtures.users",

@@ -1,0 +1,249 @@
+"""Launches whose ranks are on two machines: what they do, and how each end is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+
+from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError, StartError
+from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.remote import link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fixtures.engines import Machines
+
+LINES = 3000
+
+
+def wait_for(is_there: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """Wait for what processes bring about that send this one no event."""
+    deadline = time.monotonic() + seconds
+    while not (found := is_there()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def test_values_numbers_output_and_what_is_sent(machines: Machines, capfd: pytest.CaptureFixture[str]) -> None:
+    sent = torch.arange(300_000)
+
+    def train(tensor: torch.Tensor) -> tuple[Any, ...]:
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator()
+        for line in range(LINES):
+            print(f"line {line}")
+        total = accelerator.reduce(torch.tensor([2.0**accelerator.process_index]), "sum")
+        names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+        numbers = tuple(int(os.environ[name]) for name in names)
+        return total.item(), numbers, tensor * 2, os.environ["OWN"], os.environ["GIVEN"], "NOT_SENT" in os.environ
+
+    os.environ["NOT_SENT"] = "of the kernel"
+    try:
+        values = notebook_launcher(train, (sent,), progress="off", env={"GIVEN": "by the call"})
+    finally:
+        del os.environ["NOT_SENT"]
+    assert [value[0] for value in values] == [7.0, 7.0, 7.0]
+    assert [value[1] for value in values] == [(0, 0, 0, 3, 1, 2), (1, 0, 1, 3, 2, 2), (2, 1, 1, 3, 2, 2)]
+    assert all(torch.equal(value[2], sent * 2) for value in values)
+    assert [value[3:] for value in values] == [(host, "by the call", False) for host in "abb"]
+    assert capfd.readouterr().out.splitlines() == [f"line {line}" for line in range(LINES)]
+
+
+def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> None:
+    def train() -> None:
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator()
+        if accelerator.process_index == 2:
+            raise KeyError("no such key")
+        accelerator.wait_for_everyone()
+
+    with pytest.raises(KeyError, match="no such key") as caught:
+        notebook_launcher(train, progress="off")
+    assert "rank 2" in "".join(caught.value.__notes__)
+
+
+def test_ranks_are_started_again(machines: Machines) -> None:
+    def train() -> tuple[float, str]:
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator()
+        total = accelerator.reduce(torch.tensor([1.0]), "sum").item()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.wait_for_everyone()
+        return total, os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    assert notebook_launcher(train, max_restarts=1, progress="off") == [(3.0, "1")] * 3
+
+
+def waits(gate: str) -> int:
+    """Wait in a collective that rank 0 joins when a file is there."""
+    from nb_accelerate import Accelerator
+
+    accelerator = Accelerator()
+    Path(f"{gate}.{accelerator.process_index}").touch()
+    while accelerator.process_index == 0 and not Path(gate).exists():
+        time.sleep(0.01)
+    accelerator.wait_for_everyone()
+    return accelerator.process_index
+
+
+def launched(tmp_path: Path) -> Any:
+    """Launch `waits`, and return when all ranks run it."""
+    launch = notebook_launcher(waits, (str(tmp_path / "gate"),), progress="off", block=False)
+    wait_for(lambda: launch.status() not in ("starting", "running") or len([*tmp_path.glob("gate.*")]) == 3)
+    return launch
+
+
+def test_an_interrupt_ends_all_ranks(machines: Machines, tmp_path: Path) -> None:
+    launch = launched(tmp_path)
+    launch.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        launch.result(timeout=30)
+
+
+def test_training_is_steered_from_the_notebook(machines: Machines) -> None:
+    def train() -> set[float]:
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        rates: list[float] = []
+        while rates.count(0.25) < 200:
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            accelerator.log({"steps": len(rates)})
+            time.sleep(0.005)
+        return set(rates)
+
+    launch = notebook_launcher(train, progress="off", block=False)
+    wait_for(lambda: all(rank.state == "running" for rank in launch.ranks) and launch.ranks)
+    wait_for(lambda: launch._requests[0].ranks[2].handle.page.read().takes_commands)
+    launch.set_learning_rate(0.25)
+    assert launch.result(timeout=30) == [{1.0, 0.25}] * 3
+
+
+def test_a_rank_that_is_killed_is_named(machines: Machines, tmp_path: Path) -> None:
+    launch = launched(tmp_path)
+    began = time.monotonic()
+    os.kill(launch.ranks[1].pid, signal.SIGKILL)
+    with pytest.raises(RankDiedError, match="rank 1 was ended by SIGKILL"):
+        launch.result(timeout=30)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("who", ["host", "server"])
+def test_a_host_or_its_server_that_is_killed_is_told(machines: Machines, tmp_path: Path, who: str) -> None:
+    launch = launched(tmp_path)
+    ranks = [psutil.Process(rank.pid) for rank in launch.ranks]
+    machines.kill({"host": machines.hosts, "server": machines.servers}[who]()[1])
+    said = "machine b is lost: " if who == "host" else "the process it was forked from has ended"
+    with pytest.raises(LaunchError, match=f"rank [12] is lost: {said}"):
+        launch.result(timeout=30)
+    psutil.wait_procs(ranks, timeout=20)
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_a_machine_that_is_silent_is_lost_and_named(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "SILENCE_LIMIT", 2.0)
+    launch = launched(tmp_path)
+    host = machines.hosts()[1]
+    machines.kill(host, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        with pytest.raises(LaunchError, match="machine b is lost: nothing was heard of it for 2 s"):
+            launch.result(timeout=40)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            host.resume()
+    assert time.monotonic() - began < 15
+
+
+KERNEL = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from engines.test_launches import waits
+from nb_accelerate import notebook_launcher
+if __name__ == "__main__":
+    notebook_launcher(waits, ({gate!r},), progress="off")
+"""
+
+
+def test_nothing_stays_of_a_kernel_that_is_killed(machines: Machines, tmp_path: Path) -> None:
+    script = tmp_path / "kernel.py"
+    script.write_text(KERNEL.format(tests=str(Path(__file__).parents[1]), gate=str(tmp_path / "gate")))
+    kernel = subprocess.Popen([sys.executable, str(script)], env={**os.environ, **machines.variables})
+    wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 3)
+    started = psutil.Process(kernel.pid).children(recursive=True)
+    started += [process for host in machines.hosts() for process in host.children(recursive=True)]
+    assert len(started) >= 7
+    kernel.kill()
+    kernel.wait()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_processes": 4}, "num_processes=4 does not fit the machines a:1, b:2"),
+        ({"num_nodes": 2, "master_addr": "10.0.0.1"}, "num_nodes=2, but engine='command' says which machines"),
+        ({"start_method": "fork"}, "start_method='fork' needs this process"),
+        ({"sweep": [{}]}, "a sweep has its runs on this machine"),
+    ],
+)
+def test_what_cannot_be_on_other_machines_is_refused(machines: Machines, arguments: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        notebook_launcher(os.getpid, progress="off", **arguments)
+
+
+def test_a_machine_whose_host_does_not_start_is_named_with_what_it_printed(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "sh -c 'echo Out of order; exit 3' {command}")
+    with pytest.raises(StartError, match=r"machine a is lost: sh ended with exit code 3[^\0]*Out of order"):
+        notebook_launcher(os.getpid, progress="off")
+
+
+def test_hosts_import_neither_torch_nor_ipython() -> None:
+    code = (
+        "import json, sys; from nb_accelerate.notebook.launch import host; host.facts_of_machine(); "
+        "print(json.dumps(sorted({'torch', 'IPython', 'numpy'} & set(sys.modules))))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout) == []
+
+
+def test_two_launches_at_once_have_hosts_of_their_own(machines: Machines) -> None:
+    found: list[Any] = []
+
+    def launch() -> None:
+        found.append(notebook_launcher(lambda: int(os.environ["RANK"]), progress="off"))
+
+    threads = [threading.Thread(target=launch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[0, 1, 2]] * 2
