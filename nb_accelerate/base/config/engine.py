@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from dataclasses import dataclass, fields
@@ -13,9 +12,6 @@ from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-ENGINE = "NB_ACCELERATE_ENGINE"
-"""Names the engine where a call does not. The other options have a variable of this kind each: see `VARIABLES`."""
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]-][^\s:\[\]]*)(?::(?P<ranks>[0-9]+))?")
 """``user@a:8``, ``a`` or ``[fd00::1]:8``. A name that begins with - would be an option of a command."""
@@ -39,10 +35,10 @@ class EngineRow:
 _ENGINES = "nb_accelerate.notebook.launch.engines"
 
 ENGINES: dict[str, EngineRow] = {
+    "ssh": EngineRow(opens=f"{_ENGINES}.ssh:SshEngine", needs=("hosts",), takes=("remote_python",)),
     "command": EngineRow(
         opens=f"{_ENGINES}.command:CommandEngine", needs=("hosts", "command_template"), takes=("remote_python",)
     ),
-    "ssh": EngineRow(opens=f"{_ENGINES}.ssh:SshEngine", needs=("hosts",), takes=("remote_python",)),
 }
 """By name. ``"auto"`` is none of them: ranks are on this machine."""
 
@@ -82,22 +78,17 @@ class EngineOptions:
             )
 
     @classmethod
-    def chosen(cls, variables: Mapping[str, str], **given: Any) -> EngineOptions:
-        """Return options of which some are given; the others are as environment variables say.
+    def chosen(cls, said: Mapping[str, Any], **given: Any) -> EngineOptions:
+        """Return options of which a call gives some.
 
         Args:
-            variables: by their names in `VARIABLES`. What the engine does not take is not used.
+            said: elsewhere, for all calls. What the engine of this one does not take is not used.
             given: by name; None for what is not given.
         """
-        said = {name: value for name, value in given.items() if value is not None}
-        engine = said.setdefault("engine", variables.get(ENGINE) or "auto")
+        options = {name: value for name, value in given.items() if value is not None}
+        engine = options.setdefault("engine", said.get("engine", "auto"))
         row = ENGINES.get(str(engine).lower(), EngineRow(opens=""))
-        of_environment = {
-            name: variables[VARIABLES[name]]
-            for name in (*row.needs, *row.takes)
-            if variables.get(VARIABLES[name]) and name not in said
-        }
-        return cls(**of_environment, **said)
+        return cls(**{name: said[name] for name in (*row.needs, *row.takes) if name in said} | options)
 
     @property
     def is_local(self) -> bool:
@@ -132,16 +123,6 @@ class EngineOptions:
                 )
 
 
-VARIABLES = {field.name: f"NB_ACCELERATE_{field.name.upper()}" for field in fields(EngineOptions)}
-"""Environment variables by option."""
-
-
-def engine_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return those of some environment variables, by default of this process, that are about engines."""
-    variables = os.environ if variables is None else variables
-    return {name: variables[name] for name in VARIABLES.values() if variables.get(name)}
-
-
 def split_host(host: str) -> tuple[str, int | None]:
     """Return the name of a machine and its number of ranks, of ``user@a:8``, ``a`` or ``[fd00::1]:8``."""
     found = _HOST.fullmatch(host)
@@ -173,3 +154,10 @@ def _check_words(name: str, command: str) -> None:
         shlex.split(command)
     except ValueError as error:
         raise ConfigError(f"{name}={shown(command)} cannot be read as a command: {error}. Close the quotes") from None
+
+
+VARIABLES = {field.name: f"NB_ACCELERATE_{field.name.upper()}" for field in fields(EngineOptions)}
+"""Environment variables by option: what is said for all calls of a process."""
+
+LOCAL = EngineOptions()
+"""Ranks are on this machine."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_whole
+from nb_accelerate.base.config.engine import VARIABLES, EngineOptions
 from nb_accelerate.base.config.file import NO_WORDS, read_config
+from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,6 +119,21 @@ class Environment:
     def keep_warm(self) -> bool:
         """``NB_ACCELERATE_KEEP_WARM``: keep the process that ranks are forked from between launches; yes by default."""
         return self.flag("NB_ACCELERATE_KEEP_WARM") is not False
+
+    def engine_options(self, **given: Any) -> EngineOptions:
+        """Return who places the ranks of a launch, and where.
+
+        An option that the call does not give is what ``%distributed config`` has set, or else its environment variable
+        (``NB_ACCELERATE_ENGINE``, ``NB_ACCELERATE_HOSTS`` ...), or else what the configuration file says.
+        """
+        said = {
+            name: word for name, variable in VARIABLES.items() if (word := self.variables.get(variable, "").strip())
+        }
+        if not self._is_given:
+            file = read_config()
+            of_notebook = {name: SESSION_DEFAULTS[name] for name in VARIABLES if name in SESSION_DEFAULTS}
+            said = {**(file.section("engine_config") if file is not None else {}), **said, **of_notebook}
+        return EngineOptions.chosen(said, **given)
 
     @property
     def resume(self) -> bool | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_choice, check_flag, check_whole, suggest
 from nb_accelerate.base.config.distributed import DistributedType, PrecisionType
+from nb_accelerate.base.config.engine import VARIABLES as ENGINE_VARIABLES, EngineOptions
 from nb_accelerate.base.config.variables import (
     FSDP_DEFAULTS,
     GENERAL,
@@ -113,12 +114,25 @@ def _section(key: str, value: object) -> dict[str, Any]:
     return value
 
 
+def _engine(key: str, value: object) -> dict[str, Any]:
+    section = {name: of_name for name, of_name in _section(key, value).items() if of_name is not None}
+    for name in section:
+        if name not in ENGINE_VARIABLES:
+            raise ConfigError(
+                f"{key} has a key {name!r}.{suggest(name, ENGINE_VARIABLES)} Write some of: "
+                f"{', '.join(ENGINE_VARIABLES)}."
+            )
+    EngineOptions.chosen(section)  # checks the values
+    return section
+
+
 KEYS: dict[str, Callable[[str, Any], Any]] = {
     "compute_environment": _text,
     "debug": _flag,
     "distributed_type": _distributed_type,
     "downcast_bf16": _flag,
     "enable_cpu_affinity": _flag,
+    "engine_config": _engine,
     "gpu_ids": _gpu_ids,
     "machine_rank": partial(check_whole, at_least=0),
     "main_process_ip": _text,

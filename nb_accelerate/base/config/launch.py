@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_choice, check_number, check_whole, described, shown
 from nb_accelerate.base.config.distributed import PrecisionType
-from nb_accelerate.base.config.engine import EngineOptions
+from nb_accelerate.base.config.engine import LOCAL
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.start_methods import START_METHODS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from nb_accelerate.base.config.engine import EngineOptions
 
 PROGRESS = ("auto", "widget", "text", "off")
 
@@ -61,7 +63,7 @@ class LaunchOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     by_value: Sequence[ModuleType] = ()
     fold_output: bool = False
-    engine: EngineOptions = EngineOptions()
+    engine: EngineOptions = LOCAL
 
     def __post_init__(self) -> None:
         _check_function(self.function)
@@ -97,6 +99,8 @@ class LaunchOptions:
                 f"node_rank={self.node_rank}, but of num_nodes={self.num_nodes} machines the first is number 0 and "
                 f"the last is number {self.num_nodes - 1}"
             )
+        if not self.engine.is_local:
+            _check_placed(self)
         if self.num_nodes == 1:
             return
         method = START_METHODS.get(self.start_method)
@@ -121,6 +125,21 @@ class LaunchOptions:
                 f"{self.min_nodes} to {self.num_nodes} machines cannot be numbered beforehand. Write "
                 f"rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
             )
+
+
+def _check_placed(options: LaunchOptions) -> None:
+    """Check what goes together with an engine."""
+    if options.num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={options.num_nodes} is for the same cell in a notebook on each machine. With engine="
+            f"{options.engine.engine!r} one notebook has all ranks: leave num_nodes out"
+        )
+    method = START_METHODS.get(options.start_method)
+    if method is not None and not method.serves_cells:
+        raise ConfigError(
+            f"start_method={method.name!r} needs the memory of this notebook, which other machines do not have. Leave "
+            "start_method out"
+        )
 
 
 def check_start_method(value: object, names: Iterable[str]) -> str:

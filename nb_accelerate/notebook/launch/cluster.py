@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.seam import StoreSpec
-from nb_accelerate.base.start_methods import START_METHODS
 from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.engines import open_engine
@@ -262,22 +261,6 @@ class Cluster(Placing):
 
     def _place_of(self, rank: int) -> _Place:
         return next(place for place in self._places if 0 <= rank - place.plan.first_rank < place.plan.num_processes)
-
-
-def open_cluster(options: LaunchOptions, *, is_sweep: bool = False) -> Cluster:
-    """Start hosts on the machines that options name, and return them.
-
-    Raises:
-        ConfigError: this cannot be done on other machines.
-    """
-    engine = f"engine={options.engine.engine!r}"
-    if is_sweep:
-        raise ConfigError(f"a sweep has its runs on this machine, and {engine} is for others. Leave one of them out")
-    if options.num_nodes > 1:
-        raise ConfigError(f"num_nodes={options.num_nodes}, but {engine} says which machines there are. Leave it out")
-    if options.start_method != "auto" and not START_METHODS[options.start_method].serves_cells:
-        raise ConfigError(f"start_method={options.start_method!r} needs this process, and {engine} is for others")
-    return Cluster(options)
 
 
 def own_entries() -> list[str]:

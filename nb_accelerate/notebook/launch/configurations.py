@@ -18,6 +18,7 @@ _EXAMPLE = "sweep=[dict(lr=0.1), dict(lr=0.01)]"
 
 _REFUSED = {
     "num_nodes": "its runs are all on this machine",
+    "engine": "its runs are all on this machine",
     "max_restarts": "a run that fails costs only itself, and the others go on",
     "log_line_prefix_template": "each line is marked with the configuration of its run",
 }
@@ -33,6 +34,7 @@ def check_sweep(sweep: Iterable[Mapping[str, Any]], options: LaunchOptions) -> l
     for name, why in _REFUSED.items():
         value = getattr(options, name)
         if value != getattr(LaunchOptions, name):
+            value = getattr(value, "engine", value)  # of options of an engine, its name
             raise ConfigError(f"{name}={shown(value)} is not for a sweep: {why}. Leave it out")
     if isinstance(sweep, (Mapping, str)) or not isinstance(sweep, Iterable):
         hint = _EXAMPLE

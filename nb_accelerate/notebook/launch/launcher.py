@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import secrets
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from nb_accelerate.base.config.checks import shown, suggest
-from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.base.config.env import LAUNCH, RESUME, Environment
 from nb_accelerate.base.config.file import default_path, read_config
 from nb_accelerate.base.config.launch import LaunchOptions
@@ -19,7 +17,7 @@ from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.errors import UnknownArgumentError
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
-from nb_accelerate.notebook.launch.cluster import open_cluster
+from nb_accelerate.notebook.launch.cluster import Cluster
 from nb_accelerate.notebook.launch.configurations import check_sweep
 from nb_accelerate.notebook.launch.description import announce
 from nb_accelerate.notebook.launch.inline import run_inline
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import ModuleType
 
-    from nb_accelerate.notebook.launch.cluster import Cluster
+    from nb_accelerate.base.config.engine import EngineOptions
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.values import Values
 
@@ -82,6 +80,11 @@ def notebook_launcher(
     resume: bool = ...,
     min_nodes: int | None = ...,
     sweep: Iterable[Mapping[str, Any]] | None = ...,
+    engine: str | None = ...,
+    hosts: str | Sequence[str] | None = ...,
+    address: str | None = ...,
+    command_template: str | None = ...,
+    remote_python: str | None = ...,
 ) -> Values: ...
 
 
@@ -118,6 +121,11 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     resume: bool = False,
     min_nodes: int | None = None,
     sweep: Iterable[Mapping[str, Any]] | None = None,
+    engine: str | None = None,
+    hosts: str | Sequence[str] | None = None,
+    address: str | None = None,
+    command_template: str | None = None,
+    remote_python: str | None = None,
     **others: Any,
 ) -> Values | Launch:
     """Run a function on every rank and return what each of them returned.
@@ -173,6 +181,17 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
             `args` and `kwargs`, which all runs share. `num_processes` run at a time, each as the only rank of a process
             of its own, on a GPU or with a share of the cores: `Accelerator()` is that of one process. The next one
             begins where one has ended. A run that fails or is killed costs only itself.
+        engine: who starts a process on each of several machines, which this one notebook then has ranks on. ``"ssh"``:
+            OpenSSH, with your keys and ``~/.ssh/config``. ``"command"``: a command of yours, `command_template`.
+            ``"auto"`` is this machine alone. None is what ``%distributed config``, ``NB_ACCELERATE_ENGINE`` or the
+            configuration file says, and ``"auto"`` without. The same holds for the four options below.
+        hosts: names of the machines, each with its number of ranks: ``["a:8", "me@b:4"]``. Without numbers,
+            `num_processes` is shared out evenly, or there is a rank for each GPU. The first machine has rank 0.
+        address: of the cluster that the engine is to connect to, for an engine that does.
+        command_template: with ``engine="command"``, what runs a command on a machine, with that command's stdin and
+            stdout: ``"kubectl exec -i {host} -- {command}"``.
+        remote_python: what starts Python on those machines, by default ``python3``. Its version, that of PyTorch and
+            this package have to be the ones here.
 
     Returns:
         The return values of this machine's ranks, in rank order; of a sweep those of the runs, in the order of their
@@ -203,8 +222,15 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     """
     if others:
         _refuse(function, others)
+    placing = Environment().engine_options(
+        engine=engine,
+        hosts=hosts,
+        address=address,
+        command_template=command_template,
+        remote_python=remote_python,
+    )
     is_open = num_processes is None and devices is None and num_nodes == 1
-    defaults, origin = _defaults() if is_open else ({}, "")
+    defaults, origin = _defaults(placing) if is_open else ({}, "")
     said = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
     options = LaunchOptions(
         function=function,
@@ -231,13 +257,13 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         env={RESUME: str(int(resume)), LAUNCH: secrets.token_hex(8), **(env or {})},
         by_value=tuple(by_value),
         fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
-        engine=EngineOptions.chosen(os.environ),
+        engine=placing,
     )
     runs = None if sweep is None else check_sweep(sweep, options)
     if runs is not None and options.num_processes is not None:
         options = replace(options, num_processes=min(options.num_processes, len(runs)))  # who share all cores
     with enough_room():
-        cluster = None if options.engine.is_local else open_cluster(options, is_sweep=runs is not None)
+        cluster = None if options.engine.is_local else Cluster(options)
         # Runs of a sweep start one after the other: a copy of this process would be of another state each time.
         plan = cluster.plan if cluster else make_plan(options, facts_here(options.env), may_copy=runs is None)
     if runs is not None:
@@ -309,11 +335,14 @@ def _refuse(function: Callable[..., Any], others: Mapping[str, Any]) -> NoReturn
     raise UnknownArgumentError(f"notebook_launcher has no argument {name!r}.{instead}")
 
 
-def _defaults() -> tuple[dict[str, Any], str]:
-    """Return which ranks to start where the call does not say, and who says so: the notebook before the file."""
+def _defaults(placing: EngineOptions) -> tuple[dict[str, Any], str]:
+    """Return which ranks to start where the call does not say, and who says so: the notebook before the file.
+
+    What the file says of ranks is about one machine.
+    """
     names = ("num_processes", "devices")
     of_notebook: dict[str, Any] = {name: SESSION_DEFAULTS[name] for name in names if name in SESSION_DEFAULTS}
     if of_notebook:
         return of_notebook, "%distributed config"
-    file = read_config()
+    file = read_config() if placing.is_local else None
     return (file.launcher_arguments(), str(default_path())) if file is not None else ({}, "")

@@ -145,6 +145,15 @@ POOL.add_argument("--mixed-precision", metavar="HOW", help="no, fp16 or bf16: th
 POOL.add_argument("--devices", type=devices, metavar="WHICH", help="cpu, or the numbers of the GPUs to use: 0,2-3.")
 POOL.add_argument("--start-method", metavar="HOW", help="auto, forkserver or spawn.")
 
+ENGINE = _group()
+ENGINE.add_argument("--engine", metavar="WHO", help="Who starts ranks on other machines: ssh or command. auto: nobody.")
+ENGINE.add_argument("--hosts", metavar="HOSTS", help="Machines, each with its number of ranks: a:8,me@b:8.")
+ENGINE.add_argument("--address", metavar="ADDRESS", help="Of the cluster that the engine connects to.")
+ENGINE.add_argument(
+    "--command-template", metavar="COMMAND", help="For --engine command: 'kubectl exec -i {host} -- {command}'."
+)
+ENGINE.add_argument("--remote-python", metavar="COMMAND", help="What starts Python on the other machines: python3.")
+
 RANKS = _group()
 RANKS.add_argument("--ranks", type=ranks, metavar="RANKS", help="Only these: 0,2-3.")
 
@@ -197,6 +206,7 @@ DISTRIBUTED_CELL = LineParser(
     "to them; the notebook's own variables are not touched. What all ranks print is shown once, other output with\n"
     "its rank.",
     POOL,
+    ENGINE,
     CONVERT,
     RANKS,
     CELL,

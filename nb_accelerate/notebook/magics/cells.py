@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.pool.pool import Pool
 
 _POOL = args.names_of(args.POOL)
+_ENGINE = args.names_of(args.ENGINE)
 
 _SEEDS = re.compile(r"seed\w*\s*\(")
 """``torch.manual_seed(0)``, ``np.random.seed(0)``, ``set_seed(0)``, ``seed_everything(0)`` ... States are not compared:
@@ -126,7 +127,7 @@ class Cells:
         from nb_accelerate.notebook.display.frontend import choose_front_end
         from nb_accelerate.notebook.pool.options import PoolOptions
 
-        asked = {name: value for name, value in given.items() if name in _POOL}
+        asked = {name: value for name, value in given.items() if name in (*_POOL, *_ENGINE)}
         if not pool.is_running:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
             options = PoolOptions(**{**defaults, **asked})
@@ -143,15 +144,23 @@ class Cells:
                 _show(pool.brief)
             return
         for name, value in asked.items():
-            running = pool.world_size if name == "num_processes" else getattr(pool.options, name)
+            running = pool.world_size if name == "num_processes" else _of_running(pool, name)
             if value != running:
-                flag = "-n" if name == "num_processes" else _POOL[name]
+                flag = "-n" if name == "num_processes" else {**_POOL, **_ENGINE}[name]
                 shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
                 how = f"without {flag}" if running is None else f"with {flag} {running}"
                 raise PoolError(
                     f"{flag} {shown}: the ranks that run were started {how}. To start others, and lose what these "
                     f"have: %distributed stop, then this cell again"
                 )
+
+
+def _of_running(pool: Pool, name: str) -> object:
+    """Return the value that an option of the running ranks has, as it is written behind its flag."""
+    if name not in _ENGINE:
+        return getattr(pool.options, name)
+    value = getattr(pool.options.placing, name)
+    return ",".join(value) if name == "hosts" else value
 
 
 def _show(text: str) -> None:

@@ -9,7 +9,7 @@ from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.notebook.display.words import size
 from nb_accelerate.notebook.magics import args
-from nb_accelerate.notebook.magics.args import POOL, RANKS, SHOW, LineParser
+from nb_accelerate.notebook.magics.args import ENGINE, POOL, RANKS, SHOW, LineParser
 from nb_accelerate.notebook.magics.plain import plain_errors
 from nb_accelerate.notebook.magics.replacing import replace
 
@@ -29,7 +29,7 @@ def _command(usage: str, about: str, *parents: argparse.ArgumentParser) -> LineP
 
 
 COMMANDS = {
-    "start": _command("start [-n N] ...", "Start ranks; the first %%distributed cell does it by itself.", POOL),
+    "start": _command("start [-n N] ...", "Start ranks; the first %%distributed cell does it by itself.", POOL, ENGINE),
     "status": _command("status", "Rank, process, device, memory, state, and where it is in its code now."),
     "push": _command(
         "push NAME ... [--ranks RANKS] [--large]", "Send variables of the notebook, also over the ranks' own.", RANKS
@@ -49,7 +49,7 @@ COMMANDS = {
     "stop": _command("stop", "End the ranks."),
     "auto": _command("auto on|off", "Run every cell on the ranks; %%local keeps one here."),
     "config": _command(
-        "config [options]", "Show, or set, the options that cells, launches and ranks start with.", POOL, SHOW
+        "config [options]", "Show, or set, the options that cells, launches and ranks start with.", POOL, ENGINE, SHOW
     ),
 }
 for name in ("push", "pull"):
@@ -181,7 +181,7 @@ class Commands:
 
     def _config(self, given: dict[str, Any]) -> None:
         self._defaults.update(given)
-        for group in (POOL, SHOW):
+        for group in (POOL, ENGINE, SHOW):
             for option in args.written(group, self._defaults):
                 _say(option)
         if not self._defaults:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.config.checks import check_choice
+from nb_accelerate.base.config.engine import VARIABLES
+from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.launch import PROGRESS, LaunchOptions, check_start_method
 from nb_accelerate.base.start_methods import START_METHODS
 from nb_accelerate.errors import ConfigError, PoolError
@@ -16,6 +18,7 @@ from nb_accelerate.notebook.launch.plan import make_plan
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nb_accelerate.base.config.engine import EngineOptions
     from nb_accelerate.notebook.launch.plan import LaunchPlan
 
 RANKS_WITHOUT_GPUS = 2
@@ -34,6 +37,9 @@ class PoolOptions:
         devices: ``"cpu"``, or the numbers of GPUs; None for all that are visible.
         start_method: ``"auto"``, ``"forkserver"`` or ``"spawn"``.
         env: environment variables of the ranks, on top of the notebook's.
+        engine: who starts a process on each of several machines, as for `notebook_launcher`; so are the four below.
+            None is what the notebook, the environment or the configuration file says for all calls.
+        placing: the same, decided.
 
     Raises:
         ConfigError: an option has a value that cannot be.
@@ -44,8 +50,16 @@ class PoolOptions:
     devices: str | Sequence[int] | None = None
     start_method: str = "auto"
     env: Mapping[str, str] = field(default_factory=dict)
+    engine: str | None = None
+    hosts: str | Sequence[str] | None = None
+    address: str | None = None
+    command_template: str | None = None
+    remote_python: str | None = None
+    placing: EngineOptions = field(init=False)
 
     def __post_init__(self) -> None:
+        placing = Environment().engine_options(**{name: getattr(self, name) for name in VARIABLES})
+        object.__setattr__(self, "placing", placing)
         stays = [method.name for method in START_METHODS.values() if method.serves_cells]
         if self.start_method in START_METHODS and self.start_method not in stays:
             raise ConfigError(
@@ -64,6 +78,7 @@ class PoolOptions:
             devices=self.devices,
             start_method=self.start_method,
             env=self.env,
+            engine=self.placing,
         )
 
     def plan(self) -> tuple[LaunchOptions, LaunchPlan]:

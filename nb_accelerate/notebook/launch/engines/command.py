@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.launch.engines.engine import Engine
+from nb_accelerate.notebook.launch.engines.failures import explained
 from nb_accelerate.notebook.remote.streams import CommandStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nb_accelerate.notebook.launch.engines.engine import Machine
+    from nb_accelerate.notebook.launch.engines.failures import Failure
     from nb_accelerate.notebook.remote.streams import Stream
 
 
 class CommandEngine(Engine):
     """Starts hosts by a template, such as ``"kubectl exec -i {host} -- {command}"``.
 
-    A word ``{command}`` becomes the words of the command. Inside of a longer word, as in ``sh -c 'cd /data; {command}'``, it
+    A word ``{command}`` becomes the words of the command. In a longer word, as in ``sh -c 'cd /data; {command}'``, it
     is the command as a shell reads it.
     """
 
+    failures: Sequence[Failure] = ()
+
     @override
     def start(self, machine: Machine, command: Sequence[str]) -> Stream:
-        return start_command(machine.name, filled(self.options.command_template or "", machine.name, command))
+        argv = self._argv(machine, command)
+        explain = partial(
+            explained, argv[0], failures=self.failures, host=machine.name, python=self.options.remote_python
+        )
+        try:
+            return CommandStream(machine.name, argv, explain=explain)
+        except OSError as error:
+            raise StartError(f"machine {machine.name} cannot be reached: {argv[0]}: {error.strerror}") from None
 
-
-def start_command(name: str, argv: Sequence[str]) -> CommandStream:
-    """Start a command that carries the stream of a machine.
-
-    Raises:
-        StartError: it is not there.
-    """
-    try:
-        return CommandStream(name, argv)
-    except OSError as error:
-        raise StartError(f"{name} cannot be reached: {argv[0]}: {error.strerror}") from None
+    def _argv(self, machine: Machine, command: Sequence[str]) -> list[str]:
+        return filled(self.options.command_template or "", machine.name, command)
 
 
 def filled(template: str, host: str, command: Sequence[str]) -> list[str]:

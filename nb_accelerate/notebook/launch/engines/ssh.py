@@ -7,30 +7,70 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nb_accelerate.notebook.launch.engines.command import start_command
-from nb_accelerate.notebook.launch.engines.engine import Engine
+from nb_accelerate.notebook.launch.engines.command import CommandEngine
+from nb_accelerate.notebook.launch.engines.failures import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nb_accelerate.notebook.launch.engines.engine import Machine
-    from nb_accelerate.notebook.remote.streams import Stream
 
 _OPTIONS = (
     "-T",  # no terminal: it would change bytes
     "-oBatchMode=yes",  # nobody is there to type a password
+    "-oConnectTimeout=30",
     "-oServerAliveInterval=5",
     "-oServerAliveCountMax=3",
+    "-oClearAllForwardings=yes",  # no port is opened, and none that is in use is an error
+    "-oRemoteCommand=none",  # with one, ours would be refused
 )
-"""Before those of ``~/.ssh/config``, as ssh takes what it finds first. All others are the user's."""
+"""ssh takes what it finds first: these come before those of ``~/.ssh/config``, where users say all others."""
 
 
-class SshEngine(Engine):
+class SshEngine(CommandEngine):
     """Starts hosts by ``ssh``."""
 
+    failures = (
+        Failure(
+            r"Could not resolve hostname",
+            "there is no machine of the name {host}. Correct it in hosts, or say its address in ~/.ssh/config: "
+            "Host {host}, and below it HostName 10.0.0.1",
+        ),
+        Failure(
+            r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+            "the key of {host} is another one than before. If the machine was set up anew: ssh-keygen -R {host}, then "
+            "log in once by hand: ssh {host}. If it was not, somebody may be in between",
+        ),
+        Failure(
+            r"Host key verification failed",
+            "the key of {host} is not known yet. Log in once by hand, and accept it: ssh {host}",
+        ),
+        Failure(
+            r"Permission denied|Too many authentication failures",
+            "{host} wants a password, or does not know your key, and nobody can type one here. Have it accept your "
+            "key: ssh-copy-id {host}. Then this has to work: ssh -oBatchMode=yes {host} true",
+        ),
+        Failure(
+            r"Connection refused",
+            "nothing answers at the port of ssh on {host}. Start sshd there, or say its port in ~/.ssh/config: "
+            "Host {host}, and below it Port 2222",
+        ),
+        Failure(
+            r"timed out|No route to host|Network is unreachable",
+            "{host} does not answer: it is down, in another network, or behind a firewall. This has to work first: "
+            "ssh -oBatchMode=yes {host} true",
+        ),
+        Failure(
+            r"No module named '?nb_accelerate",
+            "{python} on {host} has not this package. Install it, in a clone of its repository here: git archive HEAD "
+            "| ssh {host} 'mkdir -p nb_accelerate && tar -x -C nb_accelerate && {python} -m pip install "
+            "./nb_accelerate'. Or name a Python that has it: remote_python='~/env/bin/python'",
+        ),
+    )
+
     @override
-    def start(self, machine: Machine, command: Sequence[str]) -> Stream:
-        return start_command(machine.name, ["ssh", *_OPTIONS, "--", machine.name, for_shell(command)])
+    def _argv(self, machine: Machine, command: Sequence[str]) -> list[str]:
+        return ["ssh", *_OPTIONS, "--", machine.name, for_shell(command)]
 
 
 def for_shell(command: Sequence[str]) -> str:
