@@ -25,11 +25,12 @@ from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.engines import open_engine
 from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
-from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices
+from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
 from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup
+from nb_accelerate.notebook.remote.environments import compare
 from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.rank import RemoteRank
 
@@ -113,6 +114,7 @@ class Cluster(Placing):
                 undo.callback(links[-1].close)
             for link in links:
                 link.open(_OPEN_TIMEOUT, check)
+                self._compare(link)
             self._places = self._planned(links, machines)
             self.plan = replace(
                 _as_whole(self._places[0].plan),
@@ -130,6 +132,14 @@ class Cluster(Placing):
     def is_usable(self) -> bool:
         """Whether no machine is lost."""
         return not any(place.link.lost for place in self._places)
+
+    def _compare(self, link: Link) -> None:
+        """Note how the software of a machine differs from that of this one. Raises StartError if ranks cannot run."""
+        python = self._options.engine.remote_python
+        differences = compare(software_here(), {name: link.hello[name] for name in software_here()}, python=python)
+        if differences.obstacles:
+            raise StartError(f"machine {link.name}: {'. '.join(differences.obstacles)}")
+        self.notes += [f"machine {link.name}: {warning}" for warning in differences.warnings]
 
     def _planned(self, links: Sequence[Link], machines: Sequence[Machine]) -> list[_Place]:
         facts = [_facts(link) for link in links]

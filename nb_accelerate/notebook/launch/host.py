@@ -20,17 +20,15 @@ import signal
 import socket
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 from typing_extensions import override
 
-from nb_accelerate.base.version import __version__
 from nb_accelerate.errors import ConfigError, MissingDependencyError, StartError
 from nb_accelerate.notebook.launch.local import LocalRank
-from nb_accelerate.notebook.launch.machine import facts_here, interface_of
+from nb_accelerate.notebook.launch.machine import facts_here, interface_of, software_here
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
 from nb_accelerate.notebook.ranks.handle import RankEvents
 from nb_accelerate.notebook.ranks.sources import Sources
@@ -396,9 +394,7 @@ def _end_process(_: str, __: BaseException) -> NoReturn:
 def facts_of_machine() -> dict[str, Any]:
     """Return what the kernel is to know about this machine."""
     return {
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "package": __version__,
+        **software_here(),
         "platform": sys.platform,
         "pid": os.getpid(),
         "cpus": os.cpu_count() or 1,
@@ -413,13 +409,6 @@ def facts_of_machine() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         **_devices(),
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _network() -> str:

@@ -6,9 +6,11 @@ import contextlib
 import functools
 import importlib.util
 import os
+import platform
 import shutil
 import socket
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from nb_accelerate.base.config.file import read_config
 from nb_accelerate.base.config.versions import check_versions
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.devices.host import num_cpus
+from nb_accelerate.base.version import __version__
 from nb_accelerate.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -114,6 +117,18 @@ def _text_of(file: Path) -> str:
 @functools.cache
 def _loopback() -> str:
     return interface_of("127.0.0.1") or "lo"
+
+
+def software_here() -> dict[str, str]:
+    """Return the versions that have to be alike on all machines; "" for what is not installed."""
+    return {"python": platform.python_version(), "torch": _version("torch"), "package": __version__}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def interface_of(address: str) -> str | None:

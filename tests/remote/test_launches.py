@@ -183,7 +183,7 @@ KERNEL = """
 import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from engines.test_launches import waits
+from remote.test_launches import waits
 from nb_accelerate import notebook_launcher
 if __name__ == "__main__":
     notebook_launcher(waits, ({gate!r},), progress="off")
