@@ -32,7 +32,7 @@ from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup
 from nb_accelerate.notebook.remote.environments import compare
 from nb_accelerate.notebook.remote.link import Link
-from nb_accelerate.notebook.remote.rank import RemoteRank
+from nb_accelerate.notebook.remote.rank import LISTENER_OF_HOST, RemoteRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +83,22 @@ class _Place:
     cwd: str = ""
     path: tuple[str, ...] = ()
     interface: str = ""
+
+
+class _ServedThere(Rendezvous):
+    """A rendezvous whose store the first rank serves, at the socket that its host has."""
+
+    @override
+    def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
+        spec = StoreSpec(
+            kind="client" if local_rank else "server",
+            address=self.address,
+            port=self.port,
+            store_port=self.port,
+            world_size=self.world_size,
+            part=self.part,
+        )
+        return spec, -1 if local_rank else LISTENER_OF_HOST
 
 
 class Cluster(Placing):
@@ -193,7 +209,7 @@ class Cluster(Placing):
         for number, place in enumerate(others, 1):
             reached = place.link.ask("reach", address=address, port=port, check=self._check)
             self._places[number] = replace(place, interface=reached["interface"])
-        yield Rendezvous(
+        yield _ServedThere(
             address=address,
             port=port,
             node_rank=0,
@@ -232,8 +248,16 @@ class Cluster(Placing):
             yield handles
 
     def start(self, rank: int, *, serves: bool = False) -> RemoteRank:
-        """Start a rank, which has the socket of the store if it is to serve that."""
+        """Start a rank, which has the socket of the store if it is to serve that.
+
+        Raises:
+            StartError: its machine is lost.
+        """
         place = self._place_of(rank)
+        if place.link.lost:
+            raise StartError(
+                f"machine {place.link.name} {place.link.lost}. To start all ranks anew: %distributed restart"
+            )
         fresh = place.plan.method.name == "spawn"
         local_rank = rank - place.plan.first_rank
         return RemoteRank(place.link, rank, local_rank=local_rank, fresh=fresh, serves=serves)
@@ -243,7 +267,7 @@ class Cluster(Placing):
         self, handle: RankHandle, plan: LaunchPlan, rendezvous: Rendezvous, notebook: Parcel, *, attempt: int = 0
     ) -> Setup:
         """Return the `Setup` of a rank: the environment of its host with ours on top, and its folder and path there."""
-        store = self.store_for(handle.rank, rendezvous)
+        store, _ = rendezvous.store_for(handle.rank)
         place = self._place_of(handle.rank)
         there = replace(rendezvous, interface=place.interface, num_nodes=len(self._places), node_rank=place.plan.number)
         setup = make_setup(handle, self._options, place.plan, there, notebook, store=store, attempt=attempt)
@@ -258,16 +282,31 @@ class Cluster(Placing):
         )
         return replace(setup, environ=environ, keeps_environ=True, cwd=place.cwd, sys_path=place.path)
 
-    def store_for(self, rank: int, rendezvous: Rendezvous) -> StoreSpec:
-        """Return what a rank is told of the store, which the first one serves."""
-        return StoreSpec(
-            kind="client" if rank else "server",
-            address=rendezvous.address,
-            port=rendezvous.port,
-            store_port=rendezvous.port,
-            world_size=rendezvous.world_size,
-            part=rendezvous.part,
-        )
+    def when_addressed(
+        self, handles: Sequence[RankHandle], then: Callable[[tuple[tuple[str, int], ...]], object]
+    ) -> None:
+        """Call `then` in the loop's thread with the addresses and ports of ranks, when their machines have said them.
+
+        All ports of a machine that is lost are among them.
+        """
+        found: set[tuple[str, int]] = set()
+        waiting = set()
+        for place in self._places:
+            pids = [handle.pid for handle in handles if self._place_of(handle.rank) is place and not handle.ended]
+
+            def take(answer: dict[str, Any], place: _Place = place) -> None:
+                found.update((address, port) for address, port in answer["addresses"])
+                waiting.discard(place.link)
+                if not waiting:
+                    then(tuple(found))
+
+            if place.link.lost:
+                found.update((address, 0) for address in place.link.hello["addresses"].values())
+            else:
+                waiting.add(place.link)
+                place.link.query("connections", take, pids=[pid for pid in pids if pid])
+        if not waiting:
+            then(tuple(found))
 
     def _place_of(self, rank: int) -> _Place:
         return next(place for place in self._places if 0 <= rank - place.plan.first_rank < place.plan.num_processes)

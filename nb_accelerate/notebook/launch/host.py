@@ -51,6 +51,7 @@ from nb_accelerate.notebook.remote.link import SILENCE_LIMIT
 from nb_accelerate.notebook.remote.mirror import PageWatch
 from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
 from nb_accelerate.notebook.remote.sender import BEAT_INTERVAL, FrameSender
+from nb_accelerate.notebook.worker.connections import addresses_of
 from nb_accelerate.notebook.worker.server.process_tree import set_name
 
 if TYPE_CHECKING:
@@ -151,7 +152,6 @@ class HostedRank(RankEvents):
         facts = {
             "stopped": handle.is_stopped(),
             "processor_time": handle.processor_time(),
-            "memory": handle.memory(),
         }
         self.send(Kind.FACTS, _json(facts))
 
@@ -300,7 +300,8 @@ class Host:
             return self._received.get(one.number)
         if one.kind == LISTENER:
             assert self._listener is not None
-            return opened.enter_context(self._listener).fileno()
+            listener, self._listener = self._listener, None
+            return opened.enter_context(listener).fileno()
         here, there = self._bridge(one.number)
         assert there is not None
         self._bridges[one.number] = here, None
@@ -346,7 +347,13 @@ class Host:
     # Questions.
 
     def _answer(self, number: int, what: str, **arguments: Any) -> None:
-        answers: dict[str, Callable[..., dict[str, Any]]] = {"place": _place, "listen": self._listen, "reach": _reach}
+        answers: dict[str, Callable[..., dict[str, Any]]] = {
+            "place": _place,
+            "listen": self._listen,
+            "reach": _reach,
+            "connections": _connections,
+            "memory": _memory,
+        }
         try:
             answer: dict[str, Any] = answers[what](**arguments)
         except OSError as error:
@@ -465,6 +472,22 @@ def _reach(address: str, port: int) -> dict[str, Any]:
     except OSError as error:
         return {"error": f"cannot reach {address}:{port}, where the ranks are to meet: {error.strerror or error}"}
     return {"own": own, "interface": interface_of(own) or ""}
+
+
+def _connections(pids: list[int]) -> dict[str, Any]:
+    """Return the addresses and ports at which ranks of this machine are connected."""
+    found: list[tuple[str, int]] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += addresses_of(psutil.Process(pid))
+    return {"addresses": found}
+
+
+def _memory(pid: int | None) -> dict[str, Any]:
+    """Return the bytes that a rank holds."""
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        return {"bytes": psutil.Process(pid).memory_info().rss if pid else 0}
+    return {"bytes": 0}
 
 
 def _json(value: object) -> bytes:

@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.launch.cluster import Cluster
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Rendezvous
+    from nb_accelerate.notebook.protocol.messages import Parcel, Setup
+    from nb_accelerate.notebook.ranks.handle import RankHandle
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
     from nb_accelerate.notebook.ranks.waiting import Interrupts
 
@@ -67,6 +70,7 @@ class RankGroup:
     Args:
         on_rank_end: called, in the loop's thread, with what happened when a rank has ended.
         timeouts: gives how long the steps of what begins now may take.
+        cluster: the machines that ranks are on, which is taken over; None if they are here.
 
     Attributes:
         is_disconnected: whether the ranks have no process group of use, so that they must be connected anew.
@@ -79,8 +83,10 @@ class RankGroup:
         plan: LaunchPlan,
         on_rank_end: Callable[[BaseException], None],
         timeouts: Callable[[], Timeouts],
+        cluster: Cluster | None = None,
     ) -> None:
         self.plan = plan
+        self._cluster = cluster
         self.is_disconnected = False
         self.display_ids = DisplayIds()
         self._options = options
@@ -88,7 +94,7 @@ class RankGroup:
         self._tell = on_rank_end
         self._rendezvous_count = 0
         self._resources = contextlib.ExitStack()
-        self._server = self._resources.enter_context(open_server(plan.method, options))
+        self._open_server()
         try:
             self.loop = RankLoop(on_rank_end=self._on_rank_end)
             self.loop.start()
@@ -163,9 +169,17 @@ class RankGroup:
         """Take a rank out of a collective, by breaking its connections to other ranks."""
         handles = [other.handle for other in self.ranks.values() if other is not rank]
         others = tuple(handle.pid for handle in handles if handle.pid and not handle.ended)
-        if rank.alarm is not None:  # else it has not been asked to join yet
-            with contextlib.suppress(OSError):  # it has just ended
-                rank.alarm.send(CutOff(rendezvous=self._rendezvous_count, peers=others))
+        number = self._rendezvous_count
+
+        def send(peers: tuple[int, ...] = (), addresses: tuple[tuple[str, int], ...] = ()) -> None:
+            if rank.alarm is not None:  # else it has not been asked to join yet
+                with contextlib.suppress(OSError):  # it has just ended
+                    rank.alarm.send(CutOff(rendezvous=number, peers=peers, addresses=addresses))
+
+        if self._cluster is None:
+            send(peers=others)
+        else:  # process ids of other machines mean nothing on this one, and not to each other
+            self._cluster.when_addressed(handles, lambda addresses: send(addresses=addresses))
 
     @enough_room()
     def bring_up(self, numbers: Sequence[int], interrupts: Interrupts) -> None:
@@ -173,12 +187,11 @@ class RankGroup:
         self.is_disconnected = True
         new: list[RankProxy] = []
         try:
-            with open_rendezvous(self._options, self.plan) as rendezvous, pack_notebook() as notebook:
+            with self._met() as rendezvous, pack_notebook() as notebook:
                 new.extend(self._start(number) for number in numbers)
 
                 def set_up(rank: RankProxy) -> None:
-                    setup = make_setup(rank.handle, self._options, self.plan, rendezvous, notebook.parcel)
-                    rank.handle.send(setup, notebook.fds)
+                    rank.handle.send(self._setup_of(rank, rendezvous, notebook.parcel), notebook.fds)
 
                 self._ask("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
                 everybody = sorted(self.ranks.values(), key=lambda rank: rank.rank)
@@ -202,14 +215,34 @@ class RankGroup:
         except StartError:
             if any(not rank.is_gone for rank in self.ranks.values()):
                 raise
+            if self._cluster is not None:
+                raise
             self._resources.close()
-            self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
+            self._open_server()
             handle = self._forked(number)
         rank = RankProxy(handle)
         self.loop.add(rank)
         return rank
 
-    def _forked(self, number: int) -> LocalRank:
+    def _open_server(self) -> None:
+        if self._cluster is not None:
+            self._resources.callback(self._cluster.close)
+        else:
+            self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
+
+    def _met(self) -> contextlib.AbstractContextManager[Rendezvous]:
+        return open_rendezvous(self._options, self.plan) if self._cluster is None else self._cluster.meet()
+
+    def _setup_of(self, rank: RankProxy, rendezvous: Rendezvous, notebook: Parcel) -> Setup:
+        if self._cluster is None:
+            return make_setup(rank.handle, self._options, self.plan, rendezvous, notebook)
+        return replace(
+            self._cluster.setup_of(rank.handle, self.plan, rendezvous, notebook), store=None
+        )  # `Join` says it
+
+    def _forked(self, number: int) -> RankHandle:
+        if self._cluster is not None:
+            return self._cluster.start(number)
         handle = LocalRank(number, local_rank=number)
         try:
             self._server.start([handle])
@@ -298,6 +331,7 @@ def send_join(rank: RankProxy, rendezvous: Rendezvous, number: int) -> None:
         store, store_fd = rendezvous.store_for(rank.rank)
         if store_fd >= 0:
             sent.callback(os.close, store_fd)
+        if store_fd != -1:
             fds.append(store_fd)
         environ = {
             "MASTER_ADDR": rendezvous.address,

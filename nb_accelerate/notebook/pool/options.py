@@ -81,12 +81,18 @@ class PoolOptions:
             engine=self.placing,
         )
 
-    def plan(self) -> tuple[LaunchOptions, LaunchPlan]:
-        """Decide how many ranks are started on which devices: return a launch with these ranks, and its plan."""
+    def plan(self) -> tuple[LaunchOptions, LaunchPlan | None]:
+        """Decide how many ranks are started on which devices: return a launch with these ranks, and its plan.
+
+        There is no plan yet if ranks are on other machines, which have to say first what they are.
+        """
         ipython = sys.modules.get("IPython")
         if ipython is not None and getattr(ipython.get_ipython(), "is_rank", False):
             raise PoolError("this runs on a rank already: ranks that stay are started in the notebook")
-        facts, launch = facts_here(self.env), self.as_launch()
+        launch = self.as_launch()
+        if not self.placing.is_local:
+            return launch, None
+        facts = facts_here(self.env)
         plan = make_plan(launch, facts, may_copy=False)
         if self.num_processes is None and plan.kind.is_host:
             launch = replace(launch, num_processes=RANKS_WITHOUT_GPUS)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import PoolError, ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
+from nb_accelerate.notebook.launch.cluster import Cluster
 from nb_accelerate.notebook.pool.cell import cell_request
 from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
@@ -168,19 +169,25 @@ class Pool:
         """
         options = options or PoolOptions()
         launch, plan = options.plan()
-        for warning in plan.warnings:
-            logger.warning("%s", warning)
         self._clear_away_what_failed()
         if self.is_running:
             raise PoolError("ranks run already. To start others, and lose what these have: %distributed stop")
+        cluster = None
+        if plan is None:
+            cluster = Cluster(launch)
+            plan = cluster.plan
+        for warning in (*plan.warnings, *(cluster.notes if cluster else ())):
+            logger.warning("%s", warning)
         with Interrupts() as interrupts:
             try:
                 self.options = options
                 with self._starting():
-                    self.group = RankGroup(launch, plan, self._on_rank_end, lambda: self.timeouts)
-                    self._bring_up(range(plan.num_processes), interrupts)
+                    self.group = RankGroup(launch, plan, self._on_rank_end, lambda: self.timeouts, cluster)
+                    self._bring_up(range(self.group.size), interrupts)
             except BaseException:
                 self.stop()
+                if cluster is not None:
+                    cluster.close()
                 raise
             atexit.register(self.stop)
 

@@ -196,10 +196,13 @@ class CutOff:
     Attributes:
         rendezvous: number of the rendezvous that made the group of the collective.
         peers: process ids of the other ranks; connections to them are broken off.
+        addresses: addresses and ports of other ranks, in the place of process ids where ranks are on several machines.
+            Port 0 stands for all.
     """
 
     rendezvous: int
     peers: tuple[int, ...]
+    addresses: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

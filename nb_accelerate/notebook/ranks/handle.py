@@ -141,7 +141,10 @@ class RankHandle(ABC):
         return None
 
     def memory(self) -> int:
-        """Return the bytes of main memory that its process holds (RSS); 0 if that cannot be told."""
+        """Return the bytes of main memory that its process holds (RSS); 0 if that cannot be told.
+
+        For any thread but that of the loop.
+        """
         return 0
 
     @abstractmethod

@@ -84,6 +84,7 @@ class Link:
         self._handles: dict[int, TakesFrames] = {}
         self._keys, self._questions = itertools.count(), itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
+        self._callbacks: dict[int, Callable[[dict[str, Any]], object]] = {}
         self._answered = threading.Condition()
         self._sources: Sources | None = None
         self._heard = True
@@ -116,19 +117,28 @@ class Link:
         Raises:
             StartError: it cannot do it, or does not answer in time.
         """
-        number = next(self._questions)
-        self.send(Kind.ASK, MACHINE, _json({"number": number, "what": what, **arguments}), urgent=True)
-        if self._sources is None:
-            self._read_until(lambda: number in self._answers, seconds, check)
-        else:
-            with self._answered:
-                self._answered.wait_for(lambda: self.lost or number in self._answers, seconds)
-        if number not in self._answers:
-            raise StartError(self._failed(self.lost or f"has not answered within {seconds:g} s"))
+        number = self.query(what, lambda answer: self._answers.update({answer["number"]: answer}), **arguments)
+        deadline = time.monotonic() + seconds
+        while number not in self._answers:
+            left = deadline - time.monotonic()
+            if self.lost or left <= 0:
+                raise StartError(self._failed(self.lost or f"has not answered within {seconds:g} s"))
+            if self._sources is None:
+                self._read_until(lambda: number in self._answers or self._sources is not None, left, check)
+            else:
+                with self._answered:
+                    self._answered.wait_for(lambda: self.lost or number in self._answers or self._sources is None, left)
         answer = self._answers.pop(number)
         if "error" in answer:
             raise StartError(f"machine {self.name}: {answer['error']}")
         return answer
+
+    def query(self, what: str, then: Callable[[dict[str, Any]], object], **arguments: Any) -> int:
+        """Ask the host something, and have `then` called with the answer, where it is read. Returns a number for it."""
+        number = next(self._questions)
+        self._callbacks[number] = then
+        self.send(Kind.ASK, MACHINE, _json({"number": number, "what": what, **arguments}), urgent=True)
+        return number
 
     def _read_until(self, is_there: Callable[[], bool], seconds: float, check: Callable[[], object]) -> None:
         poll = select.poll()
@@ -182,6 +192,12 @@ class Link:
         self._sources = None
         while self._bridges:
             os.close(self._bridges.popitem()[1])
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake up whoever waits for an answer, or for the end of the loop that read it."""
+        with self._answered:
+            self._answered.notify_all()
 
     def send(self, kind: Kind, rank: int, *parts: bytes, urgent: bool = False) -> None:
         """Send a frame.
@@ -256,9 +272,8 @@ class Link:
             self.ahead = time.monotonic() - self.hello["monotonic"]
         elif frame.kind == Kind.ANSWER:
             answer = json.loads(frame.body)
-            with self._answered:
-                self._answers[answer["number"]] = answer
-                self._answered.notify_all()
+            self._callbacks.pop(answer["number"])(answer)
+            self._notify()
         else:
             raise LinkError(f"a frame of kind {frame.kind} came, which is none of a host's")
 
@@ -275,8 +290,7 @@ class Link:
             self._sources.drop(self._stream.reads)
         self._sender.close(drop=True)
         self._stream.close()
-        with self._answered:
-            self._answered.notify_all()
+        self._notify()
         for handle in list(self._handles.values()):
             handle.lose(f"machine {self.name} {why}")
 

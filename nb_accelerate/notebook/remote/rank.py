@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,12 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.notebook.protocol.channel import Received
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.handle import RankHandle
-from nb_accelerate.notebook.remote.frames import NUMBER, Kind, pack_message, pack_pieces, unpack_message, unpack_pieces
+from nb_accelerate.notebook.remote.frames import (
+    LISTENER,
+    NUMBER,
+    Descriptor,
+    Kind,
+    pack_message,
+    pack_pieces,
+    unpack_message,
+    unpack_pieces,
+)
 from nb_accelerate.notebook.remote.mirror import PageMirror
 from nb_accelerate.notebook.worker.ends import NUDGE
 from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
@@ -31,8 +42,15 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.remote.frames import Frame
     from nb_accelerate.notebook.remote.link import Link
 
+LISTENER_OF_HOST = -2
+"""Among the descriptors of a message: the socket on which its host was told to listen."""
+
 _KILL_TIMEOUT = 30.0
 """Seconds from SIGKILL until the host must have reported the end of a rank. It gives up sooner, and says so."""
+
+
+_MEMORY_TIMEOUT = 2.0
+"""Seconds for its machine to say how much memory it holds."""
 
 
 class RemoteRank(RankHandle):
@@ -50,7 +68,6 @@ class RemoteRank(RankHandle):
         self.local_rank = local_rank
         self.mark = new_mark()
         self.page = PageMirror(self._send_page)
-        self.is_lost_with_others = True
         self._sources: Sources | None = None
         self._events: RankEvents | None = None
         self._early: list[Frame] = []
@@ -159,7 +176,8 @@ class RemoteRank(RankHandle):
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         if self.ended:
             raise BrokenPipeError(self.lost)
-        descriptors = pack_message([self.link.descriptor(fd) for fd in fds])
+        held = Descriptor(LISTENER, 0)
+        descriptors = pack_message([held if fd == LISTENER_OF_HOST else self.link.descriptor(fd) for fd in fds])
         self.link.send(Kind.MESSAGE, self._key, descriptors, pickle.dumps(message, protocol=5))
 
     @override
@@ -199,8 +217,9 @@ class RemoteRank(RankHandle):
 
     @override
     def memory(self) -> int:
-        self._tell(Kind.FACTS)
-        return int(self._facts.get("memory", 0))
+        with contextlib.suppress(StartError, BrokenPipeError):  # its machine is lost, or busy
+            return int(self.link.ask("memory", seconds=_MEMORY_TIMEOUT, pid=self.pid)["bytes"])
+        return 0
 
     @override
     def terminate(self) -> None:

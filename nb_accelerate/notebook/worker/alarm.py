@@ -23,7 +23,7 @@ import psutil
 
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.notebook.protocol.messages import CutOff
-from nb_accelerate.notebook.worker.connections import connections
+from nb_accelerate.notebook.worker.connections import addresses_of, connections, plain_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class Alarm:
                 return False
             self._abort_groups()
             self._stop_waiting()
-            cut_connections(message.peers)
+            cut_connections(message.peers, message.addresses)
             return True
 
     def _listen(self, channel: Channel) -> None:
@@ -86,18 +86,28 @@ class Alarm:
                 self.answer(message)
 
 
-def cut_connections(peers: tuple[int, ...]) -> int:
-    """Break every TCP connection between this process and others, and return how many were broken."""
+def cut_connections(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ...] = ()) -> int:
+    """Break every TCP connection between this process and others, and return how many were broken.
+
+    Args:
+        peers: process ids of others on this machine.
+        addresses: addresses and ports of others, anywhere; port 0 stands for all.
+    """
     try:
         own = connections(psutil.Process())
     except psutil.Error:  # the system lists none, as Linux without /proc
         found = _within_this_machine()
     else:
-        theirs = set()
+        theirs = set(addresses)
         for pid in peers:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                theirs |= {connection.laddr for connection in connections(psutil.Process(pid))}
-        found = [connection.fd for connection in own if connection.raddr in theirs and connection.fd >= 0]
+                theirs |= set(addresses_of(psutil.Process(pid)))
+        found = [
+            connection.fd
+            for connection in own
+            if connection.raddr and connection.fd >= 0
+            if theirs & {plain_address(connection.raddr), (plain_address(connection.raddr)[0], 0)}
+        ]
     cut = 0
     for fd in found:
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -1,0 +1,121 @@
+"""Cells whose ranks are on two machines: what they do, what they keep, and how each end is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+
+from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError, StartError
+from nb_accelerate.notebook.pool.options import CellOptions
+from nb_accelerate.notebook.pool.pool import Pool
+from nb_accelerate.notebook.pool.source import read_cell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fixtures.engines import Machines
+
+SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndist.all_reduce(x)\nx.item()"
+
+
+@pytest.fixture
+def pool(machines: Machines) -> Iterator[Pool]:
+    """Ranks that stay: rank 0 on machine a, ranks 1 and 2 on b."""
+    started = Pool()
+    started.start()
+    yield started
+    started.stop()
+
+
+def run(pool: Pool, text: str, *, timeout: float | None = None, **variables: Any) -> list[Any]:
+    options = CellOptions(wants_values=True, progress="off", timeout=timeout)
+    return pool.run(read_cell(text), options, variables=variables)
+
+
+def test_cells_share_variables_collectives_and_output(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
+    sent = torch.arange(300_000)
+    assert run(pool, "total = sent.sum().item()\nprint('here')\ntotal", sent=sent) == [sent.sum().item()] * 3
+    assert run(pool, SUM) == [7.0] * 3
+    assert run(pool, "import os\nos.environ['OWN'], int(os.environ['LOCAL_RANK']), total - total") == [
+        ("a", 0, 0),
+        ("b", 0, 0),
+        ("b", 1, 0),
+    ]
+    assert all(rank.memory > 10 << 20 for rank in pool.status())
+    assert capfd.readouterr().out.splitlines()[0] == "here"
+
+
+def test_a_cell_that_fails_leaves_ranks_that_meet_again(pool: Pool) -> None:
+    run(pool, SUM)
+    with pytest.raises(ZeroDivisionError):
+        run(pool, "if rank == 2:\n    1 / 0\ndist.barrier()")
+    assert run(pool, SUM) == [7.0] * 3
+
+
+def test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool: Pool) -> None:
+    pids = run(pool, f"import os\n{SUM}\nos.getpid()")
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="took longer than 0.5 s"):
+        run(pool, "import time\nif rank == 1:\n    time.sleep(60)\ndist.barrier()", timeout=0.5)
+    assert time.monotonic() - began < 15
+    assert run(pool, f"{SUM}\nos.getpid()") == pids
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_died_is_replaced_and_others_keep_their_variables(pool: Pool, rank: int) -> None:
+    run(pool, f"{SUM}\nkept = rank + 10")
+    with pytest.raises(RankDiedError, match=f"rank {rank} was ended by SIGKILL"):
+        run(pool, f"import os\nif rank == {rank}:\n    os.kill(os.getpid(), {signal.SIGKILL})\ndist.barrier()")
+    with pytest.raises(PoolError, match=f"%distributed restart {rank}"):
+        run(pool, "pass")
+    assert pool.restart(rank) == [rank]
+    assert run(pool, SUM) == [7.0] * 3
+    kept = run(pool, "globals().get('kept')")
+    assert kept == [None if number == rank else number + 10 for number in range(3)]
+
+
+def test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool: Pool, machines: Machines) -> None:
+    pids = run(pool, "import os\nos.getpid()")
+    host = machines.hosts()[1]
+    ranks = [psutil.Process(pid) for pid in pids[1:]]
+    machines.kill(host)
+    with pytest.raises(PoolError, match="rank [12] is lost: machine b is lost"):
+        run(pool, "import time\ntime.sleep(30)")
+    psutil.wait_procs(ranks, timeout=20)
+    assert not any(rank.is_running() for rank in ranks)
+    with pytest.raises(StartError, match="machine b is lost: .* To start all ranks anew: %distributed restart"):
+        pool.restart(1)
+    assert pool.restart() == [0, 1, 2]
+    assert run(pool, SUM) == [7.0] * 3
+
+
+def test_an_interrupt_ends_a_cell_and_no_rank(pool: Pool) -> None:
+    pids = run(pool, "import os\nos.getpid()")
+    handle = pool.begin(
+        read_cell("import time\nprint('sleeps', flush=True)\ntime.sleep(60)"), CellOptions(progress="off")
+    )
+    while not all(rank.handle.page.read().request > 1 for rank in handle.ranks):
+        time.sleep(0.01)  # there is no event for "all ranks have begun"
+    began = time.monotonic()
+    pool.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        pool.finish(handle)
+    assert time.monotonic() - began < 5
+    assert run(pool, "os.getpid()") == pids
+
+
+def test_nothing_stays_when_it_is_stopped(machines: Machines) -> None:
+    pool = Pool()
+    pool.start()
+    started = psutil.Process(os.getpid()).children(recursive=True)
+    started = [process for process in started if process.name().startswith("nb-")]
+    assert len(started) >= 7
+    pool.stop()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
