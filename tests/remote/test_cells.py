@@ -61,7 +61,7 @@ def test_a_cell_that_fails_leaves_ranks_that_meet_again(pool: Pool) -> None:
 def test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool: Pool) -> None:
     pids = run(pool, f"import os\n{SUM}\nos.getpid()")
     began = time.monotonic()
-    with pytest.raises(DeadlineError, match="took longer than 0.5 s"):
+    with pytest.raises(DeadlineError, match=r"took longer than 0\.5 s"):
         run(pool, "import time\nif rank == 1:\n    time.sleep(60)\ndist.barrier()", timeout=0.5)
     assert time.monotonic() - began < 15
     assert run(pool, f"{SUM}\nos.getpid()") == pids
@@ -85,11 +85,11 @@ def test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool:
     host = machines.hosts()[1]
     ranks = [psutil.Process(pid) for pid in pids[1:]]
     machines.kill(host)
-    with pytest.raises(PoolError, match="rank [12] is lost: machine b is lost"):
+    with pytest.raises(PoolError, match=r"rank [12] is lost: machine b is lost"):
         run(pool, "import time\ntime.sleep(30)")
     psutil.wait_procs(ranks, timeout=20)
     assert not any(rank.is_running() for rank in ranks)
-    with pytest.raises(StartError, match="machine b is lost: .* To start all ranks anew: %distributed restart"):
+    with pytest.raises(StartError, match=r"machine b is lost: .* To start all ranks anew: %distributed restart"):
         pool.restart(1)
     assert pool.restart() == [0, 1, 2]
     assert run(pool, SUM) == [7.0] * 3
@@ -97,9 +97,7 @@ def test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool:
 
 def test_an_interrupt_ends_a_cell_and_no_rank(pool: Pool) -> None:
     pids = run(pool, "import os\nos.getpid()")
-    handle = pool.begin(
-        read_cell("import time\nprint('sleeps', flush=True)\ntime.sleep(60)"), CellOptions(progress="off")
-    )
+    handle = pool.begin(read_cell("import time\ntime.sleep(60)"), CellOptions(progress="off"))
     while not all(rank.handle.page.read().request > 1 for rank in handle.ranks):
         time.sleep(0.01)  # there is no event for "all ranks have begun"
     began = time.monotonic()

@@ -145,9 +145,9 @@ class Cluster(Placing):
         self._resources.close()
 
     @property
-    def is_usable(self) -> bool:
-        """Whether no machine is lost."""
-        return not any(place.link.lost for place in self._places)
+    def lost(self) -> str:
+        """Which machines are lost, and why; "" if none is."""
+        return "; ".join(f"machine {place.link.name} {place.link.lost}" for place in self._places if place.link.lost)
 
     def _compare(self, link: Link) -> None:
         """Note how the software of a machine differs from that of this one. Raises StartError if ranks cannot run."""
@@ -200,6 +200,8 @@ class Cluster(Placing):
     @contextlib.contextmanager
     def meet(self) -> Iterator[Rendezvous]:
         """Agree where ranks meet that are started once: on a port of the first machine, which the others reach."""
+        if self.lost:
+            raise StartError(self.lost)
         first, *others = self._places
         address = self._address()
         port = int(self._options.use_port or 0)
@@ -248,16 +250,8 @@ class Cluster(Placing):
             yield handles
 
     def start(self, rank: int, *, serves: bool = False) -> RemoteRank:
-        """Start a rank, which has the socket of the store if it is to serve that.
-
-        Raises:
-            StartError: its machine is lost.
-        """
+        """Start a rank, which has the socket of the store if it is to serve that."""
         place = self._place_of(rank)
-        if place.link.lost:
-            raise StartError(
-                f"machine {place.link.name} {place.link.lost}. To start all ranks anew: %distributed restart"
-            )
         fresh = place.plan.method.name == "spawn"
         local_rank = rank - place.plan.first_rank
         return RemoteRank(place.link, rank, local_rank=local_rank, fresh=fresh, serves=serves)

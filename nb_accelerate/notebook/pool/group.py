@@ -231,7 +231,11 @@ class RankGroup:
             self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
 
     def _met(self) -> contextlib.AbstractContextManager[Rendezvous]:
-        return open_rendezvous(self._options, self.plan) if self._cluster is None else self._cluster.meet()
+        if self._cluster is None:
+            return open_rendezvous(self._options, self.plan)
+        if self._cluster.lost:
+            raise StartError(f"{self._cluster.lost}. To start all ranks anew: %distributed restart")
+        return self._cluster.meet()
 
     def _setup_of(self, rank: RankProxy, rendezvous: Rendezvous, notebook: Parcel) -> Setup:
         if self._cluster is None:

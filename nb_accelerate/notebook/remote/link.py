@@ -167,7 +167,8 @@ class Link:
         """Have the host start a rank, and return the number of its handle."""
         key = next(self._keys)
         self._handles[key] = handle
-        self.send(Kind.START, key, _json(how), urgent=True)
+        if not self.lost:
+            self.send(Kind.START, key, _json(how), urgent=True)
         return key
 
     def forget(self, key: int) -> None:
