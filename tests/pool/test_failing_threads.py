@@ -68,7 +68,7 @@ def test_the_users_error_ends_a_cell_whose_alarm_fails(ranks: Kernel, tmp_path: 
     assert cell.seconds < LIMIT
     lost = "rank 0 is lost: its thread nb_accelerate-alarm has failed (AttributeError: on purpose), so it was killed"
     assert lost in plain(cell.traceback).replace("Rank", "rank")
-    assert "cut_connections(message.peers)" in cell.stderr  # its traceback, for a report
+    assert "cut_connections(message.peers, message.addresses)" in cell.stderr  # its traceback, for a report
     assert lost in ranks.run("%%distributed\nprint('on')").message
     ranks.run("%distributed restart 0").ok()
     ranks.run("%%distributed --out total\n_one = torch.ones(1); dist.all_reduce(_one); int(_one)").ok()
