@@ -1,0 +1,97 @@
+"""Ranks on two machines with a cable between them and nothing else: network namespaces."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nb_accelerate.errors import DeadlineError, StartError
+from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.pool.options import CellOptions
+from nb_accelerate.notebook.pool.pool import Pool
+from nb_accelerate.notebook.pool.source import read_cell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndist.all_reduce(x)\nx.item()"
+
+
+@pytest.fixture
+def networks(two_hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Choose the two namespaces as machines; gives their addresses."""
+    monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
+    monkeypatch.setenv("NB_ACCELERATE_HOSTS", "nbtest0:1,nbtest1:2")
+    monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "ip netns exec {host} {command}")
+    monkeypatch.setenv("NB_ACCELERATE_REMOTE_PYTHON", sys.executable)
+    return two_hosts
+
+
+def cable(state: str) -> None:
+    subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", state], check=True)
+
+
+def listeners() -> list[str]:
+    found = []
+    for name in ("nbtest0", "nbtest1"):
+        said = subprocess.run(["ip", "netns", "exec", name, "ss", "-Hltn"], check=True, capture_output=True, text=True)
+        found += [line.split()[3] for line in said.stdout.splitlines()]
+    return found
+
+
+@pytest.fixture
+def pool(networks: list[str]) -> Iterator[Pool]:
+    """Ranks that stay: rank 0 on the first machine, ranks 1 and 2 on the second."""
+    started = Pool()
+    started.start()
+    yield started
+    started.stop()
+
+
+def run(pool: Pool, text: str, *, timeout: float | None = None) -> list[Any]:
+    options = CellOptions(wants_values=True, progress="off", timeout=timeout)
+    return pool.run(read_cell(text), options, variables={})
+
+
+def test_a_launch_meets_at_the_address_that_the_other_machine_reaches(networks: list[str]) -> None:
+    def train() -> tuple[float, str, str]:
+        import os
+
+        import torch
+
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator()
+        total = accelerator.reduce(torch.tensor([2.0**accelerator.process_index]), "sum").item()
+        return total, os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"]
+
+    assert notebook_launcher(train, progress="off") == [
+        (7.0, networks[0], "nbveth0"),
+        (7.0, networks[0], "nbveth1"),
+        (7.0, networks[0], "nbveth1"),
+    ]
+
+
+def test_a_machine_that_the_other_does_not_reach_is_told_before_ranks_start(networks: list[str]) -> None:
+    cable("down")
+    with pytest.raises(StartError, match=rf"machine nbtest1: cannot reach {networks[0]}:\d+, where the ranks are to"):
+        notebook_launcher(time.time, progress="off")
+
+
+def test_ranks_are_taken_out_of_a_collective_while_the_cable_is_cut_and_meet_again(pool: Pool) -> None:
+    assert run(pool, SUM) == [7.0] * 3
+    pids = run(pool, "import os\nos.getpid()")
+    cable("down")
+    with pytest.raises(DeadlineError, match=r"took longer than 0\.5 s"):
+        run(pool, "dist.all_reduce(torch.ones(1))", timeout=0.5)
+    cable("up")
+    assert run(pool, f"{SUM}\nos.getpid()") == pids
+
+
+def test_only_the_store_and_connections_between_ranks_listen(pool: Pool, networks: list[str]) -> None:
+    run(pool, SUM)
+    assert {address.rpartition(":")[0] for address in listeners()} <= set(networks)
