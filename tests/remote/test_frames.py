@@ -1,0 +1,197 @@
+"""The pieces between kernel and host that need no rank: frames, segments, copies of pages, who sends."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import assume, given, strategies as st
+
+from nb_accelerate.base.progress_page import PageReader, ProgressPage, layout
+from nb_accelerate.base.progress_page.commands import Command, CommandKind
+from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
+from nb_accelerate.notebook.remote.frames import (
+    MACHINE,
+    MAGIC,
+    MAX_BODY,
+    Frame,
+    FrameParser,
+    FrameWriter,
+    Kind,
+    LinkError,
+    pack_pieces,
+    unpack_pieces,
+)
+from nb_accelerate.notebook.remote.mirror import PageMirror, PageWatch
+from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
+from nb_accelerate.notebook.remote.sender import FrameSender
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+FRAMES = st.lists(
+    st.builds(Frame, st.integers(0, 255), st.integers(-1, 1000), st.binary(max_size=300)),
+    max_size=8,
+)
+
+
+@given(FRAMES, st.binary(max_size=200), st.integers(1, 60))
+def test_frames_come_out_as_they_went_in_however_they_are_cut(frames: list[Frame], before: bytes, size: int) -> None:
+    assume(MAGIC not in before + MAGIC[:-1])
+    writer, parser = FrameWriter(), FrameParser(has_preamble=True)
+    data = before + MAGIC + b"".join(b"".join(writer.frame(*frame[:2], frame.body)) for frame in frames)
+    found = []
+    for at in range(0, len(data), size):
+        parser.feed(data[at : at + size])
+        found += [*parser]
+    assert found == frames
+    assert parser.preamble == before
+
+
+def test_what_is_no_frame_is_refused() -> None:
+    parser = FrameParser()
+    parser.feed(struct.pack("!BiQ", 1, 0, MAX_BODY + 1))
+    with pytest.raises(LinkError, match="these are no frames"):
+        next(iter(parser))
+
+
+class Sent:
+    """The end of a pipe that a `FrameSender` writes to."""
+
+    def __init__(self) -> None:
+        self.reads, self.writes = os.pipe()
+        self.beats = threading.Event()
+        self.failures: list[BaseException] = []
+        self.sender = FrameSender(
+            self.writes, None, on_beat=self.beats.set, on_failure=lambda _, error: self.failures.append(error)
+        )
+        self.parser = FrameParser()
+
+    def frames(self, number: int) -> list[Frame]:
+        """Read so many frames that are no beats."""
+        found: list[Frame] = []
+        while len(found) < number:
+            self.parser.feed(os.read(self.reads, 1 << 16))
+            found += [frame for frame in self.parser if frame.kind != Kind.BEAT]
+        return found
+
+    def close(self) -> None:
+        self.sender.close(drop=True)
+        os.close(self.reads)
+        os.close(self.writes)
+
+
+@pytest.fixture
+def sent() -> Iterator[Sent]:
+    sent = Sent()
+    yield sent
+    sent.close()
+
+
+def test_what_is_urgent_does_not_wait_for_a_large_segment(sent: Sent) -> None:
+    fd, content = anonymous_file(), os.urandom(8 << 20)
+    os.pwrite(fd, content, 0)
+    segments, received = SentSegments(sent.sender), ReceivedSegments()
+    segments.number_of(fd)
+    sent.sender.send(Kind.MESSAGE, 3, b"after the segment")
+    sent.sender.start()
+    frames = sent.frames(1)  # more of them than the pipe takes are still to come
+    sent.sender.send(Kind.SIGNAL, 3, b"now", urgent=True)
+    frames += sent.frames(9)
+    for frame in frames:
+        if frame.kind == Kind.SEGMENT:
+            received.take(frame.body)
+    kinds = [frame.kind for frame in frames]
+    assert kinds.index(Kind.SIGNAL) < 4
+    assert kinds[-1] == Kind.MESSAGE
+    assert os.pread(received.get(0), 9 << 20, 0) == content
+    received.close()
+    segments.close()
+    os.close(fd)
+
+
+def test_a_segment_is_sent_once_and_dropped_when_no_message_comes_with_it(sent: Sent) -> None:
+    fd, other = anonymous_file(), anonymous_file()
+    copy = os.dup(fd)
+    for one in (fd, other):
+        os.write(one, b"content")
+    segments = SentSegments(sent.sender)
+    assert [segments.number_of(one) for one in (fd, copy, other, fd)] == [0, 0, 1, 0]
+    segments.drop_unused()
+    assert segments.number_of(fd) == 0
+    segments.drop_unused()  # the other one
+    sent.sender.start()
+    frames = sent.frames(3)
+    assert [(frame.kind, frame.body[-1]) for frame in frames] == [
+        (Kind.SEGMENT, ord("t")),
+        (Kind.SEGMENT, ord("t")),
+        (Kind.DROP, 1),
+    ]
+    segments.close()
+    for one in (fd, other, copy):
+        os.close(one)
+
+
+def test_a_beat_goes_out_each_second_and_is_counted_also_while_nothing_can_be_written(sent: Sent) -> None:
+    sent.sender.send(Kind.STDOUT, 0, bytes(1 << 20))  # more than the pipe takes
+    sent.sender.start()
+    assert sent.beats.wait(5)
+    began = time.monotonic()
+    sent.beats.clear()
+    assert sent.beats.wait(5)
+    assert 0.5 < time.monotonic() - began < 3
+    assert len(sent.frames(1)[0].body) == 1 << 20
+    while not [frame for frame in sent.parser if frame.kind == Kind.BEAT]:
+        sent.parser.feed(os.read(sent.reads, 100))
+
+
+def test_the_error_of_a_stream_that_has_ended_is_told(sent: Sent) -> None:
+    os.close(sent.reads)
+    sent.sender.send(Kind.QUIT, MACHINE)
+    sent.sender.start()
+    sent.sender.close()
+    assert [type(error) for error in sent.failures] == [BrokenPipeError]
+    sent.reads = os.open(os.devnull, os.O_RDONLY)
+
+
+def test_both_copies_of_a_page_say_what_rank_and_notebook_have_written() -> None:
+    there = PageReader()
+    page, watch = ProgressPage(there._memory), PageWatch(there)
+    mirror = PageMirror(lambda pieces: watch.write(unpack_pieces(pack_pieces(pieces))))
+
+    def pass_on() -> int:
+        pieces = watch.changed()
+        mirror.take(unpack_pieces(pack_pieces(pieces)), ahead=0.0)
+        return len(pieces)
+
+    mirror.want_rows(True)
+    page.begin_request()
+    page.begin_loop(total=7, rows=None, epoch=1, evaluates=False)
+    page.step(3)
+    assert pass_on()
+    assert pass_on() == 0
+    assert (mirror.read().step, mirror.read().total, mirror.read().request) == (3, 7, 1)
+    mirror.commands.write(41, Command(kind=CommandKind.SAVE, text="runs/here"), after=2)
+    assert page.commands.pending == 41
+    assert (page.commands.read().kind, page.commands.read().text) == (CommandKind.SAVE, "runs/here")
+    page.step(4)
+    assert pass_on() == 1  # what the notebook has written is not sent back
+    assert mirror.commands.look(41).is_there
+    page.begin_request()
+    pass_on()
+    assert not mirror.commands.look(41).is_there
+
+
+def test_times_of_another_clock_are_those_of_this_one() -> None:
+    there = PageReader()
+    page, watch = ProgressPage(there._memory), PageWatch(there)
+    mirror = PageMirror(lambda pieces: None)
+    page.begin_request()
+    began: Sequence[int] = layout.WORD.unpack_from(there.copy(), 8 * layout.SINCE)
+    for ahead in (-1000.0, 1000.0):
+        mirror.take(watch.changed(), ahead=ahead)
+        assert layout.WORD.unpack_from(mirror.copy(), 8 * layout.SINCE)[0] == began[0] + int(ahead * 1e9)
