@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.channel import Received
     from nb_accelerate.notebook.remote.frames import Frame, Seal
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 20
 """Bytes of the kernel's that are read at once, at most."""
 
 _FULL = 4 << 20

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 SILENCE_LIMIT = 15.0
 """Seconds without any frame, after the first one, after which a machine is lost."""
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 20
 """Bytes that are read at once, at most. Other machines get their turn then."""
 
 _LARGE_READ = 1 << 13

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import threading
@@ -26,6 +27,9 @@ _PIECE = 1 << 20
 
 _JOINED = 1 << 16
 """Bytes of frames that are written together, about: each write of its own takes longer than copying them."""
+
+_MOST_PIECES = 16
+"""Pieces that are written as they are; more of them, which are small then, are copied into one."""
 
 _CLOSE_TIMEOUT = 2.0
 """Seconds in which `close` waits for what is still to be sent."""
@@ -61,6 +65,7 @@ class FrameSender:
         on_failure: Callable[[str, BaseException], object],
     ) -> None:
         os.set_blocking(fd, False)
+        enlarge(fd)
         self._fd = fd
         self._writer = FrameWriter(seal)
         self._preamble = preamble
@@ -164,12 +169,25 @@ class FrameSender:
         return self._writer.frame(queued.kind, queued.rank, *queued.parts, piece)
 
     def _write(self, pieces: list[Bytes]) -> None:
-        rest = memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if len(pieces) > _MOST_PIECES:
+            pieces = [b"".join(pieces)]
+        rest = [memoryview(piece) for piece in pieces if piece]
         while rest and not self._is_dropped:
             with contextlib.suppress(BlockingIOError):
-                rest = rest[os.write(self._fd, rest) :]
+                written = os.writev(self._fd, rest)
+                while rest and written >= len(rest[0]):
+                    written -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][written:]
                 continue
             self._poll.poll(max(0.0, self._beat_due - time.monotonic()) * 1000)
             if time.monotonic() >= self._beat_due:  # no beat goes between two halves of a frame
                 self._beat_due = time.monotonic() + BEAT_INTERVAL
                 self._on_beat()
+
+
+def enlarge(fd: int) -> None:
+    """Give a pipe room for a whole piece, where the system allows that: by default one has that for 64 kB."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(OSError):  # it is a socket, or this user has many large pipes
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIECE)
