@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+from typing_extensions import override
 
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError, StartError
 from nb_accelerate.notebook.pool.options import CellOptions
 from nb_accelerate.notebook.pool.pool import Pool
 from nb_accelerate.notebook.pool.source import read_cell
+from nb_accelerate.notebook.protocol.output import StreamName
+from nb_accelerate.notebook.ranks.output.sinks import Sink
+from nb_accelerate.notebook.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +53,30 @@ def test_cells_share_variables_collectives_and_output(pool: Pool, capfd: pytest.
     ]
     assert all(rank.memory > 10 << 20 for rank in pool.status())
     assert capfd.readouterr().out.splitlines()[0] == "here"
+
+
+class Order(Sink):
+    """Keeps what it is shown, in order."""
+
+    def __init__(self) -> None:
+        self.due = NEVER
+        self.shown: list[str] = []
+
+    @override
+    def write(self, stream: StreamName, text: str) -> None:
+        self.shown += text.split()
+
+    @override
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        self.shown.append(content["data"]["text/plain"])
+
+
+def test_displays_stand_where_they_were_made_among_the_output(pool: Pool) -> None:
+    order = Order()
+    cell = "from IPython.display import display\nif rank == 1:\n    for i in range(40): print(2*i); display(2*i+1)"
+    pool.run(read_cell(cell), CellOptions(progress="off", style="raw"), variables={}, sink=order)
+    shown = [word for word in order.shown if word.isdigit()]
+    assert shown == [str(number) for number in range(80)]
 
 
 def test_a_cell_that_fails_leaves_ranks_that_meet_again(pool: Pool) -> None:

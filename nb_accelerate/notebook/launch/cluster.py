@@ -129,6 +129,8 @@ class Cluster(Placing):
                 links.append(Link(engine.start(machine, [*options.engine.python, *_HOST])))
                 undo.callback(links[-1].close)
             for link in links:
+                undo.callback(link.quit)  # all at once, before one after the other is waited for
+            for link in links:
                 link.open(_OPEN_TIMEOUT, check)
                 self._compare(link)
             self._places = self._planned(links, machines)

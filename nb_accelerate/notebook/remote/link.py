@@ -97,6 +97,7 @@ class Link:
             self._sender = FrameSender(stream.writes, stream.seal, on_beat=self._beat, on_failure=self._cannot_send)
             self._segments = SentSegments(self._sender)
             self.received = ReceivedSegments()
+            self._sender.start()
 
     # Before and beside the loop that reads it.
 
@@ -106,7 +107,6 @@ class Link:
         Raises:
             StartError: it does not, or what comes is not from a host.
         """
-        self._sender.start()
         self._read_until(lambda: bool(self.hello), seconds, check)
 
     def ask(
@@ -320,18 +320,23 @@ class Link:
         if not self._is_closed:
             os.write(self._bell_write, why.encode())
 
+    def quit(self) -> None:
+        """Have the host end, without waiting for that: several can end together before they are closed."""
+        if not (self.lost or self._is_closed):
+            self._sender.send(Kind.QUIT, MACHINE, urgent=True)
+
     def close(self) -> None:
         """End the host and all that it has started. Can be repeated."""
         if self._is_closed:
             return
         with interrupts_later():
-            self._is_closed = True
             if not self.lost:
-                self._sender.send(Kind.QUIT, MACHINE, urgent=True)
+                self.quit()
                 self._sender.close()
                 self._await_end()
                 self.lost = "was closed"
                 self._stream.close()
+            self._is_closed = True
             self._segments.close()
             self.received.close()
             os.close(self._bell_read)

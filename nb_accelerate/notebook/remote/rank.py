@@ -61,6 +61,7 @@ class RemoteRank(RankHandle):
     """
 
     page: PageMirror
+    is_here = False
 
     def __init__(self, link: Link, rank: int, *, local_rank: int, **how: Any) -> None:
         self.link = link
