@@ -28,6 +28,7 @@ pytest_plugins = [
     "fixtures.kernels",
     "fixtures.engines",
     "fixtures.hosts",
+    "fixtures.sshd",
     "fixtures.slurm",
     "fixtures.users",
 ]

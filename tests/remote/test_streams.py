@@ -1,0 +1,206 @@
+"""The bytes to and from a machine, by a command and by a real ssh, and what is said where that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from nb_accelerate.base.config.engine import EngineOptions
+from nb_accelerate.errors import StartError
+from nb_accelerate.notebook.launch.engines import open_engine
+from nb_accelerate.notebook.launch.engines.failures import explained
+from nb_accelerate.notebook.launch.engines.ssh import SshEngine
+from nb_accelerate.notebook.remote.frames import MACHINE, MAGIC, FrameParser, FrameWriter, Kind
+from nb_accelerate.notebook.remote.streams import CommandStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fixtures.sshd import Sshd
+
+    from nb_accelerate.notebook.remote.streams import Stream
+
+SECONDS = 30.0
+
+ECHO = [
+    sys.executable,
+    "-c",
+    f"import os, sys; os.write(1, {MAGIC!r}); [os.write(1, d) for d in iter(lambda: os.read(0, 65536), b'')]",
+]
+"""A stand-in for the host: says that it is one, and sends back what it is sent."""
+
+
+def read_some(stream: Stream) -> bytes:
+    assert select.select([stream.reads], [], [], SECONDS)[0]
+    return os.read(stream.reads, 1 << 16)
+
+
+def read_all(stream: Stream) -> bytes:
+    found = b""
+    while data := read_some(stream):
+        found += data
+    return found
+
+
+def write_all(stream: Stream, data: bytes, parser: FrameParser) -> None:
+    """Write more than the pipes hold, and read what comes back meanwhile."""
+    while data:
+        readable, writable, _ = select.select([stream.reads], [stream.writes], [], SECONDS)
+        assert readable or writable
+        if writable:
+            data = data[os.write(stream.writes, data) :]
+        if readable:
+            parser.feed(os.read(stream.reads, 1 << 16))
+
+
+def start(machine: str, command: Sequence[str], **options: str) -> Stream:
+    chosen = EngineOptions(**{"engine": "ssh", "hosts": [machine], **options})  # type: ignore[arg-type]
+    engine = open_engine(chosen)
+    (only,) = engine.machines()
+    return engine.start(only, command)
+
+
+def failure_of(machine: str, command: Sequence[str] = ("true",), **options: str) -> str:
+    with contextlib.closing(start(machine, command, **options)) as stream:
+        read_all(stream)
+        return stream.why_ended()
+
+
+def test_frames_of_every_byte_go_through_ssh_both_ways_and_no_login_text_among_them(sshd: Sshd) -> None:
+    body = bytes(range(256)) * 20_000  # more than pipes and windows hold, with line ends and escape characters
+    parser, writer = FrameParser(has_preamble=True), FrameWriter()
+    with contextlib.closing(start("a", ECHO)) as stream:
+        sent = b"".join(writer.frame(Kind.MESSAGE, 3, body) + writer.frame(Kind.QUIT, MACHINE))
+        write_all(stream, sent, parser)
+        frames = list(parser)
+        while len(frames) < 2:
+            parser.feed(read_some(stream))
+            frames += parser
+    assert frames == [(Kind.MESSAGE, 3, body), (Kind.QUIT, MACHINE, b"")]
+    assert parser.preamble == b"Welcome\n"
+
+
+def test_nothing_is_opened_and_nothing_stays(sshd: Sshd) -> None:
+    (sshd.folder / "config").write_text(
+        f"LocalForward {free_port()} localhost:1\nRemoteCommand false\nRequestTTY force\n"
+        + (sshd.folder / "config").read_text()
+    )
+    with contextlib.closing(start("a", ["sh", "-c", "echo $$; tty; exec cat"])) as stream:
+        said = b""
+        while said.count(b"\n") < 3:
+            said += read_some(stream)
+        welcome, pid, terminal = said.decode().splitlines()
+        assert (welcome, terminal) == ("Welcome", "not a tty")
+        remote = psutil.Process(int(pid))
+        (client,) = psutil.Process().children()[1:]
+        assert os.getsid(client.pid) == client.pid  # Ctrl-C in a terminal does not reach it
+        assert [each for each in client.net_connections() if each.status == psutil.CONN_LISTEN] == []
+    remote.wait(SECONDS)
+    assert not client.is_running()
+    stream.close()
+
+
+def test_a_command_that_ignores_the_end_of_its_input_is_ended_with_its_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nb_accelerate.notebook.remote.streams._PATIENCE", 0.1)
+    stream = CommandStream("a", ["sh", "-c", "sleep 1000 & echo $!; wait"])
+    child = psutil.Process(int(read_some(stream)))
+    stream.close()
+    child.wait(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo no; echo 'not today' >&2; exit 3", "sh ended with exit code 3: not today"),
+        ("kill -TERM $$", "sh was ended by SIGTERM"),
+        ("exec >&-; sleep 1000", "sh has closed its output"),
+        ("seq 100000 >&2; exit 1", "sh ended with exit code 1: 99996; 99997; 99998; 99999; 100000"),
+    ],
+)
+def test_how_a_command_has_ended_is_said(script: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nb_accelerate.notebook.remote.streams._PATIENCE", 2.0 if "seq" in script else 0.5)
+    template = f'sh -c "{script}" {{command}}'
+    assert failure_of("a", engine="command", command_template=template) == said
+
+
+def test_a_command_that_is_not_here_is_named() -> None:
+    with pytest.raises(StartError, match="machine a cannot be reached: kubectll: No such file or directory"):
+        start("a", ["true"], engine="command", command_template="kubectll exec {host} {command}")
+
+
+def test_a_machine_that_nobody_knows(sshd: Sshd) -> None:
+    (sshd.folder / "config").write_text("")
+    assert "there is no machine of the name nowhere.invalid. Correct it in hosts" in failure_of("nowhere.invalid")
+
+
+def test_no_login_without_a_password(sshd: Sshd) -> None:
+    sshd.new_key("key")
+    subprocess.run(["cp", sshd.folder / "key.pub", sshd.folder / "other.pub"], check=True)
+    (sshd.folder / "key.pub").write_text((sshd.folder / "host_key.pub").read_text())
+    assert "ssh-copy-id a. Then this has to work: ssh -oBatchMode=yes a true (" in failure_of("a")
+
+
+def test_the_key_of_the_machine_has_changed(sshd: Sshd) -> None:
+    sshd.trust("key")
+    assert "the key of a is another one than before. If the machine was set up anew: ssh-keygen -R a" in failure_of("a")
+
+
+def test_the_key_of_the_machine_is_not_known(sshd: Sshd) -> None:
+    (sshd.folder / "known_hosts").write_text("")
+    assert "Log in once by hand, and accept it: ssh b" in failure_of("b")
+
+
+def test_nobody_listens(sshd: Sshd) -> None:
+    config = (sshd.folder / "config").read_text()
+    (sshd.folder / "config").write_text(config.replace(str(sshd.port), str(free_port())))
+    assert "nothing answers at the port of ssh on a. Start sshd there" in failure_of("a")
+
+
+def test_there_is_no_such_python(sshd: Sshd) -> None:
+    said = failure_of("a", ["~/no_such/python", "-m", "x"], remote_python="~/no_such/python")
+    assert said.startswith("there is no ~/no_such/python there. Name one that is: remote_python='~/env/bin/python'")
+
+
+@pytest.mark.parametrize("engine", ["ssh", "command"])
+def test_the_package_is_not_there(sshd: Sshd, engine: str) -> None:
+    python = f"{sys.executable} -IS"  # without the packages of its environment
+    options = {} if engine == "ssh" else {"command_template": "{command}"}
+    command = [*python.split(), "-m", "nb_accelerate.notebook"]
+    said = failure_of("a", command, remote_python=python, engine=engine, **options)
+    assert f"{python} -m pip install" in said
+    assert "pip install nb" not in said  # that is another package, or none
+    assert ("git archive HEAD | ssh a" in said) == (engine == "ssh")
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("ssh: connect to host a port 22: Connection timed out", "a does not answer: it is down"),
+        ("ssh: connect to host a port 22: No route to host", "a does not answer: it is down"),
+        ("connect to host a port 22: Network is unreachable", "a does not answer: it is down"),
+        ("me@a: Permission denied (publickey,password).", "a wants a password, or does not know your key"),
+        ("kex_exchange_identification: read: no idea", "ssh ended with exit code 255: kex_exchange_identification"),
+    ],
+)
+def test_what_ssh_says_in_other_cases(said: str, advice: str) -> None:
+    assert explained("ssh", 255, said, SshEngine.failures, host="a", python="python3").startswith(advice)
+
+
+def test_a_file_that_a_program_does_not_find_is_no_missing_python() -> None:
+    said = explained("ssh", 1, "OSError: No such file or directory: 'x'", SshEngine.failures, host="a", python="p")
+    assert said == "ssh ended with exit code 1: OSError: No such file or directory: 'x'"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
