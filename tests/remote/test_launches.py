@@ -193,7 +193,7 @@ if __name__ == "__main__":
 def test_nothing_stays_of_a_kernel_that_is_killed(machines: Machines, tmp_path: Path) -> None:
     script = tmp_path / "kernel.py"
     script.write_text(KERNEL.format(tests=str(Path(__file__).parents[1]), gate=str(tmp_path / "gate")))
-    kernel = subprocess.Popen([sys.executable, str(script)], env={**os.environ, **machines.variables})
+    kernel = subprocess.Popen([sys.executable, str(script)])
     wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 3)
     started = psutil.Process(kernel.pid).children(recursive=True)
     started += [process for host in machines.hosts() for process in host.children(recursive=True)]
@@ -212,6 +212,7 @@ def test_a_number_of_ranks_that_the_machines_do_not_make_up_is_refused(machines:
 def test_a_machine_whose_host_does_not_start_is_named_with_what_it_printed(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
     monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "sh -c 'echo Out of order; exit 3' {command}")
     with pytest.raises(StartError, match=r"machine a is lost: sh ended with exit code 3[^\0]*Out of order"):
         notebook_launcher(os.getpid, progress="off")
