@@ -39,6 +39,7 @@ ENGINES: dict[str, EngineRow] = {
     "command": EngineRow(
         opens=f"{_ENGINES}.command:CommandEngine", needs=("hosts", "command_template"), takes=("remote_python",)
     ),
+    "ray": EngineRow(opens=f"{_ENGINES}.ray:RayEngine", takes=("hosts", "address")),
 }
 """By name. ``"auto"`` is none of them: ranks are on this machine."""
 

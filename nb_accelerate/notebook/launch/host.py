@@ -32,6 +32,7 @@ from nb_accelerate.notebook.launch.machine import facts_here, interface_of, soft
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
 from nb_accelerate.notebook.ranks.handle import RankEvents
 from nb_accelerate.notebook.ranks.sources import Sources
+from nb_accelerate.notebook.remote.connection_back import connect
 from nb_accelerate.notebook.remote.frames import (
     LISTENER,
     MACHINE,
@@ -68,6 +69,9 @@ _FULL = 4 << 20
 
 _PAGE_INTERVAL, _LOOK_INTERVAL = 0.1, 0.5
 """Seconds between two looks at the pages of ranks, and at their processes."""
+
+_CONNECT_TIMEOUT = 15.0
+"""Seconds for the kernel to answer where the engine gives no stream."""
 
 _PROBE_TIMEOUT = 5.0
 """Seconds for another machine to accept a connection."""
@@ -495,17 +499,29 @@ def _json(value: object) -> bytes:
 
 
 def main() -> None:
-    """Run the host over stdin and stdout. What else is written to stdout goes to stderr."""
+    """Run the host over stdin and stdout, or over a connection back: ``--connect ADDRESS PORT MACHINE``.
+
+    What else is written to stdout goes to stderr.
+    """
     set_name("nb-host")
-    reads, writes = os.dup(0), os.dup(1)
-    with Path(os.devnull).open(encoding="utf-8") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel says what is to be interrupted
     try:
-        Host(reads, writes).run()
+        is_connected = sys.argv[1:2] == ["--connect"]
+        reads, writes, seal = _connected(*sys.argv[2:]) if is_connected else (os.dup(0), os.dup(1), None)
+        with Path(os.devnull).open(encoding="utf-8") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel says what is to be interrupted
+        Host(reads, writes, seal).run()
     except LinkError as error:
         sys.exit(f"nb_accelerate: {error}")
+
+
+def _connected(address: str, port: str, machine: str) -> tuple[int, int, Seal]:
+    """Connect to the kernel. The secret of the run comes over stdin, because others can read a command line."""
+    secret = sys.stdin.buffer.read()
+    connection, seal = connect(address, int(port), int(machine), secret, seconds=_CONNECT_TIMEOUT)
+    fd = connection.detach()
+    return fd, fd, seal
 
 
 if __name__ == "__main__":

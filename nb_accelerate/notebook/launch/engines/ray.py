@@ -1,0 +1,259 @@
+"""Ray: an actor on each machine starts the host there, and the host connects back to the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent import futures
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.base.config.versions import is_installed
+from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.errors import MissingDependencyError, StartError
+from nb_accelerate.notebook.launch.engines.engine import Engine, Machine
+from nb_accelerate.notebook.remote.connection_back import Listener, address_towards
+from nb_accelerate.notebook.remote.streams import Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.base.config.engine import EngineOptions
+    from nb_accelerate.notebook.remote.connection_back import Connection
+
+_CONNECT_TIMEOUT = 60.0
+"""Seconds for a host to connect: Ray starts a process for the actor, and Python reads its modules."""
+
+_CLOSE_TIMEOUT = 15.0
+"""Seconds for Ray to end what it has started for us."""
+
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_LOOPBACK_ONLY = {
+    # On Linux too it has Ray bind all its ports to 127.0.0.1.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    # Seconds; by default 30, which a busy machine may take.
+    "RAY_raylet_start_wait_time_s": "120",
+}
+"""For a cluster of this machine alone."""
+
+
+class RayEngine(Engine):
+    """Starts hosts by actors of Ray, one a machine.
+
+    The engine's process that talks to Ray is described in `nb_accelerate.notebook.launch.engines.ray_driver`.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        if not is_installed("ray"):
+            raise MissingDependencyError("ray", needed_for="engine='ray'")
+        self._driver: _Driver | None = None
+        self._listener: Listener | None = None
+        self._addresses: dict[str, str] = {}
+
+    @override
+    def machines(self) -> Sequence[Machine]:
+        self._driver = _Driver(self.options)
+        found = self._driver.machines
+        self._addresses = {machine["name"]: machine["address"] for machine in found}
+        self._listener = Listener(_address_here(list(self._addresses.values())), len(found))
+        return [Machine(name=machine["name"], num_ranks=machine["num_ranks"]) for machine in found]
+
+    @override
+    def start(self, machine: Machine, command: Sequence[str]) -> Stream:
+        assert self._driver is not None
+        assert self._listener is not None
+        listener, number = self._listener, list(self._addresses).index(machine.name)
+        arguments = [
+            *command[len(self.options.python) :],
+            "--connect",
+            listener.address,
+            str(listener.port),
+            str(number),
+        ]
+        ended = self._driver.start(number, arguments, listener.secret)
+        came = listener.came[number]
+        both: tuple[futures.Future[Any], ...] = (came, ended)
+        futures.wait(both, timeout=_CONNECT_TIMEOUT, return_when=futures.FIRST_COMPLETED)
+        if came.done():
+            return RayStream(machine.name, came.result(), ended)
+        if ended.done():
+            raise StartError(f"{machine.name}: {ended.result()}")
+        raise StartError(
+            f"the host of {machine.name} has not connected to {listener.address}, port {listener.port}, within "
+            f"{_CONNECT_TIMEOUT:g} s; {listener.num_refused} other connections were refused"
+        )
+
+    @override
+    def address(self, machine: Machine) -> str | None:
+        return self._addresses[machine.name]
+
+    @override
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            for came in self._listener.came:  # one may have come when nobody waited for it any more
+                if came.done() and not came.exception():
+                    came.result().socket.close()
+        if self._driver is not None:
+            self._driver.close()
+
+
+class RayStream(Stream):
+    """The connection of a host that an actor keeps.
+
+    Args:
+        ended: why the host or its actor has ended, once it has. Then the connection is at its end on both sides.
+    """
+
+    def __init__(self, name: str, connection: Connection, ended: futures.Future[str]) -> None:
+        self.name = name
+        self.seal = connection.seal
+        self._socket = connection.socket
+        self._socket.setblocking(False)
+        self.reads = self.writes = self._socket.fileno()
+        self._ended = ended
+        ended.add_done_callback(lambda _: self._shut())
+
+    @override
+    def why_ended(self) -> str:
+        with contextlib.suppress(futures.TimeoutError):  # the connection may end before Ray tells of the actor
+            return self._ended.result(_WHY_TIMEOUT)
+        return f"its connection to {self.name} has ended"
+
+    @override
+    def close(self) -> None:
+        self._shut()
+        self._socket.close()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed already, here or there
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+_WHY_TIMEOUT = 3.0
+"""Seconds for Ray to notice that an actor has ended."""
+
+
+class _Driver:
+    """The process that is Ray's driver, as the kernel sees it.
+
+    Attributes:
+        machines: name, address and number of ranks of each, in the order of ranks.
+
+    Raises:
+        StartError: Ray cannot place these actors.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        address = options.address or os.environ.get("RAY_ADDRESS", "")
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nb_accelerate.notebook.launch.engines.ray_driver"],
+            env=_environ(is_cluster=bool(address)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+        self._ended: dict[int, futures.Future[str]] = {}
+        try:
+            self._tell(address=address, hosts=options.machines)
+            answer = self._heard()
+            if "error" in answer:
+                raise StartError(explained(answer["error"], address))
+        except BaseException:
+            self.close()
+            raise
+        self.machines: list[dict[str, Any]] = answer["machines"]
+        self._thread = HelperThread(self._listen, name="driver-of-ray")
+        self._thread.start()
+
+    def start(self, machine: int, arguments: Sequence[str], secret: bytes) -> futures.Future[str]:
+        """Start a host; the future is why it has ended."""
+        self._ended[machine] = futures.Future()
+        self._tell(machine=machine, arguments=list(arguments), secret=secret.hex())
+        return self._ended[machine]
+
+    def close(self) -> None:
+        """Have Ray end what was started, and the process. Can be repeated."""
+        if self._said.closed:
+            return
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_TIMEOUT)
+        with contextlib.suppress(ProcessLookupError):  # processes of Ray that have outlived it
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if hasattr(self, "_thread"):
+            self._thread.join()
+        self._process.stdout.close()
+        self._said.close()
+
+    def _tell(self, **values: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which who reads its answers is told
+            self._process.stdin.write(json.dumps(values) + "\n")
+
+    def _heard(self) -> dict[str, Any]:
+        """Return the next answer."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            return dict(json.loads(line))
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").strip().splitlines()[-5:]
+        return {"error": f"the process that talks to Ray has ended: {'; '.join(said) or 'it said nothing'}"}
+
+    def _listen(self) -> None:
+        while "error" not in (answer := self._heard()):
+            self._ended[answer["ended"]].set_result(answer["why"])
+        for ended in self._ended.values():
+            if not ended.done():
+                ended.set_result(answer["error"])
+
+
+def explained(error: str, address: str) -> str:
+    """Return what to do about an error of Ray's."""
+    versions = re.findall(r"(Ray|Python): (\S+)", error)
+    if "Version mismatch" not in error or len(versions) != 4:
+        return error
+    (_, there), (_, python_there), (_, here), (_, python_here) = versions
+    if there == here:
+        return (
+            f"the cluster of Ray at {address} has Python {python_there}, and this notebook {python_here}; Ray wants "
+            "the same. Start the notebook with that Python"
+        )
+    return (
+        f"the cluster of Ray at {address} has Ray {there} with Python {python_there}, and here is Ray {here} with "
+        f"Python {python_here}. Run: pip install ray=={there}"
+    )
+
+
+def _environ(*, is_cluster: bool) -> dict[str, str]:
+    if is_cluster:
+        return {**os.environ, **_QUIET}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    # A token given so is not written to the user's home.
+    return {**own, **_QUIET, **_LOOPBACK_ONLY, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _address_here(machines: Sequence[str]) -> str:
+    """Return the address of this machine that all machines can reach."""
+    own = {machine: address_towards(machine) for machine in machines}
+    return next((here for there, here in own.items() if here != there), next(iter(own.values())))

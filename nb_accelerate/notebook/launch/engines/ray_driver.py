@@ -1,0 +1,290 @@
+"""The process that is the driver of Ray for `RayEngine`: it places an actor on each machine, which keeps a host there.
+
+::
+
+    kernel --- lines of JSON over stdin ---> driver ---> an actor on each machine ---> its host
+           <--------- and stdout -----------
+
+In a process of its own Ray prints nothing in the notebook, starts no threads in it, and finds its environment variables
+set before it is imported. It runs as ``__main__``, so that its actors go to machines by value: they need this package
+for the host only. When its stdin ends, because the kernel has, it ends all that it has placed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent import futures
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_PLACE_TIMEOUT = 15.0
+"""Seconds for Ray to reserve what is free, at most."""
+
+_CONNECT_TIMEOUT = 5.0
+"""Seconds for the head of a cluster to accept a connection."""
+
+_END_TIMEOUT = 5.0
+"""Seconds for hosts to end by themselves when their streams are closed."""
+
+
+class CannotPlaceError(Exception):
+    """What was asked for cannot be placed on the cluster; the text says why."""
+
+
+class Node(NamedTuple):
+    """A node of the cluster that is alive."""
+
+    name: str
+    address: str
+    is_head: bool
+    cpus: int
+    gpus: int
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Node:
+        """Return the node that an entry of ``ray.nodes()`` describes."""
+        resources = facts["Resources"]
+        return cls(
+            name=facts["NodeManagerHostname"],
+            address=facts["NodeManagerAddress"],
+            is_head="node:__internal_head__" in resources,
+            cpus=int(resources.get("CPU", 0)),
+            gpus=int(resources.get("GPU", 0)),
+        )
+
+    def place(self) -> tuple[bool, str]:
+        """Return by what nodes are ordered: the head is the first."""
+        return not self.is_head, self.address
+
+    def bundle(self, name: str, num_ranks: int | None) -> dict[str, float]:
+        """Return what ranks on it reserve: a GPU each where it has any, else a processor core each.
+
+        Args:
+            name: what users call it.
+            num_ranks: None for all that the node has.
+
+        Raises:
+            CannotPlaceError: it has less than that.
+        """
+        kind, number = ("GPU", self.gpus) if self.gpus else ("CPU", self.cpus)
+        wanted = number if num_ranks is None else num_ranks
+        if wanted > number:
+            raise CannotPlaceError(
+                f"{name} has {number} {kind}s in the cluster of Ray, and is to have {wanted} ranks, with a {kind} "
+                f"each. Write hosts=['{name}:{number}'], or start Ray there with more, by --num-{kind.lower()}s"
+            )
+        own = {f"node:{self.address}": 0.001}  # of a resource that each node has for itself alone
+        return {**own, kind: wanted} if wanted else own
+
+
+def chosen(nodes: list[Node], hosts: list[tuple[str, int | None]]) -> list[tuple[Node, str, int | None]]:
+    """Return the nodes that ranks are to be on, with what users call them and the number of ranks there.
+
+    Without hosts these are all nodes with GPUs, or all nodes if none has any; the head is the first.
+
+    Raises:
+        CannotPlaceError: the cluster has no such node.
+    """
+    if not hosts:
+        nodes = [node for node in nodes if node.gpus] or nodes
+        names = [node.name for node in nodes]
+        return [(node, node.name if names.count(node.name) == 1 else node.address, None) for node in nodes]
+    found = []
+    for name, num_ranks in hosts:
+        node = next((node for node in nodes if name in (node.name, node.address)), None)
+        if node is None:
+            here = ", ".join(f"{node.name} ({node.address})" for node in nodes)
+            raise CannotPlaceError(
+                f"hosts has {name!r}, which is no node of this cluster of Ray. Its nodes are {here}. Start the node "
+                "that is missing, or leave it out"
+            )
+        found.append((node, name, num_ranks))
+    return found
+
+
+class Keeper:
+    """The actor on a machine. Its only job is to start the host there, and to wait for its end."""
+
+    def keep(self, arguments: list[str], secret: bytes) -> str:
+        """Run the host, and return in a sentence how it has ended.
+
+        Args:
+            arguments: of the Python that runs this.
+            secret: of the run, for its stdin: others can read a command line.
+        """
+        environ = dict(os.environ)
+        # Ray has set it to the cores of this actor, by default to 1. What was there before is the machine's.
+        if b"\0OMP_NUM_THREADS=" not in b"\0" + Path("/proc/self/environ").read_bytes():
+            environ.pop("OMP_NUM_THREADS", None)
+        with tempfile.TemporaryFile() as said:
+            host = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,
+            )
+            with contextlib.suppress(BrokenPipeError):
+                host.communicate(secret)
+            said.seek(0)
+            lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][-5:]
+        return f"its host, {sys.executable}, ended with exit code {host.returncode}: {'; '.join(lines) or 'no output'}"
+
+
+class Cluster:
+    """The cluster, and the actors on it.
+
+    Args:
+        address: of its head; "" for one of this machine alone, on the loopback interface, which ends with this process.
+        hosts: names or addresses of nodes, with the number of ranks on each.
+    """
+
+    def __init__(self, address: str, hosts: list[tuple[str, int | None]]) -> None:
+        self._ends = contextlib.ExitStack()
+        self._kept: list[futures.Future[str]] = []
+        try:
+            self._place(address, hosts)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, address: str, hosts: list[tuple[str, int | None]]) -> None:
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        self._connect(address)
+        nodes = sorted((Node.of(facts) for facts in ray.nodes() if facts["Alive"]), key=Node.place)
+        self._places = chosen(nodes, hosts)
+        bundles = [
+            # A cluster of this machine alone is there for these ranks only, so that nothing has to be counted.
+            node.bundle(name, num_ranks if address or node.gpus else 0)
+            for node, name, num_ranks in self._places
+        ]
+        group = placement_group(bundles, strategy="STRICT_SPREAD")
+        self._ends.callback(remove_placement_group, group)
+        if not group.wait(_PLACE_TIMEOUT):
+            free = ray.available_resources()
+            raise CannotPlaceError(
+                f"others use what these ranks need in the cluster of Ray: {_counted(bundles)} were asked for, and "
+                f"{_counted([free])} of all nodes are free. Wait until they are, or ask for less: hosts=['NODE:1']"
+            )
+        self._actors = [self._actor(group, index, bundle) for index, bundle in enumerate(bundles)]
+
+    def machines(self) -> list[dict[str, Any]]:
+        """Return name, address and number of ranks of each machine."""
+        return [{"name": name, "address": node.address, "num_ranks": ranks} for node, name, ranks in self._places]
+
+    def start(self, machine: int, arguments: list[str], secret: str) -> futures.Future[str]:
+        """Start a host; the future is how it has ended."""
+        future: futures.Future[str] = self._actors[machine].keep.remote(arguments, bytes.fromhex(secret)).future()
+        self._kept.append(future)
+        return future
+
+    def close(self) -> None:
+        """End the actors, when hosts have ended by themselves, and the cluster if it is this process's."""
+        futures.wait(self._kept, timeout=_END_TIMEOUT)
+        self._ends.close()
+
+    def _connect(self, address: str) -> None:
+        import ray
+
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "nb_accelerate"}
+        if address:
+            _check_reachable(address)
+            ray.init(address=address, **quiet)
+            self._ends.callback(ray.shutdown)
+            return
+        # Where Ray puts it too: with a longer path than this its sockets have too long a name.
+        folder = tempfile.mkdtemp(prefix="nb-ray-", dir="/tmp")
+        self._ends.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._ends.callback(ray.shutdown)
+        ray.init(address="local", include_dashboard=False, _temp_dir=folder, **quiet)
+
+    @staticmethod
+    def _actor(group: Any, index: int, bundle: dict[str, float]) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return (
+            ray.remote(Keeper)
+            .options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            )
+            .remote()
+        )
+
+
+def _counted(bundles: list[dict[str, float]]) -> str:
+    totals = {kind: int(sum(bundle.get(kind, 0) for bundle in bundles)) for kind in ("GPU", "CPU")}
+    return " and ".join(f"{number} {kind}s" for kind, number in totals.items() if number) or "0 GPUs and CPUs"
+
+
+def _check_reachable(address: str) -> None:
+    """Connect to the head of a cluster, because Ray tries that for long before it says anything."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT).close()
+    except OSError as error:
+        raise CannotPlaceError(
+            f"no cluster of Ray answers at address={address!r}: {error.strerror or error}. Start one there with: "
+            f"ray start --head --port {port}"
+        ) from None
+
+
+def _why_ended(kept: futures.Future[str]) -> str:
+    from ray.exceptions import ActorDiedError, RayError
+
+    try:
+        return kept.result()
+    except ActorDiedError as error:
+        why = re.search(r"\bbecause (its [^.]+)\.", str(error))
+        return f"the actor of Ray that keeps its host has ended{f', because {why[1]}' if why else ''}"
+    except RayError as error:
+        return " ".join(str(error).split())
+
+
+def main() -> None:
+    """Do what comes over stdin."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # Ray prints what it likes
+
+    def answer(**values: Any) -> None:
+        answers.write(json.dumps(values) + "\n")
+
+    def ended(machine: int, kept: futures.Future[str]) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # nobody listens any more
+            answer(ended=machine, why=_why_ended(kept))
+
+    try:
+        cluster = Cluster(**json.loads(sys.stdin.readline()))
+    except CannotPlaceError as error:
+        answer(error=str(error))
+        return
+    except Exception as error:
+        answer(error=f"Ray has failed: {error}")
+        return
+    with contextlib.closing(cluster):
+        answer(machines=cluster.machines())
+        for line in sys.stdin:
+            told = json.loads(line)
+            cluster.start(**told).add_done_callback(functools.partial(ended, told["machine"]))
+
+
+if __name__ == "__main__":
+    main()
