@@ -17,17 +17,18 @@ XLA_VERSION ?= 2.9.0
 XLA        := .venv-xla$(patsubst %,-%,$(filter-out 2.9.0,$(XLA_VERSION)))
 XLA_PINS   := tests/requirements-xla.txt
 
-# DeepSpeed with torchao and bitsandbytes, and published trainers, in environments of their own, in front of the packages of
+# DeepSpeed with torchao and bitsandbytes, published trainers, and Ray, in environments of their own, in front of the packages of
 # .venv: with them,
 # `pip install` and tests of .venv would see another set of packages than users without them have.
 WITH_DEEPSPEED := .venv-deepspeed
 WITH_TRAINERS  := .venv-trainers
+WITH_RAY       := .venv-ray
 # The site is made from sources and saved outputs: its environment has neither torch nor this package.
 DOCS       := .venv-docs
 DOCS_PINS  := tests/requirements-docs.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-places test-deepspeed test-trainers test-xla package docs notebooks picture screenshots
+.PHONY: help setup demo test test-slow test-places test-deepspeed test-trainers test-ray test-xla package docs notebooks picture screenshots
 .PHONY: soak lint format bench bench-deepspeed clean
 
 help: ## Show this list
@@ -57,6 +58,9 @@ test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed, to
 
 test-trainers: $(WITH_TRAINERS)/ready ## Run published trainers with this package in accelerate's place, in an environment with them
 	@$(WITH_TRAINERS)/bin/python -m pytest tests/with_trainers $(ARGS)
+
+test-ray: $(WITH_RAY)/ready ## Run the tests of ranks that Ray places on machines, in an environment with it
+	@$(WITH_RAY)/bin/python -m pytest tests/with_ray $(ARGS)
 
 package: $(READY) ## Build the wheel and the source distribution, in dist/, and try what the README says with the wheel alone
 	@$(RUN) tests/package/run.py
@@ -98,7 +102,7 @@ bench-deepspeed: $(WITH_DEEPSPEED)/ready ## Measure what is added to a step of D
 	@$(WITH_DEEPSPEED)/bin/python tests/benchmarks/run.py deepspeed
 
 clean: ## Remove .venv, build/ and caches
-	rm -rf $(VENV) $(WITH_DEEPSPEED) $(WITH_TRAINERS) $(XLA) .venv-places $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WITH_DEEPSPEED) $(WITH_TRAINERS) $(WITH_RAY) $(XLA) .venv-places $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
 $(READY): $(PINS) pyproject.toml
@@ -134,7 +138,7 @@ $(RIVALS): $(READY) tests/requirements-bench.txt
 	@touch $(RIVALS)
 
 # pip sees the packages of .venv as installed, torch too, so it brings no second one.
-$(WITH_DEEPSPEED)/ready $(WITH_TRAINERS)/ready: .venv-%/ready: $(READY) tests/requirements-%.txt
+$(WITH_DEEPSPEED)/ready $(WITH_TRAINERS)/ready $(WITH_RAY)/ready: .venv-%/ready: $(READY) tests/requirements-%.txt
 	@echo "installing what is in tests/requirements-$*.txt in $(@D)"
 	@$(RUN) -m venv --clear $(@D)
 	@$(RUN) -c 'import pathlib, sysconfig; behind = sysconfig.get_path("purelib"); [site_packages] = pathlib.Path("$(@D)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text(f"import site; site.addsitedir({behind!r})")'

@@ -34,7 +34,15 @@ def checkout(tmp_path: Path) -> Path:
         *map(str, ROOT.glob("tests/requirements-*.txt")),
     ):
         shutil.copy(ROOT / file, folder / Path(ROOT / file).relative_to(ROOT))
-    for name in (".venv", ".venv-deepspeed", ".venv-trainers", ".venv-xla", ".venv-xla-2.8.0", ".venv-docs"):
+    for name in (
+        ".venv",
+        ".venv-deepspeed",
+        ".venv-trainers",
+        ".venv-ray",
+        ".venv-xla",
+        ".venv-xla-2.8.0",
+        ".venv-docs",
+    ):
         programs = folder / name / "bin"
         programs.mkdir(parents=True)
         for program in ("python", "mkdocs"):

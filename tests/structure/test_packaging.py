@@ -73,6 +73,7 @@ def test_what_the_package_imports_is_declared():
     [
         ("xla", ["tpu"]),
         ("with_deepspeed", ["deepspeed", "torchao", "bitsandbytes"]),
+        ("with_ray", ["ray"]),
         ("benchmarks", ["bench", "deepspeed", "tpu"]),
     ],
 )
@@ -87,7 +88,7 @@ def test_what_tests_of_trainers_import_is_installed_for_them():
 
 
 def test_what_the_other_tests_import_is_in_the_extra_test():
-    others = ("xla", "with_deepspeed", "with_trainers", "benchmarks")
+    others = ("xla", "with_deepspeed", "with_trainers", "with_ray", "benchmarks")
     folders = [one for one in (ROOT / "tests").iterdir() if one.name not in others]
     found = set().union(*map(imported, folders))
     assert {"pytest", "accelerate", "playwright"} <= found

@@ -1,0 +1,41 @@
+"""Ray without an address: a cluster of this machine alone, of which the notebook sees nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nb_accelerate.notebook.launch import notebook_launcher
+
+
+def listening() -> set[tuple[Any, ...]]:
+    """The addresses and ports on which anybody on this machine listens."""
+    found = psutil.net_connections("tcp")
+    return {tuple(place.laddr) for place in found if place.status == psutil.CONN_LISTEN}
+
+
+def test_a_launch_is_quiet_and_listens_on_loopback_only_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_ENGINE", "ray")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    others = listening()
+    folders = set(Path("/tmp").glob("nb-ray-*"))
+
+    def train() -> tuple[int, set[tuple[Any, ...]]]:
+        found = psutil.net_connections("tcp")
+        return int(os.environ["RANK"]), {tuple(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
+
+    values = notebook_launcher(train, num_processes=3, progress="off")
+    assert [rank for rank, _ in values] == [0, 1, 2]  # more than there are cores: nobody else is to get them
+    during = set.union(*(places for _, places in values)) - others
+    assert during
+    assert {address.removeprefix("::ffff:") for address, _ in during} == {"127.0.0.1"}
+    assert capfd.readouterr() == ("", "")
+    assert set(Path("/tmp").glob("nb-ray-*")) == folders
+    assert [*tmp_path.iterdir()] == []
