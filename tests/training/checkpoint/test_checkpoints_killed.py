@@ -120,7 +120,7 @@ def test_ranks_that_are_killed_while_they_save_always_leave_a_whole_checkpoint(t
                 pids = [int(file.read_text()) for file in files]
                 for pid in random_.choice([pids, pids[:1], pids[1:]]):
                     os.kill(pid, signal.SIGKILL)
-                # Its ranks had found what the ones before left as it was saved, and were killed in the middle of it all.
+                # Its ranks had found what the ones before left as it was saved, and were killed while they saved.
                 error = json.loads(process.stdout.readline())
                 assert "SIGKILL" in error, (told, error)
                 for file in files:
