@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ LONGEST = 240.0  # seconds that a run may take on a busy machine
 
 
 class Notebook:
-    """A process that starts runs, one after another; it is made anew when it was killed."""
+    """A process that starts runs one after another. A new one takes its place if it was killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -101,6 +102,7 @@ def _begun(process: subprocess.Popen[str], where: Path) -> list[Path]:
 def _end(process: subprocess.Popen[str]) -> list[object]:
     """Wait for the end of a run; returns a fingerprint of what each rank had."""
     assert process.stdout is not None
+    assert select.select([process.stdout], [], [], LONGEST)[0], f"no end within {LONGEST:g} s"
     line = process.stdout.readline()
     assert line, "the launch has failed"
     ends: list[object] = json.loads(line)
