@@ -12,7 +12,6 @@ from browser.test_panel import SETUP, launch, start, wait_for_percent
 if TYPE_CHECKING:
     from browser.conftest import OpenNotebook
     from browser.notebook import Notebook
-    from browser.server import Where
 
 pytestmark = [pytest.mark.browser, pytest.mark.limit(240)]
 
@@ -47,10 +46,9 @@ def check(notebook: Notebook) -> None:
         assert contrasts[0][0] >= LEAST_CONTRAST, (theme, contrasts[0])
 
 
-@pytest.mark.parametrize("where", ["lab", "nb7"])
-def test_axe_finds_nothing_serious_in_a_panel_that_runs_or_has_ended(open_notebook: OpenNotebook, where: Where) -> None:
+def test_axe_finds_nothing_serious_in_a_panel_that_runs_or_has_ended(open_notebook: OpenNotebook) -> None:
     cells = [SETUP, launch(3, steps=4000, pause=0.02, slow=1), launch(2, steps=60, wrong=1)]
-    notebook = open_notebook(cells, where)
+    notebook = open_notebook(cells)
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)

@@ -17,8 +17,8 @@ from nb_accelerate.notebook.launch import notebook_launcher, servers
 from nb_accelerate.notebook.pool import CellOptions, Pool, PoolOptions, read_cell
 
 SEED = 20
-COUNT = 100
-COLD = 4
+COUNT = 60
+COLD = 3
 """Of them, those in which the server that ranks are forked from has to import torch first."""
 
 ARRAY = b"x" * 1_000_000

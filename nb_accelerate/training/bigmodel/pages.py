@@ -15,7 +15,7 @@ _POPULATE_READ = 22  # Linux 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 _ASKED_AGAIN = 0.1
-"""Seconds. To ask the system takes as long as all else that is done before a block computes."""
+"""Seconds after which the system is asked again. It takes longer to answer than all else that precedes a block."""
 
 
 class MajorFaults:

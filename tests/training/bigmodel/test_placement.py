@@ -100,6 +100,25 @@ def test_pages_are_looked_at_again_only_if_some_were_missing_or_the_process_wait
     assert placement.is_wanted()
 
 
+def test_all_blocks_of_the_same_files_ask_the_system_for_page_faults_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[int] = []
+
+    def answer() -> int:
+        questions.append(1)
+        return 0
+
+    monkeypatch.setattr("nb_accelerate.training.bigmodel.pages._major_faults", answer)
+    monkeypatch.setattr("time.monotonic", lambda: 1.0)
+    files = WeightFiles([path])
+    placements = [_map(nn.Linear(4, 4), files) for _ in range(3)]
+    for placement in placements:
+        placement.fetch()
+        placement.is_wanted()
+    assert len(questions) == 1
+
+
 def test_a_block_that_nobody_fetched_ahead_is_fetched_when_it_arrives(path: Path) -> None:
     files = CountedFiles([path])
     placement = _map(nn.Linear(4, 4), files)

@@ -1,16 +1,17 @@
-"""A run that saves, is killed, and goes on: the program of the tests and of `make soak`.
+"""Runs that save, are killed, and go on: the program of the tests and of `make soak`.
 
-Usage: resumed_run.py FOLDER RANKS EVERY [--async] [--pause SECONDS] [--resume]
+Each line that it reads is a run: a JSON list of the folder, the number of ranks, how often it saves, the pause after
+each step in seconds, whether it saves in the background, and whether it goes on from what is there.
 
 The clock by which checkpoints are dated goes back and forth.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -84,25 +85,19 @@ def _set_clock() -> None:
 
 
 def main() -> None:
-    """Run, and print the fingerprints of all ranks as the last line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("where")
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("every")
-    parser.add_argument("--async", dest="in_background", action="store_true")
-    parser.add_argument("--pause", type=float, default=0.0)
-    parser.add_argument("--resume", action="store_true")
-    given = parser.parse_args()
-    ends = notebook_launcher(
-        train,
-        (given.where, given.every, given.in_background, given.pause, given.ranks),
-        given.ranks,
-        start_method="forkserver",
-        progress="off",
-        max_restarts=100,
-        resume=given.resume,
-    )
-    print(json.dumps(list(ends)))
+    """Run once for each line, and print the fingerprints of all ranks as a line."""
+    for line in sys.stdin:
+        where, ranks, every, pause, in_background, resume = json.loads(line)
+        ends = notebook_launcher(
+            train,
+            (where, every, in_background, pause, ranks),
+            ranks,
+            start_method="forkserver",
+            progress="off",
+            max_restarts=100,
+            resume=resume,
+        )
+        print(json.dumps(list(ends)), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -24,65 +25,92 @@ RANKS = 2
 LONGEST = 240.0  # seconds that a run may take on a busy machine
 
 
-def undisturbed(where: Path) -> list[list[list[object]]]:
-    """Return what a run leaves that nobody disturbs: see `_outcome`."""
-    process = _start(where, in_background=False)
-    out, err = process.communicate(timeout=LONGEST)
-    assert process.returncode == 0, err
-    return _outcome(where, out)
+class Notebook:
+    """A process that starts runs one after another. A new one takes its place if it was killed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, where: Path, *, in_background: bool, resume: bool = False) -> subprocess.Popen[str]:
+        """Start a run; returns the process."""
+        where.mkdir(parents=True, exist_ok=True)
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, str(PROGRAM)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        run = [str(where), RANKS, "1 step", 0.02, in_background, resume]
+        print(json.dumps(run), file=self._process.stdin, flush=True)
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            with self._process:
+                self._process.kill()
 
 
-def disturbed(where: Path, victim: str, delay: float, *, in_background: bool) -> list[list[list[object]]]:
+def undisturbed(notebook: Notebook, where: Path) -> tuple[list[list[list[object]]], float]:
+    """Return what a run leaves that nobody disturbs, see `_outcome`, and the seconds from its beginning to its end."""
+    process = notebook.start(where, in_background=False)
+    _begun(process, where)
+    began = time.monotonic()
+    return _outcome(where, _end(process)), time.monotonic() - began
+
+
+def disturbed(
+    notebook: Notebook, where: Path, victim: str, delay: float, *, in_background: bool
+) -> list[list[list[object]]]:
     """Return the same of a run in which somebody is killed.
 
     Args:
+        notebook: what starts it.
         where: an empty folder.
         victim: one of `VICTIMS`.
         delay: seconds from the moment all ranks have begun.
         in_background: whether it saves while training goes on.
     """
-    process = _start(where, in_background=in_background)
-    try:
-        deadline = time.monotonic() + LONGEST
-        while len(files := sorted(where.glob("rank *"))) < RANKS or not all(file.read_text() for file in files):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        time.sleep(delay)  # the random instant
-        pids = [int(file.read_text()) for file in files]
-        chosen = {"a rank": pids[1:], "the main rank": pids[:1], "all ranks": pids, "the kernel": [process.pid]}
-        for pid in chosen[victim]:
-            with contextlib.suppress(ProcessLookupError):  # it was done
-                os.kill(pid, signal.SIGKILL)
-        out, err = process.communicate(timeout=LONGEST)
-        if victim == "the kernel":
-            for file in files:
-                file.unlink()
-            process = _start(where, in_background=in_background, resume=True)
-            out, err = process.communicate(timeout=LONGEST)
-        assert process.returncode == 0, err
-    finally:
-        process.kill()
-        process.communicate()
+    process = notebook.start(where, in_background=in_background)
+    files = _begun(process, where)
+    time.sleep(delay)  # the random instant
+    pids = [int(file.read_text()) for file in files]
+    chosen = {"a rank": pids[1:], "the main rank": pids[:1], "all ranks": pids, "the kernel": [process.pid]}
+    for pid in chosen[victim]:
+        with contextlib.suppress(ProcessLookupError):  # it was done
+            os.kill(pid, signal.SIGKILL)
+    if victim == "the kernel":
+        process.communicate(timeout=LONGEST)
+        for file in files:
+            file.unlink()
+        process = notebook.start(where, in_background=in_background, resume=True)
+    end = _end(process)
     found = checkpoints(where, read=True)
     newest = max(found, key=lambda one: int(one.folder.name.rpartition("_")[2]))
     assert newest.is_whole, found
-    return _outcome(where, out)
+    return _outcome(where, end)
 
 
-def _start(where: Path, *, in_background: bool, resume: bool = False) -> subprocess.Popen[str]:
-    where.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(PROGRAM), str(where), str(RANKS), "1 step", "--pause", "0.02"]
-    if in_background:
-        command.append("--async")
-    if resume:
-        command.append("--resume")
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _begun(process: subprocess.Popen[str], where: Path) -> list[Path]:
+    """Wait until all ranks have begun; returns the files with their processes."""
+    deadline = time.monotonic() + LONGEST
+    while len(files := sorted(where.glob("rank *"))) < RANKS or not all(file.read_text() for file in files):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return files
 
 
-def _outcome(where: Path, out: str) -> list[list[list[object]]]:
+def _end(process: subprocess.Popen[str]) -> list[object]:
+    """Wait for the end of a run; returns a fingerprint of what each rank had."""
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], LONGEST)[0], f"no end within {LONGEST:g} s"
+    line = process.stdout.readline()
+    assert line, "the launch has failed"
+    ends: list[object] = json.loads(line)
+    return ends
+
+
+def _outcome(where: Path, ends: list[object]) -> list[list[list[object]]]:
     """Return, for each rank, the rows and losses of all steps in order, and a fingerprint of what it had at the end."""
-    ends = json.loads(out.splitlines()[-1])
     outcome: list[list[list[object]]] = []
     for rank in range(RANKS):
         steps: dict[int, list[object]] = {}
@@ -106,20 +134,19 @@ def soak(runs: int, seed: int, where: Path) -> None:
         AssertionError: one differs, has left no whole checkpoint, or did not go on.
     """
     random_ = random.Random(seed)
-    began = time.monotonic()
-    expected = undisturbed(where / "undisturbed")
-    most = min(time.monotonic() - began, 3.0)
-    for number in range(runs):
-        victim = VICTIMS[number % len(VICTIMS)]
-        in_background = bool(number // len(VICTIMS) % 2)
-        delay = random_.uniform(0, most)
-        told = f"seed {seed}, run {number}: {victim}, {delay:.3f} s, in_background={in_background}"
-        try:
-            got = disturbed(where / f"run {number}", victim, delay, in_background=in_background)
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            raise AssertionError(told) from error
-        assert got == expected, told
-        print(told, "went on", flush=True)
+    with contextlib.closing(Notebook()) as notebook:
+        expected, seconds = undisturbed(notebook, where / "undisturbed")
+        for number in range(runs):
+            victim = VICTIMS[number % len(VICTIMS)]
+            in_background = bool(number // len(VICTIMS) % 2)
+            delay = random_.uniform(0, seconds)
+            told = f"seed {seed}, run {number}: {victim}, {delay:.3f} s, in_background={in_background}"
+            try:
+                got = disturbed(notebook, where / f"run {number}", victim, delay, in_background=in_background)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                raise AssertionError(told) from error
+            assert got == expected, told
+            print(told, "went on", flush=True)
 
 
 if __name__ == "__main__":
