@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import struct
 import threading
 import time
@@ -14,6 +16,7 @@ from hypothesis import assume, given, strategies as st
 from nb_accelerate.base.progress_page import PageReader, ProgressPage, layout
 from nb_accelerate.base.progress_page.commands import Command, CommandKind
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
+from nb_accelerate.notebook.remote.connection_back import KeyedSeal
 from nb_accelerate.notebook.remote.frames import (
     MACHINE,
     MAGIC,
@@ -34,12 +37,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 FRAMES = st.lists(
-    st.builds(Frame, st.integers(0, 255), st.integers(-1, 1000), st.binary(max_size=300)),
+    st.builds(
+        Frame,
+        st.integers(0, 255),
+        st.integers(-1, 1000),
+        st.binary(max_size=300) | st.integers(1 << 16, 1 << 17).map(lambda size: bytes(range(251)) * (size // 251)),
+    ),
     max_size=8,
 )
 
 
-@given(FRAMES, st.binary(max_size=200), st.integers(1, 60))
+@given(FRAMES, st.binary(max_size=200), st.integers(1, 60) | st.integers(60, 1 << 18))
 def test_frames_come_out_as_they_went_in_however_they_are_cut(frames: list[Frame], before: bytes, size: int) -> None:
     assume(MAGIC not in before + MAGIC[:-1])
     writer, parser = FrameWriter(), FrameParser(has_preamble=True)
@@ -112,6 +120,48 @@ def test_what_is_urgent_does_not_wait_for_a_large_segment(sent: Sent) -> None:
     received.close()
     segments.close()
     os.close(fd)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("over", ["pipe", "socket"])
+def test_what_is_long_comes_whole_among_what_is_short(over: str, is_sealed: bool) -> None:
+    if over == "pipe":
+        reads, writes = os.pipe()
+    else:
+        reads, writes = (end.detach() for end in socket.socketpair())
+    key = secrets.token_bytes(32)
+    seals = [KeyedSeal(key, is_host=is_host) if is_sealed else None for is_host in (True, False)]
+    received = ReceivedSegments()
+    parser = FrameParser(seals[1], file_of=received.file_of)
+    failures: list[BaseException] = []
+    sender = FrameSender(writes, seals[0], on_beat=lambda: None, on_failure=lambda _, error: failures.append(error))
+    segments, fd, contents = SentSegments(sender), anonymous_file(), os.urandom(5 << 20)
+    os.write(fd, contents)
+    sender.send(Kind.STDOUT, 1, contents[: 3 << 19])
+    sender.send(Kind.STDOUT, 2, b"short")
+    segments.number_of(fd)
+    sender.send(Kind.MESSAGE, 3, b"with the segment")
+    sender.start()
+    frames: list[Frame] = []
+    while not frames or frames[-1].kind != Kind.MESSAGE:
+        assert parser.receive(reads)
+        for frame in parser:
+            if frame.kind == Kind.SEGMENT:
+                received.take(frame.body)
+            elif frame.kind != Kind.BEAT:
+                frames.append(frame)
+    assert frames == [
+        Frame(Kind.STDOUT, 1, contents[: 3 << 19]),
+        Frame(Kind.STDOUT, 2, b"short"),
+        Frame(Kind.MESSAGE, 3, b"with the segment"),
+    ]
+    assert os.pread(received.get(0), 6 << 20, 0) == contents
+    sender.close()
+    assert failures == []
+    received.close()
+    segments.close()
+    for one in (fd, reads, writes):
+        os.close(one)
 
 
 def test_a_segment_is_sent_once_and_dropped_when_no_message_comes_with_it(sent: Sent) -> None:

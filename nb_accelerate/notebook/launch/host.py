@@ -61,9 +61,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.channel import Received
     from nb_accelerate.notebook.remote.frames import Frame, Seal
 
-_CHUNK = 1 << 20
-"""Bytes of the kernel's that are read at once, at most."""
-
 _FULL = 4 << 20
 """Bytes that wait to be sent from which on no rank is read: one that prints faster than the network is held up."""
 
@@ -171,12 +168,12 @@ class Host:
     def __init__(self, reads: int, writes: int, seal: Seal | None = None) -> None:
         os.set_blocking(reads, False)
         self._reads = reads
-        self._parser = FrameParser(seal)
+        self._received = ReceivedSegments()
+        self._parser = FrameParser(seal, file_of=self._received.file_of)
         self._heard = False
         self._silent_beats = 0
         self._sources = Sources(lambda: None)
         self._ranks: dict[int, HostedRank] = {}
-        self._received = ReceivedSegments()
         self._bridges: dict[int, tuple[socket.socket, socket.socket | None]] = {}
         self._listener: socket.socket | None = None
         self._servers: dict[bool, ExecutedServer] = {}
@@ -244,15 +241,14 @@ class Host:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._reads, _CHUNK)
+            size = self._parser.receive(self._reads)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             raise _QuitError
         self._heard = True
-        self._parser.feed(data)
         for frame in self._parser:
             if frame.rank == MACHINE:
                 self._take(frame)

@@ -10,13 +10,15 @@ A host writes `MAGIC` before its first frame. What comes before that is what a l
 from __future__ import annotations
 
 import enum
+import os
+import stat
 import struct
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from nb_accelerate.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 MAGIC = b"\n--nb-accelerate-host 1--\n"
 """Comes before the first frame of a host. The number is the version of what follows."""
@@ -29,6 +31,12 @@ MAX_BODY = 1 << 30
 
 _MAX_PREAMBLE = 1 << 12
 """Bytes before `MAGIC` that are kept, at most: the last ones."""
+
+_READ = 1 << 16
+"""Bytes that are read at once of what may be many frames. The rest of a longer one is read to where it is to be."""
+
+_LONG_READ = 1 << 20
+"""Bytes of a long frame that are read at once, at most. Other machines get their turn then."""
 
 _HEADER = struct.Struct("!BiQ")
 
@@ -129,9 +137,14 @@ class FrameWriter:
 
     def frame(self, kind: int, rank: int, *parts: Bytes) -> list[Bytes]:
         """Return the pieces of a frame, whose body is the parts one after the other; nothing large is copied."""
-        length = sum(memoryview(part).nbytes for part in parts)
-        pieces = [_HEADER.pack(kind, rank, length), *parts]
+        pieces = self.beginning(kind, rank, *parts)
         return pieces if self._seal is None else [*pieces, self._seal.tag(pieces)]
+
+    @staticmethod
+    def beginning(kind: int, rank: int, *parts: Bytes, left: int = 0) -> list[Bytes]:
+        """Return the pieces of a frame without a seal, of whose body so many bytes are left to the caller."""
+        length = sum(memoryview(part).nbytes for part in parts) + left
+        return [_HEADER.pack(kind, rank, length), *parts]
 
 
 class FrameParser:
@@ -139,23 +152,60 @@ class FrameParser:
 
     Args:
         has_preamble: `MAGIC` comes before the first frame, as from a host.
+        file_of: returns the file of a segment by its number. What comes of it without a seal is moved there, and is no
+            frame for who iterates.
 
     Attributes:
         preamble: the last bytes before `MAGIC`.
         is_open: whether `MAGIC` has come.
     """
 
-    def __init__(self, seal: Seal | None = None, *, has_preamble: bool = False) -> None:
+    def __init__(
+        self, seal: Seal | None = None, *, has_preamble: bool = False, file_of: Callable[[int], int] | None = None
+    ) -> None:
         self.preamble = b""
         self.is_open = not has_preamble
         self._seal = seal
         self._data = bytearray()
+        self._missing = memoryview(b"")  # the part of `_data` that is still to come, of a long frame
+        self._file_of = file_of if seal is None else None
+        self._file, self._file_left = -1, 0  # a segment, and the bytes still to come of its frame
+
+    def receive(self, fd: int) -> int:
+        """Read once from a descriptor that does not block, and return how many bytes have come; 0 at its end.
+
+        Raises:
+            BlockingIOError: there is nothing yet.
+        """
+        if self._file_left and can_splice(fd):
+            moved = os.splice(fd, self._file, min(self._file_left, _LONG_READ))
+            self._file_left -= moved
+            return moved
+        if self._missing:
+            return self._filled(os.readv(fd, [self._missing[:_LONG_READ]]))
+        data = os.read(fd, min(self._file_left, _LONG_READ) or _READ)
+        self.feed(data)
+        return len(data)
 
     def feed(self, data: Bytes) -> None:
         """Take bytes that have come."""
-        self._data += data
+        rest = memoryview(data)
+        while self._file_left and rest:
+            written = os.write(self._file, rest[: self._file_left])
+            self._file_left -= written
+            rest = rest[written:]
+        size = min(len(rest), len(self._missing))
+        if size:
+            self._missing[:size] = rest[:size]
+            self._filled(size)
+        self._data += rest[size:]
         if not self.is_open:
             self._find_magic()
+
+    def _filled(self, size: int) -> int:
+        # An empty view of `_data` would keep it from being changed too.
+        self._missing = self._missing[size:] if size < len(self._missing) else memoryview(b"")
+        return size
 
     def __iter__(self) -> Iterator[Frame]:
         """Yield the frames that are complete.
@@ -163,25 +213,43 @@ class FrameParser:
         Raises:
             LinkError: these are no frames, or others than were sent.
         """
-        while self.is_open and (frame := self._next()) is not None:
-            yield frame
+        while self.is_open and not (self._missing or self._file_left) and len(self._data) >= _HEADER.size:
+            kind, rank, length = _HEADER.unpack_from(self._data)
+            if length > MAX_BODY:
+                raise LinkError(f"a frame of {length} bytes was announced: these are no frames")
+            if kind == Kind.SEGMENT and self._file_of is not None:
+                if len(self._data) < _HEADER.size + NUMBER.size:
+                    return
+                self._begin_segment(self._file_of, length)
+                continue
+            end = _HEADER.size + length + (0 if self._seal is None else self._seal.size)
+            if len(self._data) < end:
+                self._begin_long(end)
+                return
+            yield Frame(kind, rank, self._taken(_HEADER.size + length, end))
 
-    def _next(self) -> Frame | None:
-        if len(self._data) < _HEADER.size:
-            return None
-        kind, rank, length = _HEADER.unpack_from(self._data)
-        if length > MAX_BODY:
-            raise LinkError(f"a frame of {length} bytes was announced: these are no frames")
-        end = _HEADER.size + length
-        size = 0 if self._seal is None else self._seal.size
-        if len(self._data) < end + size:
-            return None
+    def _begin_segment(self, file_of: Callable[[int], int], length: int) -> None:
+        """Have the bytes of the segment that follow go to its file."""
+        self._file, self._file_left = file_of(*NUMBER.unpack_from(self._data, _HEADER.size)), length - NUMBER.size
+        came = bytes(self._data[_HEADER.size + NUMBER.size :])
+        self._data.clear()
+        self.feed(came)
+
+    def _begin_long(self, end: int) -> None:
+        """Have the rest of a frame that is not read at once go to its place."""
+        if end > _READ:
+            came = len(self._data)
+            self._data += bytes(end - came)
+            self._missing = memoryview(self._data)[came:]
+
+    def _taken(self, end_of_body: int, end: int) -> bytes:
+        """Take a frame out of what has come, and return its body."""
         with memoryview(self._data) as data:
-            body, tag = bytes(data[_HEADER.size : end]), bytes(data[end : end + size])
-        if self._seal is not None:
-            self._seal.check((self._data[: _HEADER.size], body), tag)
-        del self._data[: end + size]
-        return Frame(kind, rank, body)
+            body = bytes(data[_HEADER.size : end_of_body])
+            if self._seal is not None:
+                self._seal.check((data[: _HEADER.size], body), bytes(data[end_of_body:end]))
+        del self._data[:end]
+        return body
 
     def _find_magic(self) -> None:
         place = self._data.find(MAGIC)
@@ -236,3 +304,8 @@ def unpack_pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
         place, length = _PIECE.unpack_from(body, at)
         at += _PIECE.size + length
         yield place, body[at - length : at]
+
+
+def can_splice(fd: int) -> bool:
+    """Return whether what goes through a descriptor can be moved to and from a file without being copied here."""
+    return hasattr(os, "splice") and stat.S_ISFIFO(os.fstat(fd).st_mode)

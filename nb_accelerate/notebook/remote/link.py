@@ -80,7 +80,8 @@ class Link:
         self.lost = ""
         self.ahead = float("inf")
         self._stream = stream
-        self._parser = FrameParser(stream.seal, has_preamble=True)
+        self.received = ReceivedSegments()
+        self._parser = FrameParser(stream.seal, has_preamble=True, file_of=self.received.file_of)
         self._handles: dict[int, TakesFrames] = {}
         self._keys, self._questions = itertools.count(), itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
@@ -96,7 +97,6 @@ class Link:
             self._bell_read, self._bell_write = os.pipe()
             self._sender = FrameSender(stream.writes, stream.seal, on_beat=self._beat, on_failure=self._cannot_send)
             self._segments = SentSegments(self._sender)
-            self.received = ReceivedSegments()
             self._sender.start()
 
     # Before and beside the loop that reads it.
@@ -242,17 +242,16 @@ class Link:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._stream.reads, _CHUNK)
+            size = self._parser.receive(self._stream.reads)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             self._lose(f"is lost: {self._stream.why_ended() or 'its connection has ended'}")
             return
         self._heard = True
         try:
-            self._parser.feed(data)
             for frame in self._parser:
                 self._take(frame)
         except LinkError as error:

@@ -61,14 +61,17 @@ class ReceivedSegments:
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
 
-    def take(self, body: bytes) -> None:
-        """Take a piece of a segment."""
-        (number,) = NUMBER.unpack_from(body)
+    def file_of(self, number: int) -> int:
+        """Return the file to which the content of a segment is written as it comes."""
         if number not in self._files:
             self._files[number] = anonymous_file()
-        rest = memoryview(body)[NUMBER.size :]
+        return self._files[number]
+
+    def take(self, body: bytes) -> None:
+        """Take a piece of a segment."""
+        file, rest = self.file_of(*NUMBER.unpack_from(body)), memoryview(body)[NUMBER.size :]
         while rest:
-            rest = rest[os.write(self._files[number], rest) :]
+            rest = rest[os.write(file, rest) :]
 
     def get(self, number: int) -> int:
         """Return the descriptor of a segment, which stays this one's."""

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, NUMBER, FrameWriter, Kind
+from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, NUMBER, FrameWriter, Kind, can_splice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +68,7 @@ class FrameSender:
         enlarge(fd)
         self._fd = fd
         self._writer = FrameWriter(seal)
+        self._can_splice = seal is None and can_splice(fd)
         self._preamble = preamble
         self._on_beat = on_beat
         self._wake = threading.Condition()
@@ -158,14 +159,19 @@ class FrameSender:
         return self._next_piece(queued)
 
     def _next_piece(self, queued: _Queued) -> list[Bytes]:
-        """Return a piece of a file, and put the rest in front of all that is not urgent."""
-        piece = os.pread(queued.file, _PIECE, queued.offset)  # the place of reading is shared with other copies of it
-        if not piece:
+        """Return a piece of a file unless it has been sent, and put the rest in front of all that is not urgent."""
+        size = min(_PIECE, os.fstat(queued.file).st_size - queued.offset)
+        if size <= 0:
             os.close(queued.file)
             return []
         with self._wake:
             self.waiting += len(queued.parts[0])
-            self._queue.appendleft(queued._replace(offset=queued.offset + len(piece)))
+            self._queue.appendleft(queued._replace(offset=queued.offset + size))
+        if self._can_splice:  # it is the first that is written
+            self._write(self._writer.beginning(queued.kind, queued.rank, *queued.parts, left=size))
+            self._splice(queued.file, queued.offset, size)
+            return []
+        piece = os.pread(queued.file, size, queued.offset)  # the place of reading is shared with other copies of it
         return self._writer.frame(queued.kind, queued.rank, *queued.parts, piece)
 
     def _write(self, pieces: list[Bytes]) -> None:
@@ -173,17 +179,32 @@ class FrameSender:
             pieces = [b"".join(pieces)]
         rest = [memoryview(piece) for piece in pieces if piece]
         while rest and not self._is_dropped:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 written = os.writev(self._fd, rest)
-                while rest and written >= len(rest[0]):
-                    written -= len(rest.pop(0))
-                if rest:
-                    rest[0] = rest[0][written:]
+            except BlockingIOError:
+                self._await_room()
                 continue
-            self._poll.poll(max(0.0, self._beat_due - time.monotonic()) * 1000)
-            if time.monotonic() >= self._beat_due:  # no beat goes between two halves of a frame
-                self._beat_due = time.monotonic() + BEAT_INTERVAL
-                self._on_beat()
+            while rest and written >= len(rest[0]):
+                written -= len(rest.pop(0))
+            if rest:
+                rest[0] = rest[0][written:]
+
+    def _splice(self, file: int, offset: int, size: int) -> None:
+        """Send bytes of a file, which nobody changes any more, without copying them here."""
+        while size and not self._is_dropped:
+            try:
+                moved = os.splice(file, self._fd, size, offset_src=offset)
+            except BlockingIOError:
+                self._await_room()
+                continue
+            offset, size = offset + moved, size - moved
+
+    def _await_room(self) -> None:
+        """Wait until something can be written, or the next beat is due."""
+        self._poll.poll(max(0.0, self._beat_due - time.monotonic()) * 1000)
+        if time.monotonic() >= self._beat_due:  # no beat goes between two halves of a frame
+            self._beat_due = time.monotonic() + BEAT_INTERVAL
+            self._on_beat()
 
 
 def enlarge(fd: int) -> None:
