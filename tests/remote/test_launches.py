@@ -220,7 +220,7 @@ def test_a_machine_whose_host_does_not_start_is_named_with_what_it_printed(
 
 def test_hosts_import_neither_torch_nor_ipython() -> None:
     code = (
-        "import json, sys; from nb_accelerate.notebook.launch import host; host.facts_of_machine(); "
+        "import json, sys; from nb_accelerate.notebook.launch import host; host.host_facts.facts_of_machine(); "
         "print(json.dumps(sorted({'torch', 'IPython', 'numpy'} & set(sys.modules))))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

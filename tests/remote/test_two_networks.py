@@ -31,8 +31,12 @@ def networks(two_hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]
     return two_hosts
 
 
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
 def cable(state: str) -> None:
-    subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", state], check=True)
+    ip("-n", "nbtest1", "link", "set", "nbveth1", state)
 
 
 def listeners() -> list[str]:
@@ -78,8 +82,41 @@ def test_a_launch_meets_at_the_address_that_the_other_machine_reaches(networks: 
 
 def test_a_machine_that_the_other_does_not_reach_is_told_before_ranks_start(networks: list[str]) -> None:
     cable("down")
-    with pytest.raises(StartError, match=rf"machine nbtest1: cannot reach {networks[0]}:\d+, where the ranks are to"):
+    with pytest.raises(StartError, match=rf"machine nbtest1: cannot reach nbtest0 at {networks[0]}:\d+: .* Open the"):
         notebook_launcher(time.time, progress="off")
+
+
+def test_an_address_of_a_bridge_that_both_machines_have_is_not_the_one_where_ranks_meet(networks: list[str]) -> None:
+    for name in ("nbtest0", "nbtest1"):
+        ip("-n", name, "link", "add", "docker0", "type", "bridge")  # before the cable's, by name
+        ip("-n", name, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+        ip("-n", name, "link", "set", "docker0", "up")
+    assert notebook_launcher(master, progress="off") == [networks[0]] * 3
+
+
+def master() -> str:
+    import os
+
+    return os.environ["MASTER_ADDR"]
+
+
+def test_the_address_that_is_given_is_the_only_one_that_is_tried(networks: list[str]) -> None:
+    ip("-n", "nbtest0", "addr", "add", "10.77.7.77/24", "dev", "nbveth0")
+    assert notebook_launcher(master, progress="off", master_addr="10.77.7.77") == ["10.77.7.77"] * 3
+    with pytest.raises(StartError, match=r"machine nbtest0: cannot listen on 10\.0\.0\.9:.*\. Ranks connect"):
+        notebook_launcher(master, progress="off", master_addr="10.0.0.9")
+
+
+def test_a_firewall_in_one_direction_is_found_and_named(networks: list[str]) -> None:
+    port = "29555"
+    # Nothing that is for TCP leaves the second machine, but what goes to the store: as if SYN packets were dropped.
+    ip("-n", "nbtest1", "rule", "add", "pref", "10", "ipproto", "tcp", "dport", port, "lookup", "main")
+    ip("-n", "nbtest1", "rule", "add", "pref", "20", "ipproto", "tcp", "blackhole")
+    said = rf"machine nbtest0: cannot reach nbtest1 at {networks[1]}:\d+: timed out. Ranks connect .* in both"
+    began = time.monotonic()
+    with pytest.raises(StartError, match=said):
+        notebook_launcher(master, progress="off", use_port=port)
+    assert time.monotonic() - began < 30
 
 
 def test_ranks_are_taken_out_of_a_collective_while_the_cable_is_cut_and_meet_again(pool: Pool) -> None:

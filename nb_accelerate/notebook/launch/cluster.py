@@ -26,6 +26,7 @@ from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.engines import open_engine
 from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
+from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, meet, meet_again
 from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.launch.engines.engine import Machine
+    from nb_accelerate.notebook.launch.meeting import Met
     from nb_accelerate.notebook.launch.rendezvous import Meet
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
     from nb_accelerate.notebook.ranks.handle import RankHandle
@@ -48,8 +50,6 @@ _HOST = ("-m", "nb_accelerate.notebook.launch.host")
 
 _OPEN_TIMEOUT = 60.0
 """Seconds for a host to say what its machine is: the engine may wait for the machine, and Python reads its modules."""
-
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,7 @@ class Cluster(Placing):
         self.notes: list[str] = []
         self._options = options
         self._check = check
+        self._address = ""  # of the first machine, where ranks meet, once that was found
         with contextlib.ExitStack() as undo:
             self._engine = engine = open_engine(options.engine)
             undo.callback(engine.close)
@@ -204,18 +205,13 @@ class Cluster(Placing):
         """Agree where ranks meet that are started once: on a port of the first machine, which the others reach."""
         if self.lost:
             raise StartError(self.lost)
-        first, *others = self._places
-        address = self._address()
-        port = int(self._options.use_port or 0)
-        listening = first.link.ask("listen", address=address, port=port, check=self._check)
-        port = listening["port"]
-        self._places[0] = replace(first, interface=listening["interface"])
-        for number, place in enumerate(others, 1):
-            reached = place.link.ask("reach", address=address, port=port, check=self._check)
-            self._places[number] = replace(place, interface=reached["interface"])
+        met = self._met()
+        self._places = [
+            replace(place, interface=interface) for place, interface in zip(self._places, met.interfaces, strict=True)
+        ]
         yield _ServedThere(
-            address=address,
-            port=port,
+            address=met.address,
+            port=met.port,
             node_rank=0,
             interface="",
             run_id=f"nb_accelerate-{secrets.token_hex(4)}",
@@ -225,17 +221,19 @@ class Cluster(Placing):
             part=secrets.token_hex(4),
         )
 
-    def _address(self) -> str:
-        """Return the address of the first machine, as the others reach it."""
-        first = self._places[0]
-        if len({place.link.hello["network"] for place in self._places}) == 1 and first.link.hello["network"]:
-            return _LOOPBACK
-        if (known := self._engine.address(first.machine)) is not None:
-            return known
-        own = [address for address in first.link.hello["addresses"].values() if not address.startswith("127.")]
-        if not own:
-            raise StartError(f"machine {first.link.name} has no network address that others could reach")
-        return str(own[0])
+    def _met(self) -> Met:
+        links = [place.link for place in self._places]
+        port = int(self._options.use_port or 0)
+        if self._address:
+            return meet_again(links, self._address, port, self._check)
+        if self._options.master_addr == LOOPBACK:
+            known = self._engine.address(self._places[0].machine)
+            addresses = addresses_to_try(links, known, self._check)
+        else:
+            addresses = [self._options.master_addr]
+        met = meet(links, addresses, port, self._check)
+        self._address = met.address
+        return met
 
     @override
     @contextlib.contextmanager
@@ -297,7 +295,7 @@ class Cluster(Placing):
                     then(tuple(found))
 
             if place.link.lost:
-                found.update((address, 0) for address in place.link.hello["addresses"].values())
+                found.update((address, 0) for address in place.link.hello["addresses"])
             else:
                 waiting.add(place.link)
                 place.link.query("connections", take, pids=[pid for pid in pids if pid])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import select
 import signal
 import socket
@@ -23,12 +22,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
 from typing_extensions import override
 
-from nb_accelerate.errors import ConfigError, MissingDependencyError, StartError
+from nb_accelerate.errors import StartError
+from nb_accelerate.notebook.launch import host_facts
 from nb_accelerate.notebook.launch.local import LocalRank
-from nb_accelerate.notebook.launch.machine import facts_here, interface_of, software_here
+from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
 from nb_accelerate.notebook.ranks.handle import RankEvents
 from nb_accelerate.notebook.ranks.sources import Sources
@@ -52,7 +51,6 @@ from nb_accelerate.notebook.remote.link import SILENCE_LIMIT
 from nb_accelerate.notebook.remote.mirror import PageWatch
 from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
 from nb_accelerate.notebook.remote.sender import BEAT_INTERVAL, FrameSender
-from nb_accelerate.notebook.worker.connections import addresses_of
 from nb_accelerate.notebook.worker.server.process_tree import set_name
 
 if TYPE_CHECKING:
@@ -69,12 +67,6 @@ _PAGE_INTERVAL, _LOOK_INTERVAL = 0.1, 0.5
 
 _CONNECT_TIMEOUT = 15.0
 """Seconds for the kernel to answer where the engine gives no stream."""
-
-_PROBE_TIMEOUT = 5.0
-"""Seconds for another machine to accept a connection."""
-
-_VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What the environment of a host says about how ranks are to be set up."""
 
 
 class HostedRank(RankEvents):
@@ -183,7 +175,7 @@ class Host:
 
     def run(self) -> None:
         """Run until the kernel says so, or ends."""
-        self.sender.send(Kind.HELLO, MACHINE, _json(facts_of_machine()))
+        self.sender.send(Kind.HELLO, MACHINE, _json(host_facts.facts_of_machine()))
         self.sender.start()
         self._server(fresh=False)  # torch is imported while the kernel gets ready
         self._sources.add(self._reads, self._read)
@@ -348,11 +340,13 @@ class Host:
 
     def _answer(self, number: int, what: str, **arguments: Any) -> None:
         answers: dict[str, Callable[..., dict[str, Any]]] = {
-            "place": _place,
+            "place": host_facts.place,
             "listen": self._listen,
-            "reach": _reach,
-            "connections": _connections,
-            "memory": _memory,
+            "hush": self._hush,
+            "routes": host_facts.routes,
+            "reach": host_facts.reach,
+            "connections": host_facts.connections,
+            "memory": host_facts.memory,
         }
         try:
             answer: dict[str, Any] = answers[what](**arguments)
@@ -361,14 +355,21 @@ class Host:
         self.sender.send(Kind.ANSWER, MACHINE, _json({"number": number, **answer}))
 
     def _listen(self, address: str, port: int) -> dict[str, Any]:
-        """Open the socket on which the first rank serves the store."""
-        if self._listener is not None:
-            self._listener.close()
+        """Open a socket: that on which the first rank serves the store, or one that others try to reach."""
+        self._hush()
         try:
             self._listener = socket.create_server((address, port), backlog=1024)
         except OSError as error:
-            return {"error": f"cannot listen on {address}:{port or 'a free port'}: {error.strerror}"}
-        return {"port": self._listener.getsockname()[1], "interface": interface_of(address) or ""}
+            return {"error": f"cannot listen on {address}:{port or 'a free port'}: {error.strerror or error}"}
+        own, port = self._listener.getsockname()
+        return {"port": port, "interface": interface_of(own) or ""}
+
+    def _hush(self) -> dict[str, Any]:
+        """Close that socket, unless a rank has it."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        return {}
 
     # The thread that sends.
 
@@ -396,98 +397,6 @@ class _QuitError(Exception):
 def _end_process(_: str, __: BaseException) -> NoReturn:
     """End at once: the kernel cannot be reached. The server sees that, and ends what it has started."""
     os._exit(1)
-
-
-def facts_of_machine() -> dict[str, Any]:
-    """Return what the kernel is to know about this machine."""
-    return {
-        **software_here(),
-        "platform": sys.platform,
-        "pid": os.getpid(),
-        "cpus": os.cpu_count() or 1,
-        "memory": psutil.virtual_memory().total,
-        "time": time.time(),
-        "monotonic": time.monotonic(),
-        "home": str(Path.home()),
-        "cwd": str(Path.cwd()),
-        "host": platform.node(),
-        "network": _network(),
-        "addresses": _addresses(),
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        **_devices(),
-    }
-
-
-def _network() -> str:
-    """Return what only processes have in common that reach one another over the loopback interface; "" if unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
-    except OSError:
-        return ""
-
-
-def _addresses() -> dict[str, str]:
-    with contextlib.suppress(OSError):
-        return {
-            name: entry.address
-            for name, entries in psutil.net_if_addrs().items()
-            for entry in entries
-            if entry.family == socket.AF_INET
-        }
-    return {}
-
-
-def _devices() -> dict[str, Any]:
-    """Return the devices of each type, and what else a plan needs of this machine."""
-    try:
-        facts = facts_here({})
-    except (ConfigError, MissingDependencyError) as error:  # which the kernel says, with the name of this machine
-        return {"devices": {}, "error": str(error)}
-    return {
-        "devices": {devices.kind.name: devices.names for devices in facts.accelerators},
-        "prefers_cpu": facts.prefers_cpu,
-        "num_threads": facts.num_threads,
-        "num_cpus": facts.num_cpus,
-        "loopback": facts.loopback,
-        "shared_memory": facts.shared_memory,
-    }
-
-
-def _place(cwd: str, path: list[str]) -> dict[str, Any]:
-    """Return the folder and the search path of ranks: what the kernel has, as far as it is there too."""
-    is_there = bool(cwd) and Path(cwd).is_dir()
-    found = [entry for entry in path if Path(entry).exists()]
-    return {
-        "cwd": cwd if is_there else str(Path.cwd()),
-        "path": [*found, *(entry for entry in sys.path if entry and entry not in found)],
-        "missing": [entry for entry in path if entry not in found],
-    }
-
-
-def _reach(address: str, port: int) -> dict[str, Any]:
-    """Connect to where the ranks will meet, and return the address and interface of this machine on the way there."""
-    try:
-        with socket.create_connection((address, port), timeout=_PROBE_TIMEOUT) as probe:
-            own = probe.getsockname()[0]
-    except OSError as error:
-        return {"error": f"cannot reach {address}:{port}, where the ranks are to meet: {error.strerror or error}"}
-    return {"own": own, "interface": interface_of(own) or ""}
-
-
-def _connections(pids: list[int]) -> dict[str, Any]:
-    """Return the addresses and ports at which ranks of this machine are connected."""
-    found: list[tuple[str, int]] = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            found += addresses_of(psutil.Process(pid))
-    return {"addresses": found}
-
-
-def _memory(pid: int | None) -> dict[str, Any]:
-    """Return the bytes that a rank holds."""
-    with contextlib.suppress(psutil.Error):  # it has just ended
-        return {"bytes": psutil.Process(pid).memory_info().rss if pid else 0}
-    return {"bytes": 0}
 
 
 def _json(value: object) -> bytes:

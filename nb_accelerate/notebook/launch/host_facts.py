@@ -1,0 +1,130 @@
+"""What a host says about its machine, at first and when it is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nb_accelerate.errors import ConfigError, MissingDependencyError
+from nb_accelerate.notebook.launch.machine import facts_here, interface_of, software_here
+from nb_accelerate.notebook.remote.connection_back import address_towards
+from nb_accelerate.notebook.worker.connections import addresses_of
+
+_PROBE_TIMEOUT = 5.0
+"""Seconds for another machine to accept a connection."""
+
+_VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""What the environment of a host says about how ranks are to be set up."""
+
+
+def facts_of_machine() -> dict[str, Any]:
+    """Return what the kernel is to know about this machine."""
+    return {
+        **software_here(),
+        "platform": sys.platform,
+        "pid": os.getpid(),
+        "cpus": os.cpu_count() or 1,
+        "memory": psutil.virtual_memory().total,
+        "time": time.time(),
+        "monotonic": time.monotonic(),
+        "home": str(Path.home()),
+        "cwd": str(Path.cwd()),
+        "host": platform.node(),
+        "network": _network(),
+        "addresses": _addresses(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        **_devices(),
+    }
+
+
+def _network() -> str:
+    """Return what only processes have in common that reach one another over the loopback interface; "" if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        return ""
+
+
+def _addresses() -> dict[str, str]:
+    """Return the interface of each address. Bridges, such as that of Docker, are the last: they lead to no machine."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name, entries in sorted(psutil.net_if_addrs().items(), key=lambda one: _is_bridge(one[0])):
+            found.update({entry.address: name for entry in entries if entry.family == socket.AF_INET})
+    return found
+
+
+def _is_bridge(interface: str) -> bool:
+    return Path(f"/sys/class/net/{interface}/bridge").exists()
+
+
+def _devices() -> dict[str, Any]:
+    """Return the devices of each type, and what else a plan needs of this machine."""
+    try:
+        facts = facts_here({})
+    except (ConfigError, MissingDependencyError) as error:  # which the kernel says, with the name of this machine
+        return {"devices": {}, "error": str(error)}
+    return {
+        "devices": {devices.kind.name: devices.names for devices in facts.accelerators},
+        "prefers_cpu": facts.prefers_cpu,
+        "num_threads": facts.num_threads,
+        "num_cpus": facts.num_cpus,
+        "loopback": facts.loopback,
+        "shared_memory": facts.shared_memory,
+    }
+
+
+def place(cwd: str, path: list[str]) -> dict[str, Any]:
+    """Return the folder and the search path of ranks: what the kernel has, as far as it is there too."""
+    is_there = bool(cwd) and Path(cwd).is_dir()
+    found = [entry for entry in path if Path(entry).exists()]
+    return {
+        "cwd": cwd if is_there else str(Path.cwd()),
+        "path": [*found, *(entry for entry in sys.path if entry and entry not in found)],
+        "missing": [entry for entry in path if entry not in found],
+    }
+
+
+def routes(others: list[str]) -> dict[str, Any]:
+    """Return the addresses of this machine on the ways to those of others, in the same order."""
+    own = _addresses()
+    found = []
+    for other in others:
+        with contextlib.suppress(OSError):  # there is no way
+            if other not in own:
+                found.append(address_towards(other))
+    return {"addresses": found}
+
+
+def reach(name: str, address: str, port: int) -> dict[str, Any]:
+    """Connect to another machine, and return the address and interface of this one on the way there."""
+    try:
+        with socket.create_connection((address, port), timeout=_PROBE_TIMEOUT) as probe:
+            own = probe.getsockname()[0]
+    except OSError as error:
+        return {"error": f"cannot reach {name} at {address}:{port}: {error.strerror or error}"}
+    return {"own": own, "interface": interface_of(own) or ""}
+
+
+def connections(pids: list[int]) -> dict[str, Any]:
+    """Return the addresses and ports at which ranks of this machine are connected."""
+    found: list[tuple[str, int]] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += addresses_of(psutil.Process(pid))
+    return {"addresses": found}
+
+
+def memory(pid: int | None) -> dict[str, Any]:
+    """Return the bytes that a rank holds."""
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        return {"bytes": psutil.Process(pid).memory_info().rss if pid else 0}
+    return {"bytes": 0}
