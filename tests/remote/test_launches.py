@@ -214,7 +214,7 @@ def test_a_machine_whose_host_does_not_start_is_named_with_what_it_printed(
 ) -> None:
     monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
     monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "sh -c 'echo Out of order; exit 3' {command}")
-    with pytest.raises(StartError, match=r"machine a is lost: sh ended with exit code 3[^\0]*Out of order"):
+    with pytest.raises(StartError, match=r"machine a cannot be reached: sh ended with exit code 3[^\0]*Out of order"):
         notebook_launcher(os.getpid, progress="off")
 
 

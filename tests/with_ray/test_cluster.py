@@ -168,6 +168,47 @@ def test_what_the_cluster_does_not_have_is_named(cluster: str, hosts: list[str],
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("hosts", "num_ranks", "reserved"),
+    [
+        ([], None, [(NODES[0], None), (NODES[1], None)]),
+        ([], 1, [(NODES[0], 1)]),
+        ([], 3, [(NODES[0], 2), (NODES[1], 1)]),
+        ([NODES[1]], 1, [(NODES[1], 1)]),
+        ([NODES[0], NODES[1]], 2, [(NODES[0], 1), (NODES[1], 1)]),
+    ],
+)
+def test_ranks_are_on_the_first_nodes_as_far_as_their_number_goes(
+    cluster: str, hosts: list[str], num_ranks: int | None, reserved: list[tuple[str, int | None]]
+) -> None:
+    engine = RayEngine(EngineOptions(engine="ray", address=cluster, hosts=hosts))
+    try:
+        machines = engine.machines(num_ranks)
+        assert [(engine.address(machine), machine.num_ranks) for machine in machines] == reserved
+    finally:
+        engine.close()
+
+
+def test_no_more_is_reserved_than_is_asked_for(cluster: str) -> None:
+    one, rest = (
+        RayEngine(EngineOptions(engine="ray", address=cluster, hosts=hosts))
+        for hosts in ([], [f"{NODES[0]}:1", NODES[1]])
+    )
+    try:
+        assert [machine.num_ranks for machine in one.machines(1)] == [1]
+        assert [machine.num_ranks for machine in rest.machines(3)] == [1, 2]
+    finally:
+        one.close()
+        rest.close()
+
+
+def test_more_ranks_than_the_cluster_has_cores_are_refused(cluster: str) -> None:
+    engine = RayEngine(EngineOptions(engine="ray", address=cluster))
+    with pytest.raises(StartError, match=r"has 4 CPUs, and is to have 5 ranks.* Write num_processes=4"):
+        engine.machines(5)
+    engine.close()
+
+
 def test_what_others_use_is_not_waited_for_long(cluster: str) -> None:
     options = EngineOptions(engine="ray", address=cluster, hosts=[f"{NODES[1]}:2"])
     first, second = RayEngine(options), RayEngine(options)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.launch.engines.ray import RayEngine
 
 
 def listening() -> set[tuple[Any, ...]]:
@@ -39,3 +42,21 @@ def test_a_launch_is_quiet_and_listens_on_loopback_only_and_leaves_nothing(
     assert capfd.readouterr() == ("", "")
     assert set(Path("/tmp").glob("nb-ray-*")) == folders
     assert [*tmp_path.iterdir()] == []
+
+
+def test_no_file_stays_of_a_driver_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    folders = set(Path("/tmp").glob("nb-ray-*"))
+    engine = RayEngine(EngineOptions(engine="ray"))
+    try:
+        engine.machines(1)
+        assert engine._driver is not None
+        driver = psutil.Process(engine._driver._process.pid)
+        started = driver.children(recursive=True)
+        assert len(set(Path("/tmp").glob("nb-ray-*")) - folders) == 1
+        os.kill(driver.pid, signal.SIGKILL)
+    finally:
+        engine.close()
+    assert set(Path("/tmp").glob("nb-ray-*")) == folders
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == []

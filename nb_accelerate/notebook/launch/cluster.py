@@ -124,7 +124,7 @@ class Cluster(Placing):
         with contextlib.ExitStack() as undo:
             self._engine = engine = open_engine(options.engine)
             undo.callback(engine.close)
-            machines = engine.machines()
+            machines = engine.machines(options.num_processes)
             links = []
             for machine in machines:  # all at once: each takes seconds
                 links.append(Link(engine.start(machine, [*options.engine.python, *_HOST])))

@@ -24,7 +24,7 @@ def compare(here: Mapping[str, str], there: Mapping[str, str], *, python: str = 
     """Compare the software of this notebook with that of another machine.
 
     Args:
-        here: ``"python"``, ``"torch"`` and ``"package"``: their versions; "" for what is not installed.
+        here: ``"python"``, ``"torch"`` and ``"package"``: their versions; "" for a torch that is not installed.
         there: the same of the machine.
         python: the command that starts Python there, for what users are told to write.
     """
@@ -42,7 +42,14 @@ def compare(here: Mapping[str, str], there: Mapping[str, str], *, python: str = 
             f"there: in a clone of its repository, {python} -m pip install ."
         )
     if not there["torch"]:
-        obstacles.append(f"it has no PyTorch. Write there: {python} -m pip install torch=={_plain(here['torch'])}")
+        wanted = f"torch=={_plain(here['torch'])}" if here["torch"] else "torch"
+        also = "" if here["torch"] else ", nor has this notebook: the same version has to be on both"
+        obstacles.append(f"it has no PyTorch{also}. Write there: {python} -m pip install {wanted}")
+    elif not here["torch"]:
+        obstacles.append(
+            f"it has PyTorch {there['torch']}, and this notebook has none, which it needs to read values that ranks "
+            f"return. Write here: %pip install torch=={_plain(there['torch'])}"
+        )
     elif _plain(here["torch"]) != _plain(there["torch"]):
         is_near = _release(here["torch"]) == _release(there["torch"])
         (warnings if is_near else obstacles).append(

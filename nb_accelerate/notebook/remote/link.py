@@ -248,14 +248,14 @@ class Link:
         except OSError:
             size = 0
         if not size:
-            self._lose(f"is lost: {self._stream.why_ended() or 'its connection has ended'}")
+            self._lose(self._stream.why_ended() or "its connection has ended")
             return
         self._heard = True
         try:
             for frame in self._parser:
                 self._take(frame)
         except LinkError as error:
-            self._lose(f"is lost: {error}")
+            self._lose(str(error))
 
     def _take(self, frame: Frame) -> None:
         if frame.rank != MACHINE:
@@ -279,20 +279,20 @@ class Link:
 
     def _answer_bell(self) -> None:
         why = os.read(self._bell_read, 1 << 12).decode(errors="replace")
-        self._lose(f"is lost: {why}")
+        self._lose(why)
 
     def _lose(self, why: str) -> None:
         if self.lost:
             return
-        self.lost = why
-        logger.info("machine %s %s", self.name, why)
+        self.lost = f"{'is lost' if self.hello else 'cannot be reached'}: {why}"
+        logger.info("machine %s %s", self.name, self.lost)
         if self._sources is not None:
             self._sources.drop(self._stream.reads)
         self._sender.close(drop=True)
         self._stream.close()
         self._notify()
         for handle in list(self._handles.values()):
-            handle.lose(f"machine {self.name} {why}")
+            handle.lose(f"machine {self.name} {self.lost}")
 
     # The thread that sends.
 

@@ -35,8 +35,12 @@ class Engine(ABC):
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
 
-    def machines(self) -> Sequence[Machine]:
-        """Return the machines in the order in which ranks are numbered. Called once, before `start`."""
+    def machines(self, num_ranks: int | None = None) -> Sequence[Machine]:  # noqa: ARG002 - for those who reserve
+        """Return the machines in the order in which ranks are numbered. Called once, before `start`.
+
+        Args:
+            num_ranks: of the launch, on all machines together; None if it does not say.
+        """
         return [Machine(name=name, num_ranks=ranks) for name, ranks in self.options.machines]
 
     @abstractmethod

@@ -27,13 +27,13 @@ class Failure(NamedTuple):
 OF_PYTHON = (
     Failure(
         r"No module named '?nb_accelerate",
-        "{python} there has not this package. Install version {version} there as here: in a clone of its repository, "
-        "{python} -m pip install .",
+        "{python} there does not have this package. Install version {version} there as here: in a clone of its "
+        "repository, {python} -m pip install .",
     ),
     Failure(
         r"No module named '?(psutil|typing_extensions|cloudpickle|yaml)\b",
-        "{python} there has not all that this package needs. Install it there as here: in a clone of its repository, "
-        "{python} -m pip install .",
+        "{python} there does not have all that this package needs. Install it there as here: in a clone of its "
+        "repository, {python} -m pip install .",
     ),
     Failure(
         r"(?i)not found|no such file or directory|executable file not found|cannot execute",

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,8 +63,8 @@ class RayEngine(Engine):
         self._addresses: dict[str, str] = {}
 
     @override
-    def machines(self) -> Sequence[Machine]:
-        self._driver = _Driver(self.options)
+    def machines(self, num_ranks: int | None = None) -> Sequence[Machine]:
+        self._driver = _Driver(self.options, num_ranks)
         found = self._driver.machines
         self._addresses = {machine["name"]: machine["address"] for machine in found}
         self._listener = Listener(_address_here(list(self._addresses.values())), len(found))
@@ -155,8 +156,10 @@ class _Driver:
         StartError: Ray cannot place these actors.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, num_ranks: int | None) -> None:
         address = options.address or os.environ.get("RAY_ADDRESS", "")
+        # Where Ray puts it too: with a longer path than this its sockets have too long a name.
+        self._folder = "" if address else tempfile.mkdtemp(prefix="nb-ray-", dir="/tmp")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "nb_accelerate.notebook.launch.engines.ray_driver"],
@@ -170,7 +173,7 @@ class _Driver:
         )
         self._ended: dict[int, futures.Future[str]] = {}
         try:
-            self._tell(address=address, hosts=options.machines)
+            self._tell(address=address, hosts=options.machines, num_ranks=num_ranks, folder=self._folder)
             answer = self._heard()
             if "error" in answer:
                 raise StartError(explained(answer["error"], address))
@@ -204,6 +207,8 @@ class _Driver:
             self._thread.join()
         self._process.stdout.close()
         self._said.close()
+        if self._folder:  # which it has removed, unless it was killed
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _tell(self, **values: Any) -> None:
         assert self._process.stdin is not None

@@ -87,20 +87,32 @@ class Node(NamedTuple):
         return {**own, kind: wanted} if wanted else own
 
 
-def chosen(nodes: list[Node], hosts: list[tuple[str, int | None]]) -> list[tuple[Node, str, int | None]]:
+def chosen(
+    nodes: list[Node], hosts: list[tuple[str, int | None]], num_ranks: int | None
+) -> list[tuple[Node, str, int | None]]:
     """Return the nodes that ranks are to be on, with what users call them and the number of ranks there.
 
-    Without hosts these are all nodes with GPUs, or all nodes if none has any; the head is the first.
+    Without hosts these are all nodes with GPUs, or all nodes if none has any; the head is the first. Of these the first
+    are filled, as far as the number of ranks goes.
+
+    Args:
+        num_ranks: on all nodes together; None for all that they have.
 
     Raises:
-        CannotPlaceError: the cluster has no such node.
+        CannotPlaceError: the cluster has no such node, or less than that.
     """
     if not hosts:
         nodes = [node for node in nodes if node.gpus] or nodes
         names = [node.name for node in nodes]
-        return [(node, node.name if names.count(node.name) == 1 else node.address, None) for node in nodes]
+        called = [(node, node.name if names.count(node.name) == 1 else node.address) for node in nodes]
+        return [(*one, number) for one, number in zip(called, _filled(nodes, num_ranks), strict=False)]
+    known = [number for _, number in hosts if number is not None]
+    if num_ranks is not None and len(known) < len(hosts):
+        each, rest = divmod(num_ranks - sum(known), len(hosts) - len(known))
+        if each > 0 and not rest:  # else the launch says that it does not fit
+            hosts = [(name, each if number is None else number) for name, number in hosts]
     found = []
-    for name, num_ranks in hosts:
+    for name, number in hosts:
         node = next((node for node in nodes if name in (node.name, node.address)), None)
         if node is None:
             here = ", ".join(f"{node.name} ({node.address})" for node in nodes)
@@ -108,7 +120,26 @@ def chosen(nodes: list[Node], hosts: list[tuple[str, int | None]]) -> list[tuple
                 f"hosts has {name!r}, which is no node of this cluster of Ray. Its nodes are {here}. Start the node "
                 "that is missing, or leave it out"
             )
-        found.append((node, name, num_ranks))
+        found.append((node, name, number))
+    return found
+
+
+def _filled(nodes: list[Node], num_ranks: int | None) -> list[int | None]:
+    """Return the number of ranks on each of the first nodes."""
+    if num_ranks is None:
+        return [None] * len(nodes)
+    found: list[int | None] = []
+    left = num_ranks
+    for node in nodes:
+        if left:
+            found.append(min(left, node.gpus or node.cpus))
+            left -= found[-1] or 0
+    if left:
+        kind = "GPU" if nodes[0].gpus else "CPU"
+        raise CannotPlaceError(
+            f"the cluster of Ray has {num_ranks - left} {kind}s, and is to have {num_ranks} ranks, with a {kind} each. "
+            f"Write num_processes={num_ranks - left}, or start Ray on more machines"
+        )
     return found
 
 
@@ -148,29 +179,29 @@ class Cluster:
     Args:
         address: of its head; "" for one of this machine alone, on the loopback interface, which ends with this process.
         hosts: names or addresses of nodes, with the number of ranks on each.
+        num_ranks: on all nodes together; None if that is not said.
+        folder: for the files of a cluster of this machine alone, which is removed at the end.
     """
 
-    def __init__(self, address: str, hosts: list[tuple[str, int | None]]) -> None:
+    def __init__(self, address: str, hosts: list[tuple[str, int | None]], num_ranks: int | None, folder: str) -> None:
         self._ends = contextlib.ExitStack()
         self._kept: list[futures.Future[str]] = []
         try:
-            self._place(address, hosts)
+            self._connect(address, folder)
+            self._place(address, hosts, num_ranks)
         except BaseException:
             self.close()
             raise
 
-    def _place(self, address: str, hosts: list[tuple[str, int | None]]) -> None:
+    def _place(self, address: str, hosts: list[tuple[str, int | None]], num_ranks: int | None) -> None:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        self._connect(address)
         nodes = sorted((Node.of(facts) for facts in ray.nodes() if facts["Alive"]), key=Node.place)
-        self._places = chosen(nodes, hosts)
-        bundles = [
-            # A cluster of this machine alone is there for these ranks only, so that nothing has to be counted.
-            node.bundle(name, num_ranks if address or node.gpus else 0)
-            for node, name, num_ranks in self._places
-        ]
+        if not address:  # it is there for these ranks only, so that processor cores need not be counted
+            nodes = [node if node.gpus else node._replace(cpus=max(node.cpus, num_ranks or 0)) for node in nodes]
+        self._places = chosen(nodes, hosts, num_ranks)
+        bundles = [node.bundle(name, number if address or node.gpus else 0) for node, name, number in self._places]
         group = placement_group(bundles, strategy="STRICT_SPREAD")
         self._ends.callback(remove_placement_group, group)
         if not group.wait(_PLACE_TIMEOUT):
@@ -196,7 +227,7 @@ class Cluster:
         futures.wait(self._kept, timeout=_END_TIMEOUT)
         self._ends.close()
 
-    def _connect(self, address: str) -> None:
+    def _connect(self, address: str, folder: str) -> None:
         import ray
 
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "nb_accelerate"}
@@ -205,8 +236,6 @@ class Cluster:
             ray.init(address=address, **quiet)
             self._ends.callback(ray.shutdown)
             return
-        # Where Ray puts it too: with a longer path than this its sockets have too long a name.
-        folder = tempfile.mkdtemp(prefix="nb-ray-", dir="/tmp")
         self._ends.callback(shutil.rmtree, folder, ignore_errors=True)
         self._ends.callback(ray.shutdown)
         ray.init(address="local", include_dashboard=False, _temp_dir=folder, **quiet)

@@ -62,8 +62,8 @@ class SshEngine(CommandEngine):
         ),
         Failure(
             r"No module named '?nb_accelerate",
-            "{python} on {host} has not this package. Install it, in a clone of its repository here: git archive HEAD "
-            "| ssh {host} 'mkdir -p nb_accelerate && tar -x -C nb_accelerate && {python} -m pip install "
+            "{python} on {host} does not have this package. Install it, in a clone of its repository here: git archive "
+            "HEAD | ssh {host} 'mkdir -p nb_accelerate && tar -x -C nb_accelerate && {python} -m pip install "
             "./nb_accelerate'. Or name a Python that has it: remote_python='~/env/bin/python'",
         ),
     )
