@@ -102,7 +102,7 @@ def measure() -> Iterator[str]:
     for is_last in (False, False, True):
         for name in OPTIONS:
             if not pools:  # the ranks of a pool here end with what is kept warm
-                servers.close()
+                servers.close_warm_server()
             seconds, pool = started(name)
             taken[name]["start and first cell"].append(seconds)
             if is_last:

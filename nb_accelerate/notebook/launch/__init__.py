@@ -9,14 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nb_accelerate.notebook.launch.hosts import close
     from nb_accelerate.notebook.launch.launch import Launch
     from nb_accelerate.notebook.launch.launcher import notebook_launcher
-    from nb_accelerate.notebook.launch.servers import WarmStatus, close, warm_status, warm_up
+    from nb_accelerate.notebook.launch.servers import WarmStatus, warm_status, warm_up
     from nb_accelerate.notebook.ranks.status import RankStatus
 
 __all__ = ["Launch", "RankStatus", "WarmStatus", "close", "notebook_launcher", "warm_status", "warm_up"]
 
-_HOME = {"Launch": "launch", "RankStatus": "launch", "notebook_launcher": "launcher"}
+_HOME = {"Launch": "launch", "close": "hosts", "RankStatus": "launch", "notebook_launcher": "launcher"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,8 +23,8 @@ from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.seam import StoreSpec
 from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import ConfigError, StartError
-from nb_accelerate.notebook.launch.engines import open_engine
 from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
+from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
 from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, meet, meet_again
 from nb_accelerate.notebook.launch.placing import Placing
@@ -32,7 +32,6 @@ from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup
 from nb_accelerate.notebook.remote.environments import compare
-from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.rank import LISTENER_OF_HOST, RemoteRank
 
 if TYPE_CHECKING:
@@ -44,12 +43,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.rendezvous import Meet
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
     from nb_accelerate.notebook.ranks.handle import RankHandle
-
-_HOST = ("-m", "nb_accelerate.notebook.launch.host")
-"""Arguments of Python that start a host."""
-
-_OPEN_TIMEOUT = 60.0
-"""Seconds for a host to say what its machine is: the engine may wait for the machine, and Python reads its modules."""
+    from nb_accelerate.notebook.remote.link import Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +100,7 @@ class Cluster(Placing):
 
     Args:
         check: is called while this waits; what it raises ends the wait.
+        keeps: the hosts stay for the next launch.
 
     Attributes:
         plan: of all ranks together.
@@ -116,36 +111,38 @@ class Cluster(Placing):
         ConfigError: machines cannot have the ranks that were asked for.
     """
 
-    def __init__(self, options: LaunchOptions, check: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, options: LaunchOptions, check: Callable[[], object] = lambda: None, *, keeps: bool = False
+    ) -> None:
         self.notes: list[str] = []
         self._options = options
         self._check = check
         self._address = ""  # of the first machine, where ranks meet, once that was found
-        with contextlib.ExitStack() as undo:
-            self._engine = engine = open_engine(options.engine)
-            undo.callback(engine.close)
-            machines = engine.machines(options.num_processes)
-            links = []
-            for machine in machines:  # all at once: each takes seconds
-                links.append(Link(engine.start(machine, [*options.engine.python, *_HOST])))
-                undo.callback(links[-1].close)
-            for link in links:
-                undo.callback(link.quit)  # all at once, before one after the other is waited for
-            for link in links:
-                link.open(_OPEN_TIMEOUT, check)
+        self._keeps = keeps
+        self._is_closed = False
+        self._hosts = open_hosts(options, check)
+        try:
+            for link in self._hosts.links:
                 self._compare(link)
-            self._places = self._planned(links, machines)
-            self.plan = replace(
-                _as_whole(self._places[0].plan),
-                num_processes=self._places[0].plan.all_ranks,
-                machines=tuple(machine.name for machine in machines),
-                warnings=tuple(line for place in self._places for line in place.plan.warnings),
-            )
-            self._resources = undo.pop_all()
+            self._places = self._planned(self._hosts.links, self._hosts.machines)
+        except BaseException:
+            self.close()
+            raise
+        self.plan = replace(
+            _as_whole(self._places[0].plan),
+            num_processes=self._places[0].plan.all_ranks,
+            machines=tuple(machine.name for machine in self._hosts.machines),
+            warnings=tuple(line for place in self._places for line in place.plan.warnings),
+        )
 
     @override
     def close(self) -> None:
-        self._resources.close()
+        if not self._is_closed:
+            self._is_closed = True
+            if self._keeps:
+                keep(self._hosts)
+            else:
+                self._hosts.close()
 
     @property
     def lost(self) -> str:
@@ -227,7 +224,7 @@ class Cluster(Placing):
         if self._address:
             return meet_again(links, self._address, port, self._check)
         if self._options.master_addr == LOOPBACK:
-            known = self._engine.address(self._places[0].machine)
+            known = self._hosts.engine.address(self._places[0].machine)
             addresses = addresses_to_try(links, known, self._check)
         else:
             addresses = [self._options.master_addr]

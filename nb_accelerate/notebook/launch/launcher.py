@@ -263,7 +263,7 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     if runs is not None and options.num_processes is not None:
         options = replace(options, num_processes=min(options.num_processes, len(runs)))  # who share all cores
     with enough_room():
-        cluster = None if options.engine.is_local else Cluster(options)
+        cluster = None if options.engine.is_local else Cluster(options, keeps=True)
         # Runs of a sweep start one after the other: a copy of this process would be of another state each time.
         plan = cluster.plan if cluster else make_plan(options, facts_here(options.env), may_copy=runs is None)
     if runs is not None:

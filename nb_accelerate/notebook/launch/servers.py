@@ -252,10 +252,6 @@ def close_warm_server() -> None:
             server.close()
 
 
-close = close_warm_server
-"""The public name, in the package."""
-
-
 def warm_up() -> None:
     """Start the warm server, so that the first launch waits less. Returns at once."""
     warm_server()

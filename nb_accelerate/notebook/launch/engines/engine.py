@@ -30,7 +30,14 @@ class Engine(ABC):
     """Starts one process on each machine, and gives the stream to it. It neither schedules nor watches ranks.
 
     An engine is made by its options, without reaching any machine.
+
+    Attributes:
+        idle_limit: seconds for which hosts are kept that no launch uses.
+        reserves: it takes places for a number of ranks, which others wait for.
     """
+
+    idle_limit = 300.0
+    reserves = False
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options

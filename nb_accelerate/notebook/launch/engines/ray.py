@@ -54,6 +54,9 @@ class RayEngine(Engine):
     The engine's process that talks to Ray is described in `nb_accelerate.notebook.launch.engines.ray_driver`.
     """
 
+    idle_limit = 60.0
+    reserves = True
+
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         if not is_installed("ray"):

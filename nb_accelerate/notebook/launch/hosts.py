@@ -1,0 +1,154 @@
+"""The hosts of a launch. They are kept for the next launch over the same engine, as the warm server is kept here."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.helper_threads import HelperThread
+from nb_accelerate.errors import StartError
+from nb_accelerate.notebook.launch.engines import open_engine
+from nb_accelerate.notebook.launch.servers import close_warm_server
+from nb_accelerate.notebook.remote.link import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.base.config.launch import LaunchOptions
+
+_HOST = ("-m", "nb_accelerate.notebook.launch.host")
+"""Arguments of Python that start a host."""
+
+_OPEN_TIMEOUT = 60.0
+"""Seconds for a host to say what its machine is: the engine may wait for the machine, and Python reads its modules."""
+
+_ANSWER_TIMEOUT = 5.0
+"""Seconds for a host that was kept to answer. If it does not, others are started."""
+
+
+class Hosts:
+    """A host on each machine of an engine, and the connections to them. `close` them, or `keep` them.
+
+    Args:
+        check: is called while they are waited for; what it raises ends the wait.
+
+    Raises:
+        StartError: one does not start.
+    """
+
+    def __init__(self, options: LaunchOptions, check: Callable[[], object]) -> None:
+        self._options = options.engine
+        self._num_ranks = options.num_processes
+        with contextlib.ExitStack() as undo:
+            self.engine = open_engine(options.engine)
+            undo.callback(self.engine.close)
+            self.machines = self.engine.machines(options.num_processes)
+            self.links: list[Link] = []
+            for machine in self.machines:  # all at once: each takes seconds
+                self.links.append(Link(self.engine.start(machine, [*options.engine.python, *_HOST])))
+                undo.callback(self.links[-1].close)
+            for link in self.links:
+                undo.callback(link.quit)  # all at once, before one after the other is waited for
+            for link in self.links:
+                link.open(_OPEN_TIMEOUT, check)
+            self._resources = undo.pop_all()
+
+    def are_for(self, options: LaunchOptions) -> bool:
+        """Return whether a launch with these options would start the same ones."""
+        reserved = not self.engine.reserves or options.num_processes == self._num_ranks
+        return options.engine == self._options and reserved
+
+    def answer(self, check: Callable[[], object]) -> bool:
+        """Return whether all of them do."""
+        try:
+            for link in self.links:
+                link.ask("hush", seconds=_ANSWER_TIMEOUT, check=check)
+        except StartError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End them, and all that they have started. Can be repeated."""
+        self._resources.close()
+
+
+class _Kept:
+    """Hosts between two launches. They end when nobody has taken them for some minutes."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.taken = threading.Event()
+        self._thread = HelperThread(self._wait, name="kept-hosts")
+        self._thread.start()
+
+    def _wait(self) -> None:
+        if not self.taken.wait(self.hosts.engine.idle_limit) and _take(self):
+            self.hosts.close()
+
+
+_lock = threading.Lock()
+_kept: _Kept | None = None
+
+
+def open_hosts(options: LaunchOptions, check: Callable[[], object]) -> Hosts:
+    """Return the hosts that were kept if they are for this launch and still answer, or else start new ones."""
+    kept = _take()
+    if kept is None:
+        return Hosts(options, check)
+    with contextlib.ExitStack() as undo:
+        undo.callback(kept.hosts.close)
+        if kept.hosts.are_for(options) and kept.hosts.answer(check):
+            undo.pop_all()
+            return kept.hosts
+    return Hosts(options, check)
+
+
+def keep(hosts: Hosts) -> None:
+    """Keep hosts for the next launch, in the place of others. Those that are lost, or not to be kept, are ended."""
+    global _kept  # noqa: PLW0603 - one launch at a time is what users do
+    if any(link.lost for link in hosts.links) or not Environment().keep_warm:
+        hosts.close()
+        return
+    close_hosts()
+    with _lock:
+        atexit.register(close_hosts)
+        _kept = _Kept(hosts)
+
+
+def close_hosts() -> None:
+    """End the hosts that are kept, if there are any."""
+    kept = _take()
+    if kept is not None:
+        kept.hosts.close()
+
+
+def close() -> None:
+    """End what is kept between launches: the warm server, and hosts on other machines."""
+    close_hosts()
+    close_warm_server()
+
+
+def _take(this: _Kept | None = None) -> _Kept | None:
+    """Take what is kept, or only if it is this."""
+    global _kept  # noqa: PLW0603 - see above
+    with _lock:
+        taken = _kept if this in (None, _kept) else None
+        if taken is not None:
+            atexit.unregister(close_hosts)
+            taken.taken.set()
+            _kept = None
+        return taken
+
+
+def _forget() -> None:
+    """Forget them, in a process forked from this one: they are the parent's."""
+    global _kept, _lock
+    _kept, _lock = None, threading.Lock()
+    atexit.unregister(close_hosts)
+
+
+os.register_at_fork(after_in_child=_forget)
