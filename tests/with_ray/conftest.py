@@ -17,6 +17,7 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
+from fixtures.engines import Machines
 from fixtures.leaks import lasting
 
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
@@ -51,7 +52,8 @@ def cluster() -> Iterator[str]:
         try:
             for node in NODES:
                 role = ["--head", "--port", str(port), "--include-dashboard=false", "--temp-dir", folder]
-                processes.append(start_node(*(role if node == NODES[0] else ["--address", address]), node=node))
+                own = role if node == NODES[0] else ["--address", address]
+                processes.append(start_node(*own, node=node, name="ab"[NODES.index(node)]))
             with lasting([psutil.Process(process.pid) for process in processes]):
                 yield address
         finally:
@@ -61,15 +63,31 @@ def cluster() -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def start_node(*role: str, node: str) -> subprocess.Popen[str]:
-    """Start a node, and return when it runs. It ends when its process is terminated."""
+@pytest.fixture
+def machines(cluster: str, monkeypatch: pytest.MonkeyPatch) -> Machines:
+    """Choose both nodes for the launches and pools of a test: the first with one rank, the second with two."""
+    choose(monkeypatch, cluster, f"{NODES[0]}:1,{NODES[1]}:2")
+    return Machines()
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, address: str, hosts: str) -> None:
+    for name, value in {"ENGINE": "ray", "ADDRESS": address, "HOSTS": hosts}.items():
+        monkeypatch.setenv(f"NB_ACCELERATE_{name}", value)
+
+
+def start_node(*role: str, node: str, name: str) -> subprocess.Popen[str]:
+    """Start a node, and return when it runs. It ends when its process is terminated.
+
+    Args:
+        name: what processes there find as the variable OWN.
+    """
     options = ["--node-ip-address", node, "--num-cpus", "2", "--disable-usage-stats", "--block"]
     process = subprocess.Popen(
         [sys.executable, "-m", "ray.scripts.scripts", "start", *role, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "RAY_raylet_start_wait_time_s": "120"},
+        env={**os.environ, "RAY_raylet_start_wait_time_s": "120", "OWN": name},
     )
     assert process.stdout is not None
     said = []

@@ -13,26 +13,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from fixtures.engines import Machines
 from with_ray.conftest import NODES
 
 from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.errors import LaunchError, StartError
-from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.launch import close, notebook_launcher
 from nb_accelerate.notebook.launch.engines.ray import RayEngine
 
 LINES = 2000
 HOST = ("-m", "nb_accelerate.notebook.launch.host")
-
-
-@pytest.fixture
-def two_nodes(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have launches on both nodes, with one rank and with two."""
-    choose(monkeypatch, cluster, f"{NODES[0]}:1,{NODES[1]}:2")
-
-
-def choose(monkeypatch: pytest.MonkeyPatch, address: str, hosts: str) -> None:
-    for name, value in {"ENGINE": "ray", "ADDRESS": address, "HOSTS": hosts}.items():
-        monkeypatch.setenv(f"NB_ACCELERATE_{name}", value)
 
 
 def actors() -> list[psutil.Process]:
@@ -55,7 +45,7 @@ def wait_for(is_there: Any, seconds: float = 30.0) -> None:
 
 
 def test_values_and_output_come_from_both_nodes_and_nothing_of_ray(
-    two_nodes: None, capfd: pytest.CaptureFixture[str]
+    machines: Machines, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sent = torch.arange(100_000)
 
@@ -76,10 +66,12 @@ def test_values_and_output_come_from_both_nodes_and_nothing_of_ray(
     printed = capfd.readouterr()
     assert printed.out.splitlines() == [f"line {line}" for line in range(LINES)]
     assert printed.err == ""
+    assert len(actors()) == 2
+    close()
     assert actors() == []
 
 
-def test_an_exception_comes_with_its_type_and_its_rank(two_nodes: None) -> None:
+def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> None:
     def train() -> None:
         if os.environ["RANK"] == "2":
             raise KeyError("no such key")
@@ -96,7 +88,7 @@ def waits(gate: str) -> None:
 
 
 def test_an_actor_that_is_killed_is_a_lost_machine_of_which_nothing_stays(
-    two_nodes: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launch = notebook_launcher(waits, (str(tmp_path / "gate"),), progress="off", block=False)
     wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 3)

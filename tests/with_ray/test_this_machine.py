@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from nb_accelerate.base.config.engine import EngineOptions
-from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.launch import close, notebook_launcher
 from nb_accelerate.notebook.launch.engines.ray import RayEngine
 
 
@@ -35,6 +35,7 @@ def test_a_launch_is_quiet_and_listens_on_loopback_only_and_leaves_nothing(
         return int(os.environ["RANK"]), {tuple(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
 
     values = notebook_launcher(train, num_processes=3, progress="off")
+    close()
     assert [rank for rank, _ in values] == [0, 1, 2]  # more than there are cores: nobody else is to get them
     during = set.union(*(places for _, places in values)) - others
     assert during

@@ -27,6 +27,7 @@ from nb_accelerate.notebook.launch.environ import rank_environ, working_director
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
 from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, meet, meet_again
+from nb_accelerate.notebook.launch.own_modules import own_modules, versions
 from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
@@ -36,6 +37,7 @@ from nb_accelerate.notebook.remote.rank import LISTENER_OF_HOST, RemoteRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.launch.engines.engine import Machine
@@ -104,7 +106,8 @@ class Cluster(Placing):
 
     Attributes:
         plan: of all ranks together.
-        notes: what the user is to know about machines.
+        notes: what the user is to know about machines, and was not told before.
+        by_value: modules that a machine does not have as they are here.
 
     Raises:
         StartError: a host does not start, or machines do not reach one another.
@@ -125,6 +128,7 @@ class Cluster(Placing):
             for link in self._hosts.links:
                 self._compare(link)
             self._places = self._planned(self._hosts.links, self._hosts.machines)
+            self.by_value = self._modules_to_send()
         except BaseException:
             self.close()
             raise
@@ -134,6 +138,8 @@ class Cluster(Placing):
             machines=tuple(machine.name for machine in self._hosts.machines),
             warnings=tuple(line for place in self._places for line in place.plan.warnings),
         )
+        self.notes = [note for note in self.notes if note not in self._hosts.said]
+        self._hosts.said.update(self.notes)
 
     @override
     def close(self) -> None:
@@ -189,6 +195,19 @@ class Cluster(Placing):
         if found["missing"]:
             self.notes.append(f"{place.link.name} has nothing of the search path at {', '.join(found['missing'])}")
         return replace(place, cwd=found["cwd"], path=tuple(found["path"]))
+
+    def _modules_to_send(self) -> tuple[ModuleType, ...]:
+        modules = own_modules(own_entries())
+        files, found = versions(modules), set[str]()
+        for place in self._places:
+            names = place.link.ask("others", files=files, path=place.path, check=self._check)["names"]
+            if names:
+                self.notes.append(
+                    f"{place.link.name} does not have {', '.join(sorted(names))} as here: functions and classes of "
+                    "these modules are sent along where they are used. Code that imports them there finds what is there"
+                )
+            found.update(names)
+        return tuple(modules[name] for name in sorted(found))
 
     # A start of ranks.
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
-from nb_accelerate.notebook.launch import host_facts
+from nb_accelerate.notebook.launch import host_facts, own_modules
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
@@ -347,6 +347,7 @@ class Host:
             "reach": host_facts.reach,
             "connections": host_facts.connections,
             "memory": host_facts.memory,
+            "others": own_modules.others,
         }
         try:
             answer: dict[str, Any] = answers[what](**arguments)

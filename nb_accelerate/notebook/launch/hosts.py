@@ -36,6 +36,9 @@ class Hosts:
     Args:
         check: is called while they are waited for; what it raises ends the wait.
 
+    Attributes:
+        said: what users were told about them.
+
     Raises:
         StartError: one does not start.
     """
@@ -43,6 +46,7 @@ class Hosts:
     def __init__(self, options: LaunchOptions, check: Callable[[], object]) -> None:
         self._options = options.engine
         self._num_ranks = options.num_processes
+        self.said: set[str] = set()
         with contextlib.ExitStack() as undo:
             self.engine = open_engine(options.engine)
             undo.callback(self.engine.close)

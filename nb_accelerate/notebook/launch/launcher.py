@@ -266,6 +266,8 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         cluster = None if options.engine.is_local else Cluster(options, keeps=True)
         # Runs of a sweep start one after the other: a copy of this process would be of another state each time.
         plan = cluster.plan if cluster else make_plan(options, facts_here(options.env), may_copy=runs is None)
+    if cluster is not None:
+        options = replace(options, by_value=(*options.by_value, *cluster.by_value))
     if runs is not None:
         plan = plan.of_sweep(len(runs))
     try:

@@ -73,6 +73,7 @@ class RankGroup:
         cluster: the machines that ranks are on, which is taken over; None if they are here.
 
     Attributes:
+        by_value: modules that are sent as they are here.
         is_disconnected: whether the ranks have no process group of use, so that they must be connected anew.
     """
 
@@ -87,6 +88,7 @@ class RankGroup:
     ) -> None:
         self.plan = plan
         self._cluster = cluster
+        self.by_value = cluster.by_value if cluster else ()
         self.is_disconnected = False
         self.display_ids = DisplayIds()
         self._options = options

@@ -18,6 +18,7 @@ from nb_accelerate.notebook.worker.received import Names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
     from nb_accelerate.notebook.pool.plan import CellPlan, Delivery
     from nb_accelerate.notebook.protocol.shipping import Packed
@@ -48,12 +49,16 @@ class Shipment:
 
 
 def pack_plan(
-    plan: CellPlan, changed_there: Callable[[Mapping[int, set[Key]]], set[Key]], limit: int | None
+    plan: CellPlan,
+    changed_there: Callable[[Mapping[int, set[Key]]], set[Key]],
+    limit: int | None,
+    by_value: Sequence[ModuleType] = (),
 ) -> list[Shipment]:
     """Settle a plan with the ranks, and pack what it sends: at most one shipment for each rank, each to be closed.
 
     Args:
         changed_there: asks ranks which of these objects they have changed.
+        by_value: modules that a machine does not have as they are here.
     """
     while True:
         in_doubt = plan.in_doubt()
@@ -61,7 +66,7 @@ def pack_plan(
         with contextlib.ExitStack() as resources:
             shipments = []
             for delivery in plan.deliveries():
-                shipments.append(_pack(delivery, plan, limit))
+                shipments.append(_pack(delivery, plan, limit, by_value))
                 resources.callback(shipments[-1].packed.close)
             # A pickle may reach functions that a plan does not see, in a `functools.partial`, say.
             more = plan.without_plan(set[str]().union(*(shipment.uses for shipment in shipments)))
@@ -71,7 +76,7 @@ def pack_plan(
         plan.add(more)
 
 
-def _pack(delivery: Delivery, plan: CellPlan, limit: int | None) -> Shipment:
+def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Sequence[ModuleType]) -> Shipment:
     sync, snapshots = plan.syncs[delivery.ranks[0]], plan.snapshots
     values = {name: plan.variables[name] for name in delivery.names}
     states: dict[Key, Any] = {}
@@ -101,6 +106,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None) -> Shipment:
             name="what the cell uses",
             parts={name: plan.variables[name] for name in (*values, *snapshots)},
             advice=_ADVICE,
+            by_value=by_value,
             globals_there=Globals.FOUND,
             limit=limit,
             references=references,

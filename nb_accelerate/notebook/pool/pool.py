@@ -304,7 +304,7 @@ class Pool:
             self._reconnect(output)
         # What is packed is kept until the end, and the plan is not: the notebook may delete values meanwhile.
         plan = plan_cell(source.free, variables, syncs, self.variables.numbers, options.send)
-        shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT)
+        shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT, group.by_value)
         for remark in plan.remarks(group.plan.kind.name):
             output.say(remark)
         del plan
@@ -431,7 +431,7 @@ class Pool:
         self.wait()
         chosen = group.chosen(ranks)
         name = getattr(function, "__name__", "function")
-        with pack((function, args, {}), name=name, globals_there=Globals.FOUND) as packed:
+        with pack((function, args, {}), name=name, by_value=group.by_value, globals_there=Globals.FOUND) as packed:
             call = Call(parcel=packed.parcel)
             request = group.request(chosen, lambda rank: rank.handle.ask(call, packed.fds), timeout=timeout)
             try:

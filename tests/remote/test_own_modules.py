@@ -1,0 +1,99 @@
+"""Modules of the notebook that a machine lacks, or has in another version: what is sent of them works there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.pool.options import CellOptions
+from nb_accelerate.notebook.pool.pool import Pool
+from nb_accelerate.notebook.pool.source import read_cell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from fixtures.engines import Machines
+
+MODULE = """
+import dataclasses
+
+FACTOR = {factor}
+
+@dataclasses.dataclass
+class Kept:
+    number: int
+
+def scaled(number):
+    return Kept(FACTOR * number)
+"""
+
+
+@pytest.fixture
+def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module in a folder of the search path."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "scaling_of_user.py").write_text(MODULE.format(factor=3))
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("scaling_of_user")
+    del sys.modules["scaling_of_user"]
+
+
+def launched(helpers: Any) -> list[Any]:
+    scaled = helpers.scaled
+    return notebook_launcher(lambda: scaled(int(os.environ["RANK"])), progress="text")
+
+
+def test_a_module_that_machines_do_not_have_is_sent_and_that_is_said_once(
+    machines: Machines, helpers: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(tmp_path / "project")
+    for _ in range(2):
+        assert launched(helpers) == [helpers.Kept(3 * rank) for rank in range(3)]
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("does not have scaling_of_user.py as here") == 2  # each machine
+
+
+def test_cells_get_it_too(machines: Machines, helpers: Any, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "project")
+    pool = Pool()
+    pool.start()
+    try:
+        for cell, variables in {
+            "helpers.scaled(rank).number": {"helpers": helpers},
+            "scaled(rank).number": {"scaled": helpers.scaled},
+        }.items():
+            options = CellOptions(wants_values=True, progress="off")
+            assert pool.run(read_cell(cell), options, variables=variables) == [0, 3, 6]
+    finally:
+        pool.stop()
+
+
+def test_a_machine_with_another_version_runs_that_of_the_notebook(
+    machines: Machines,
+    helpers: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if os.geteuid() != 0 or os.environ["NB_ACCELERATE_ENGINE"] != "command":
+        pytest.skip("needs root, and a command")
+    assert launched(helpers) == [helpers.Kept(3 * rank) for rank in range(3)]
+    assert "as here" not in "".join(capfd.readouterr())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "scaling_of_user.py").write_text(MODULE.format(factor=5))
+    mount = f"mount --bind {other} {tmp_path / 'project'}"
+    monkeypatch.setenv(
+        "NB_ACCELERATE_COMMAND_TEMPLATE",
+        f"unshare -m sh -c 'cd {tmp_path}/{{host}} && {mount} && OWN={{host}} {{command}}'",
+    )
+    assert launched(helpers) == [helpers.Kept(3 * rank) for rank in range(3)]
+    assert "a does not have scaling_of_user.py as here" in "".join(capfd.readouterr())
