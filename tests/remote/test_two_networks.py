@@ -7,9 +7,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
+from fixtures import relay
+from remote.test_launches import wait_for, waits
 
-from nb_accelerate.errors import DeadlineError, StartError
+from nb_accelerate.errors import DeadlineError, LaunchError, StartError
 from nb_accelerate.notebook.launch import notebook_launcher
 from nb_accelerate.notebook.pool.options import CellOptions
 from nb_accelerate.notebook.pool.pool import Pool
@@ -17,6 +20,7 @@ from nb_accelerate.notebook.pool.source import read_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndist.all_reduce(x)\nx.item()"
 
@@ -29,6 +33,16 @@ def networks(two_hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]
     monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "ip netns exec {host} {command}")
     monkeypatch.setenv("NB_ACCELERATE_REMOTE_PYTHON", sys.executable)
     return two_hosts
+
+
+@pytest.fixture
+def over_the_cable(networks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the bytes between the kernel and the second machine go over the cable too."""
+    relayed = f"{sys.executable} {relay.__file__} nbtest1 {networks[1]}"
+    monkeypatch.setenv(
+        "NB_ACCELERATE_COMMAND_TEMPLATE",
+        f"sh -c 'test {{host}} = nbtest0 || relay=\"{relayed}\"; exec ip netns exec nbtest0 $relay {{command}}'",
+    )
 
 
 def ip(*arguments: str) -> None:
@@ -132,3 +146,37 @@ def test_ranks_are_taken_out_of_a_collective_while_the_cable_is_cut_and_meet_aga
 def test_only_the_store_and_connections_between_ranks_listen(pool: Pool, networks: list[str]) -> None:
     run(pool, SUM)
     assert {address.rpartition(":")[0] for address in listeners()} <= set(networks)
+
+
+def started(tmp_path: Path) -> tuple[Any, list[psutil.Process]]:
+    """Launch `waits`; returns it when all ranks run it, and the processes of the second machine, its host first."""
+    launch = notebook_launcher(waits, (str(tmp_path / "gate"),), progress="off", block=False)
+    wait_for(lambda: launch.status() not in ("starting", "running") or len([*tmp_path.glob("gate.*")]) == 3)
+    host = next(one for one in psutil.Process(launch.ranks[1].pid).parents() if one.name() == "nb-host")
+    return launch, [host, *host.children(recursive=True)]
+
+
+def test_a_cut_of_some_seconds_is_not_noticed(over_the_cable: None, tmp_path: Path) -> None:
+    launch, _ = started(tmp_path)
+    cable("down")
+    time.sleep(3)  # of silence, while nothing is to be seen
+    cable("up")
+    (tmp_path / "gate").touch()
+    assert launch.result(timeout=60) == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_cut_is_told_after_15_seconds_and_the_host_ends_with_its_ranks(over_the_cable: None, tmp_path: Path) -> None:
+    launch, there = started(tmp_path)
+    assert len(there) >= 4  # host, server, two ranks
+    cable("down")
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="machine nbtest1 is lost: nothing was heard of it for 15 s"):
+        launch.result(timeout=60)
+    told = time.monotonic() - began
+    _, alive = psutil.wait_procs(there, timeout=10)
+    ended = time.monotonic() - began
+    print(f"told after {told:.1f} s, ended after {ended:.1f} s")
+    assert alive == []
+    assert 13 < told < 17.5  # at most 16, and what a busy machine adds
+    assert ended < 20

@@ -289,7 +289,7 @@ class Link:
         if self._sources is not None:
             self._sources.drop(self._stream.reads)
         self._sender.close(drop=True)
-        self._stream.close()
+        self._stream.close(at_once=True)
         self._notify()
         for handle in list(self._handles.values()):
             handle.lose(f"machine {self.name} {self.lost}")

@@ -47,8 +47,12 @@ class Stream(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Close both directions, and end what carried them. Can be called again."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Close both directions, and end what carried them. Can be called again.
+
+        Args:
+            at_once: nobody answers on the other side, so that nothing there is waited for.
+        """
 
 
 class CommandStream(Stream):
@@ -106,11 +110,11 @@ class CommandStream(Stream):
         return ended(self._command, code, said)
 
     @override
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         self._stdin.close()
         self._stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE)
+            self._process.wait(0 if at_once else _PATIENCE)
         with contextlib.suppress(ProcessLookupError):  # what it started may have outlived it
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -136,7 +136,7 @@ class RayStream(Stream):
         return f"its connection to {self.name} has ended"
 
     @override
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         self._shut()
         self._socket.close()
 
