@@ -155,7 +155,7 @@ def test_a_host_or_its_server_that_is_killed_is_told(machines: Machines, tmp_pat
     launch = launched(tmp_path)
     ranks = [psutil.Process(rank.pid) for rank in launch.ranks]
     machines.kill({"host": machines.hosts, "server": machines.servers}[who]()[1])
-    said = "machine b is lost: " if who == "host" else "the process it was forked from has ended"
+    said = f"machine {machines.names[1]} is lost: " if who == "host" else "the process it was forked from has ended"
     with pytest.raises(LaunchError, match=f"rank [12] is lost: {said}"):
         launch.result(timeout=30)
     psutil.wait_procs(ranks, timeout=20)
@@ -171,7 +171,7 @@ def test_a_machine_that_is_silent_is_lost_and_named(
     machines.kill(host, signal.SIGSTOP)
     began = time.monotonic()
     try:
-        with pytest.raises(LaunchError, match="machine b is lost: nothing was heard of it for 2 s"):
+        with pytest.raises(LaunchError, match=f"machine {machines.names[1]} is lost: nothing was heard of it for 2 s"):
             launch.result(timeout=40)
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -195,8 +195,8 @@ def test_nothing_stays_of_a_kernel_that_is_killed(machines: Machines, tmp_path: 
     script.write_text(KERNEL.format(tests=str(Path(__file__).parents[1]), gate=str(tmp_path / "gate")))
     kernel = subprocess.Popen([sys.executable, str(script)])
     wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 3)
-    started = psutil.Process(kernel.pid).children(recursive=True)
-    started += [process for host in machines.hosts() for process in host.children(recursive=True)]
+    started = {*psutil.Process(kernel.pid).children(recursive=True), *machines.hosts()}
+    started |= {process for host in machines.hosts() for process in host.children(recursive=True)}
     assert len(started) >= 7
     kernel.kill()
     kernel.wait()

@@ -67,7 +67,7 @@ def cluster() -> Iterator[str]:
 def machines(cluster: str, monkeypatch: pytest.MonkeyPatch) -> Machines:
     """Choose both nodes for the launches and pools of a test: the first with one rank, the second with two."""
     choose(monkeypatch, cluster, f"{NODES[0]}:1,{NODES[1]}:2")
-    return Machines()
+    return Machines(NODES)
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, address: str, hosts: str) -> None:

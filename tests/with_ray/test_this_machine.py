@@ -9,10 +9,16 @@ from typing import Any
 
 import psutil
 import pytest
+from remote.test_cells import SUM
+from with_ray.test_cluster import actors
 
 from nb_accelerate.base.config.engine import EngineOptions
+from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.launch import close, notebook_launcher
 from nb_accelerate.notebook.launch.engines.ray import RayEngine
+from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
+from nb_accelerate.notebook.pool.pool import Pool
+from nb_accelerate.notebook.pool.source import read_cell
 
 
 def listening() -> set[tuple[Any, ...]]:
@@ -43,6 +49,25 @@ def test_a_launch_is_quiet_and_listens_on_loopback_only_and_leaves_nothing(
     assert capfd.readouterr() == ("", "")
     assert set(Path("/tmp").glob("nb-ray-*")) == folders
     assert [*tmp_path.iterdir()] == []
+
+
+def test_cells_run_there_too_and_a_lost_actor_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_ENGINE", "ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    options = CellOptions(wants_values=True, progress="off")
+    pool = Pool()
+    pool.start(PoolOptions(num_processes=2))
+    try:
+        assert pool.run(read_cell(SUM), options, variables={}) == [3.0, 3.0]
+        assert capfd.readouterr() == ("3.0\n", "")
+        [actor] = actors()
+        actor.kill()
+        with pytest.raises(PoolError, match="is lost: the actor of Ray that keeps its host has ended"):
+            pool.run(read_cell("import time\ntime.sleep(60)"), options, variables={})
+    finally:
+        pool.stop()
 
 
 def test_no_file_stays_of_a_driver_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

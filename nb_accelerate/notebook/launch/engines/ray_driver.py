@@ -277,13 +277,18 @@ def _check_reachable(address: str) -> None:
 
 
 def _why_ended(kept: futures.Future[str]) -> str:
-    from ray.exceptions import ActorDiedError, RayError
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
     try:
         return kept.result()
     except ActorDiedError as error:
         why = re.search(r"\bbecause (its [^.]+)\.", str(error))
         return f"the actor of Ray that keeps its host has ended{f', because {why[1]}' if why else ''}"
+    except ActorUnavailableError:
+        return (
+            "the actor of Ray that keeps its host cannot be reached: Ray has ended on that node, or is cut off. This "
+            "shows the nodes of the cluster: ray list nodes"
+        )
     except RayError as error:
         return " ".join(str(error).split())
 
