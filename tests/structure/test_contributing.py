@@ -295,7 +295,7 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
         '        StartMethod(name="inline"',
         '        StartMethod(name="careful", starter="nb_accelerate.notebook.launch.careful:careful"),\n',
     )
-    new, lines, _ = _rows()["start method or engine"]
+    new, lines, _ = _rows()["start method"]
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
     said = _run(
         copy,
