@@ -142,7 +142,8 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
             ``nb-accelerate config``); without both it is one for each TPU chip or GPU, or one on a machine without.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``: `Accelerator()`'s default in the ranks.
         use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
-        master_addr: on several machines, the address of machine 0 as the others see it.
+        master_addr: on several machines, the address of machine 0 as the others see it. With an `engine` addresses are
+            tried where this is not given.
         node_rank: number of this machine, from 0. Run the same cell on each machine, with its own number.
         num_nodes: number of machines. All use the same `num_processes`. They meet by torch elastic, at a port without
             authentication: keep it inside of a private network.
