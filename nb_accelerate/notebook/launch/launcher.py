@@ -190,8 +190,8 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         hosts: names of the machines, each with its number of ranks: ``["a:8", "me@b:4"]``, which makes 12; leave
             `num_processes` out then. Without numbers, `num_processes` is shared out evenly, or each machine has a rank
             for each of its GPUs, or one. The first machine has rank 0.
-        address: with ``engine="ray"``, the head of the cluster: ``"HEAD:6379"``. Without it, and without ``RAY_ADDRESS``, a
-            cluster of this machine alone is started.
+        address: with ``engine="ray"``, the head of the cluster: ``"HEAD:6379"``. Without it, and without
+            ``RAY_ADDRESS``, a cluster of this machine alone is started.
         command_template: with ``engine="command"``, what runs a command on a machine, with that command's stdin and
             stdout: ``"kubectl exec -i {host} -- {command}"``.
         remote_python: with ``"ssh"`` and ``"command"``, what starts Python on those machines; by default ``python3``.
