@@ -72,6 +72,33 @@ def test_processes_on_two_nodes_of_slurm_find_one_another(
     assert sorted(launched.stdout.split("\n")) == expected, launched.stderr
 
 
+FROM_A_NOTEBOOK = """
+import os, sys
+import torch
+from nb_accelerate import Accelerator, notebook_launcher
+
+def total():
+    accelerator = Accelerator(cpu=True)
+    sum = accelerator.reduce(torch.tensor([1.0 + accelerator.process_index]), "sum").item()
+    return os.environ["SLURMD_NODENAME"], accelerator.process_index, sum
+
+template = "srun -u --overlap --cpu-bind=none -N1 -n1 -w {host} {command}"
+how = dict(command_template=template, remote_python=sys.executable, progress="off")
+print(notebook_launcher(total, engine="command", hosts=["nbnode0:2", "nbnode1:1"], **how))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_one_process_has_ranks_on_two_nodes_of_slurm(
+    on_two_nodes: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(FROM_A_NOTEBOOK)
+    started = on_two_nodes("salloc", "-N2", "--immediate=10", sys.executable, str(script))
+    assert started.stdout == "[('nbnode0', 0, 6.0), ('nbnode0', 1, 6.0), ('nbnode1', 2, 6.0)]\n", started.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "place"),
     [

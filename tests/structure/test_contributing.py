@@ -295,7 +295,7 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
         '        StartMethod(name="inline"',
         '        StartMethod(name="careful", starter="nb_accelerate.notebook.launch.careful:careful"),\n',
     )
-    new, lines, _ = _rows()["start method or engine"]
+    new, lines, _ = _rows()["start method"]
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
     said = _run(
         copy,
@@ -307,3 +307,32 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
     )
     assert "starting carefully" in said
     assert said.splitlines()[-1] == "[0, 1]"
+
+
+@pytest.mark.slow
+def test_an_engine_is_added_by_the_files_of_its_row(copy: Path):
+    (copy / "nb_accelerate" / "notebook" / "launch" / "engines" / "shell.py").write_text(
+        "import sys\n"
+        "from nb_accelerate.notebook.launch.engines.engine import Engine\n"
+        "from nb_accelerate.notebook.remote.streams import CommandStream\n"
+        "class ShellEngine(Engine):\n"
+        "    def start(self, machine, command):\n"
+        "        words = ['env', f'NAME={machine.name}', sys.executable, *command[1:]]\n"
+        "        return CommandStream(machine.name, words)\n"
+    )
+    _insert(
+        copy / "nb_accelerate" / "base" / "config" / "engine.py",
+        '    "ray": EngineRow',
+        '    "shell": EngineRow(opens=f"{_ENGINES}.shell:ShellEngine", needs=("hosts",)),\n',
+    )
+    new, lines, _ = _rows()["engine, which reaches machines"]
+    assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
+    said = _run(
+        copy,
+        "from nb_accelerate import notebook_launcher\n"
+        "def where():\n"
+        "    import os\n"
+        "    return os.environ['NAME'] + os.environ['RANK']\n"
+        "print(notebook_launcher(where, engine='shell', hosts=['a', 'b']))",
+    )
+    assert said.splitlines()[-1] == "['a0', 'b1']"

@@ -115,7 +115,7 @@ def test_a_cell_that_was_changed_after_the_run_is_noticed():
 @pytest.mark.slow
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
-@pytest.mark.parametrize("name", ["05_debug_and_heal", "06_data"])
+@pytest.mark.parametrize("name", ["05_debug_and_heal", "06_data", "09_many_machines"])
 def test_a_notebook_runs_again_with_the_errors_and_texts_that_are_committed(name: str, tmp_path: Path):
     committed = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     again = nbformat.from_dict(committed)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 PAGES = sorted(path for path in NOTEBOOKS.rglob("*.md") if "site" not in path.parts)
 
-ELSEWHERE = {"git", "jupyter", "jupyter-repo2docker", "make", "pip", "ray", "srun", "ssh"}
+ELSEWHERE = {"git", "jupyter", "jupyter-repo2docker", "make", "pip", "ray", "srun", "ssh", "ssh-copy-id"}
 """Commands that install, serve or need other machines: they are not run here."""
 
 WITH_TRAINERS = NOTEBOOKS / "how_to" / "trainer.md"

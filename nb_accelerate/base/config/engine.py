@@ -98,7 +98,7 @@ class EngineOptions:
 
     @property
     def python(self) -> list[str]:
-        """The command that starts Python on a machine, in words: it may be ``conda run -n torch python``."""
+        """The command that starts Python on a machine, in words: it may be ``nice python3``."""
         return shlex.split(self.remote_python)
 
     @property

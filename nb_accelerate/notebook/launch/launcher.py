@@ -137,12 +137,13 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     Args:
         function: what to run. It makes its own `Accelerator()`.
         args: its positional arguments.
-        num_processes: number of ranks on this machine. None is what ``%distributed config`` has set in this notebook,
-            or else what the configuration file says (see ``nb-accelerate config``); without both it is one for each
-            TPU chip or GPU, or one on a machine without.
+        num_processes: number of ranks on this machine; with an `engine` that on all machines together. None is what
+            ``%distributed config`` has set in this notebook, or else what the configuration file says (see
+            ``nb-accelerate config``); without both it is one for each TPU chip or GPU, or one on a machine without.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``: `Accelerator()`'s default in the ranks.
         use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
-        master_addr: on several machines, the address of machine 0 as the others see it.
+        master_addr: on several machines, the address of machine 0 as the others see it. With an `engine` addresses are
+            tried where this is not given.
         node_rank: number of this machine, from 0. Run the same cell on each machine, with its own number.
         num_nodes: number of machines. All use the same `num_processes`. They meet by torch elastic, at a port without
             authentication: keep it inside of a private network.
@@ -183,20 +184,23 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
             begins where one has ended. A run that fails or is killed costs only itself.
         engine: who starts a process on each of several machines, which this one notebook then has ranks on. ``"ssh"``:
             OpenSSH, with your keys and ``~/.ssh/config``. ``"command"``: a command of yours, `command_template`.
-            ``"auto"`` is this machine alone. None is what ``%distributed config``, ``NB_ACCELERATE_ENGINE`` or the
-            configuration file says, and ``"auto"`` without. The same holds for the four options below.
-        hosts: names of the machines, each with its number of ranks: ``["a:8", "me@b:4"]``. Without numbers,
-            `num_processes` is shared out evenly, or there is a rank for each GPU. The first machine has rank 0.
-        address: of the cluster that the engine is to connect to, for an engine that does.
+            ``"ray"``: a cluster of Ray. ``"auto"`` is this machine alone. None is what ``%distributed config``,
+            ``NB_ACCELERATE_ENGINE`` or the configuration file says, and ``"auto"`` without. The same holds for the four
+            options below.
+        hosts: names of the machines, each with its number of ranks: ``["a:8", "me@b:4"]``, which makes 12; leave
+            `num_processes` out then. Without numbers, `num_processes` is shared out evenly, or each machine has a rank
+            for each of its GPUs, or one. The first machine has rank 0.
+        address: with ``engine="ray"``, the head of the cluster: ``"HEAD:6379"``. Without it, and without
+            ``RAY_ADDRESS``, a cluster of this machine alone is started.
         command_template: with ``engine="command"``, what runs a command on a machine, with that command's stdin and
             stdout: ``"kubectl exec -i {host} -- {command}"``.
-        remote_python: what starts Python on those machines, by default ``python3``. Its version, that of PyTorch and
-            this package have to be the ones here.
+        remote_python: with ``"ssh"`` and ``"command"``, what starts Python on those machines; by default ``python3``.
+            Python and PyTorch have to have the minor versions of those here, and this package the same version.
 
     Returns:
-        The return values of this machine's ranks, in rank order; of a sweep those of the runs, in the order of their
-        configurations. A cell that ends in the call shows nothing if all of them are None. Tensors on a device come
-        back on the CPU. With ``block=False`` a `Launch`.
+        The return values of this machine's ranks, or with an `engine` of all, in rank order; of a sweep those of the
+        runs, in the order of their configurations. A cell that ends in the call shows nothing if all of them are None.
+        Tensors on a device come back on the CPU. With ``block=False`` a `Launch`.
 
     Raises:
         ConfigError: an argument cannot be; nothing was started.

@@ -139,16 +139,20 @@ POOL.add_argument(
     "--num-processes",
     type=whole,
     metavar="N",
-    help="Number of ranks. By default one for each GPU, or 2 on a machine without.",
+    help="Number of ranks, on all machines together. By default one for each GPU, or 2 on a machine without.",
 )
 POOL.add_argument("--mixed-precision", metavar="HOW", help="no, fp16 or bf16: the default of Accelerator().")
 POOL.add_argument("--devices", type=devices, metavar="WHICH", help="cpu, or the numbers of the GPUs to use: 0,2-3.")
 POOL.add_argument("--start-method", metavar="HOW", help="auto, forkserver or spawn.")
 
 ENGINE = _group()
-ENGINE.add_argument("--engine", metavar="WHO", help="Who starts ranks on other machines: ssh or command. auto: nobody.")
+ENGINE.add_argument(
+    "--engine",
+    metavar="WHO",
+    help="Who reaches other machines, for ranks there: ssh, command or ray. auto: ranks are here.",
+)
 ENGINE.add_argument("--hosts", metavar="HOSTS", help="Machines, each with its number of ranks: a:8,me@b:8.")
-ENGINE.add_argument("--address", metavar="ADDRESS", help="Of the cluster that the engine connects to.")
+ENGINE.add_argument("--address", metavar="ADDRESS", help="For --engine ray: the head of the cluster, HEAD:6379.")
 ENGINE.add_argument(
     "--command-template", metavar="COMMAND", help="For --engine command: 'kubectl exec -i {host} -- {command}'."
 )

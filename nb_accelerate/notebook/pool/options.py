@@ -32,7 +32,8 @@ class PoolOptions:
     """Options for starting the ranks of a pool.
 
     Attributes:
-        num_processes: number of ranks; None for one for each GPU, or two on a machine without GPUs.
+        num_processes: number of ranks, on all machines together; None for one for each GPU, or two on a machine without
+            GPUs. With an engine it is one on each such machine.
         mixed_precision: default of `Accelerator()` on the ranks.
         devices: ``"cpu"``, or the numbers of GPUs; None for all that are visible.
         start_method: ``"auto"``, ``"forkserver"`` or ``"spawn"``.

@@ -24,7 +24,7 @@ class RankStatus:
 
     Attributes:
         rank: its rank.
-        pid: its process, or None while it starts and after it has ended.
+        pid: its process, on the machine where it is, or None while it starts and after it has ended.
         state: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` (SIGSTOP) or ``ended``; of a pool also
             ``idle``.
         exitcode: once it has ended: exit code, or minus the signal's number.
