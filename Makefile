@@ -116,6 +116,7 @@ $(READY): $(PINS) pyproject.toml
 	@touch $(UNFINISHED)
 	@echo "[2/2] installing PyTorch, Jupyter and the tools: a minute or two the first time"
 	@$(RUN) tests/install.py $(VENV) --requirement $(PINS) --editable .
+	@$(RUN) -c 'import torch._dynamo, ipykernel.kernelapp'  # compiled once, before tests import them at the same time
 	@rm -f $(UNFINISHED)
 	@touch $(READY)
 
