@@ -27,6 +27,9 @@ WITH_RAY       := .venv-ray
 DOCS       := .venv-docs
 DOCS_PINS  := tests/requirements-docs.txt
 
+# Packages are installed without compiled modules, and a module is compiled once, not by each process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-places test-deepspeed test-trainers test-ray test-xla package docs notebooks picture screenshots
 .PHONY: soak lint format bench bench-deepspeed clean
@@ -102,7 +105,7 @@ bench-deepspeed: $(WITH_DEEPSPEED)/ready ## Measure what is added to a step of D
 	@$(WITH_DEEPSPEED)/bin/python tests/benchmarks/run.py deepspeed
 
 clean: ## Remove .venv, build/ and caches
-	rm -rf $(VENV) $(WITH_DEEPSPEED) $(WITH_TRAINERS) $(WITH_RAY) $(XLA) .venv-places $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WITH_DEEPSPEED) $(WITH_TRAINERS) $(WITH_RAY) $(XLA) .venv-places .venv-uv $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
 $(READY): $(PINS) pyproject.toml
@@ -112,15 +115,16 @@ $(READY): $(PINS) pyproject.toml
 	fi
 	@touch $(UNFINISHED)
 	@echo "[2/2] installing PyTorch, Jupyter and the tools: a minute or two the first time"
-	@$(RUN) -m pip install --disable-pip-version-check --requirement $(PINS) --editable .
+	@$(RUN) tests/install.py $(VENV) --requirement $(PINS) --editable .
+	@$(RUN) -c 'import torch._dynamo, ipykernel.kernelapp'  # compiled once, before tests import them at the same time
 	@rm -f $(UNFINISHED)
 	@touch $(READY)
 
 $(XLA)/ready: $(XLA_PINS) $(PINS) tests/xla/cuda_stubs.py
 	@echo "[1/3] creating $(XLA)"; $(PYTHON) -m venv --clear $(XLA)
 	@echo "[2/3] installing torch and torch_xla: a gigabyte, a minute or two the first time"
-	@$(XLA)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement $(XLA_PINS)
-	@$(XLA)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps torch==$(XLA_VERSION) torch_xla==$(XLA_VERSION)
+	@$(PYTHON) tests/install.py $(XLA) --quiet --constraint $(PINS) --requirement $(XLA_PINS)
+	@$(PYTHON) tests/install.py $(XLA) --quiet --no-deps torch==$(XLA_VERSION) torch_xla==$(XLA_VERSION)
 	@$(XLA)/bin/python tests/xla/cuda_stubs.py
 	@echo "[3/3] starting the runtime of XLA"
 	@PJRT_DEVICE=CPU $(XLA)/bin/python -c 'import torch, torch_xla; print(torch.__version__, torch_xla.__version__, torch.ones(2, device="xla").device)'
@@ -129,12 +133,12 @@ $(XLA)/ready: $(XLA_PINS) $(PINS) tests/xla/cuda_stubs.py
 $(DOCS)/ready: $(DOCS_PINS) $(PINS)
 	@echo "[1/2] creating $(DOCS)"; $(PYTHON) -m venv --clear $(DOCS)
 	@echo "[2/2] installing MkDocs"
-	@$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement $(DOCS_PINS)
+	@$(PYTHON) tests/install.py $(DOCS) --quiet --constraint $(PINS) --requirement $(DOCS_PINS)
 	@touch $(DOCS)/ready
 
 $(RIVALS): $(READY) tests/requirements-bench.txt
 	@echo "installing what is measured beside"
-	@$(RUN) -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-bench.txt
+	@$(RUN) tests/install.py $(VENV) --quiet --constraint $(PINS) --requirement tests/requirements-bench.txt
 	@touch $(RIVALS)
 
 # pip sees the packages of .venv as installed, torch too, so it brings no second one.
@@ -142,5 +146,5 @@ $(WITH_DEEPSPEED)/ready $(WITH_TRAINERS)/ready $(WITH_RAY)/ready: .venv-%/ready:
 	@echo "installing what is in tests/requirements-$*.txt in $(@D)"
 	@$(RUN) -m venv --clear $(@D)
 	@$(RUN) -c 'import pathlib, sysconfig; behind = sysconfig.get_path("purelib"); [site_packages] = pathlib.Path("$(@D)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text(f"import site; site.addsitedir({behind!r})")'
-	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-$*.txt
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint $(PINS) --requirement tests/requirements-$*.txt
 	@touch $@

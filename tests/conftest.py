@@ -9,6 +9,10 @@ from hypothesis import settings
 # IPython 7 appends a folder that has a package named `tests`. Ranks import functions of tests by name.
 sys.path[:] = [entry for entry in sys.path if not entry.startswith(IPython.__path__[0])]
 
+# A module is compiled once, not by each rank and kernel.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Threads of torch sleep while they wait. By default they spin, which takes processor time from other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -54,7 +54,7 @@ def build(tools: Path) -> Path:
     for file in DIST.glob("nb_accelerate-*"):
         file.unlink()
     python = make_environment(tools)
-    run(python, "-m", "pip", "install", "--quiet", "build", "twine")
+    install_quietly(tools, "build", "twine")
     run(python, "-m", "build", "--outdir", DIST, ROOT, quiet=True)
     (wheel,), (sdist,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
     run(python, "-m", "twine", "check", "--strict", wheel, sdist)
@@ -64,10 +64,14 @@ def build(tools: Path) -> Path:
 def install(environment: Path, wheel: Path) -> Path:
     """Install the wheel and what it asks for; return the Python that has it."""
     python = make_environment(environment)
-    pip = (python, "-m", "pip", "install", "--quiet", "--no-compile")  # most of the modules are never imported here
-    run(*pip, "--constraint", PINS, f"{wheel}[notebooks]")
+    install_quietly(environment, "--constraint", PINS, f"{wheel}[notebooks]")
     run(python, "-m", "pip", "check")
     return python
+
+
+def install_quietly(environment: Path, *arguments: str | Path) -> None:
+    """Install into an environment."""
+    run(sys.executable, ROOT / "tests" / "install.py", environment, "--quiet", *arguments)
 
 
 def make_environment(folder: Path) -> Path:

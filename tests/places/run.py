@@ -82,7 +82,7 @@ def run(name: str, place: Place, options: list[str]) -> str:
         install(environment, python, ours, place.torch)
         ready.touch()
     print(f"=== {name}: running the tests", flush=True)
-    pytest = [environment / "bin" / "python", "-m", "pytest", "--disable-warnings", "-m"]
+    pytest: list[str | Path] = [environment / "bin" / "python", "-m", "pytest", "--disable-warnings", "-m"]
     commands = ([*pytest, "not browser", "tests/places"], [*pytest, "not browser and not slow", *place.tests])
     codes = [subprocess.run([*command, *options], cwd=ROOT, check=False).returncode for command in commands]
     print(f"=== {name}: {time.monotonic() - began:.0f} s", flush=True)
@@ -106,11 +106,10 @@ def install(environment: Path, python: str, versions: Path, torch: str) -> None:
     pinned = re.findall(r"^pytest==.*", (ROOT / "tests/requirements-dev.txt").read_text(), re.MULTILINE)
     listed = [line for line in versions.read_text().splitlines() if line and not line.startswith(("#", "torch=="))]
     subprocess.run([python, "-m", "venv", "--clear", environment], check=True)
+    add: list[str | Path] = [sys.executable, ROOT / "tests/install.py", environment, "--quiet"]
+    subprocess.run([*add, *listed, *pinned, *BESIDE], check=True)
+    subprocess.run([*add, "--no-deps", f"torch=={torch}", "--editable", ROOT], check=True)
     own = environment / "bin" / "python"
-    pip = [own, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, *listed, *pinned, *BESIDE], check=True)
-    subprocess.run([*pip, "--no-deps", f"torch=={torch}"], check=True)
-    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
     subprocess.run([own, ROOT / "tests/xla/cuda_stubs.py"], check=True)
     subprocess.run([own, "-c", "import torch; assert torch.ones(2).sum() == 2"], check=True)
 
