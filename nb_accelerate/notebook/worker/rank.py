@@ -195,19 +195,22 @@ waits for ever for a lock of the interpreter. Threads of gloo enter it when a co
 and workers of a loader are often forked just then."""
 
 
-def prepare_process(*, is_fork: bool) -> Exception | None:
-    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None."""
+def prepare_process(*, is_fork: bool, is_patched: bool = False) -> Exception | None:
+    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None.
+
+    Args:
+        is_fork: it is a fork of the kernel.
+        is_patched: who has forked it had called `patch_libraries`.
+    """
     try:
-        patch_libraries()
+        if not is_patched:
+            patch_libraries()
         if sys.version_info < (3, 11):
             os.register_at_fork(before=functools.partial(time.sleep, _FORK_PAUSE))
         if not is_fork:
             main = types.ModuleType("__main__")
             main.__builtins__ = __builtins__  # type: ignore[attr-defined]
             sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: see `pack_call`
-            random = imported("numpy.random")
-            if random is not None:
-                random.seed()  # its state was made when the server imported it, once for all ranks
     except Exception as error:
         return error
     return None
