@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import time
@@ -18,7 +19,7 @@ from nb_accelerate.base.progress_page import PageReader
 from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.notebook.launch.owner import is_stopped
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
-from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.channel import Channel, as_bytes
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.piped import PipedRank
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.seam import StoreSpec
     from nb_accelerate.notebook.launch.owner import Owner
-    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+    from nb_accelerate.notebook.protocol.messages import Call, CutOff, Join, RunCell
 
 _REPORT_TIMEOUT = 5.0
 """Seconds from SIGKILL until the server must have reported the end of a rank whose process has ended."""
@@ -95,6 +96,8 @@ class LocalRank(PipedRank):
         self._kernel_ends = self.stdout, self.stderr, self.stacks, self.status
         for fd in self._kernel_ends:
             os.set_blocking(fd, False)
+        self._has_room = select.poll()
+        self._has_room.register(self.stacks, select.POLLOUT)
         self._ends = RankEnds(
             control=there.detach(),
             stdout=stdout,
@@ -165,6 +168,10 @@ class LocalRank(PipedRank):
             self.request(ASK_STACK)
 
     @override
+    def cut_off(self, message: CutOff) -> None:
+        self.request(as_bytes(message))
+
+    @override
     def note_line(self) -> None:
         self.request(ASK_LINE)
 
@@ -190,9 +197,10 @@ class LocalRank(PipedRank):
         return 0
 
     def request(self, what: bytes) -> None:
-        """Ask for its stack or line, see `notebook.worker.stack_writer`."""
-        if not self.closed:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # it has not read earlier ones, or has ended
+        """Ask for its stack or line, or pass on a `CutOff`; see `notebook.worker.stack_writer`."""
+        # One that has not read earlier ones is not asked again while there is still room for a `CutOff`.
+        if not self.closed and (what not in (ASK_STACK, ASK_LINE) or self._has_room.poll(0)):
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # it has ended
                 os.write(self.stacks, what)
 
     @override

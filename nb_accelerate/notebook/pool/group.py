@@ -23,7 +23,6 @@ from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
 from nb_accelerate.notebook.launch.starters import open_server
-from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.messages import CutOff, Join, Result
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.ranks.failing.errors import death, error_of, how_it_ended
@@ -172,9 +171,7 @@ class RankGroup:
         number = self._rendezvous_count
 
         def send(peers: tuple[int, ...] = (), addresses: tuple[tuple[str, int], ...] = ()) -> None:
-            if rank.alarm is not None:  # else it has not been asked to join yet
-                with contextlib.suppress(OSError):  # it has just ended
-                    rank.alarm.send(CutOff(rendezvous=number, peers=peers, addresses=addresses))
+            rank.handle.cut_off(CutOff(rendezvous=number, peers=peers, addresses=addresses))
 
         if self._cluster is None:
             send(peers=others)
@@ -325,24 +322,18 @@ class RankGroup:
 
 
 def send_join(rank: RankProxy, rendezvous: Rendezvous, number: int) -> None:
-    """Send a rank the `Join` that has it enter a new process group; with the first one, its end of an alarm channel."""
-    fds = []
+    """Send a rank the `Join` that has it enter a new process group."""
     with contextlib.ExitStack() as sent:
-        if rank.alarm is None:
-            rank.alarm, there = Channel.pair()
-            fds.append(sent.enter_context(there).fileno())
-        has_alarm = bool(fds)
         store, store_fd = rendezvous.store_for(rank.rank)
         if store_fd >= 0:
             sent.callback(os.close, store_fd)
-        if store_fd != -1:
-            fds.append(store_fd)
+        fds = () if store_fd == -1 else (store_fd,)
         environ = {
             "MASTER_ADDR": rendezvous.address,
             "MASTER_PORT": str(rendezvous.port),
             "TORCHELASTIC_RUN_ID": rendezvous.run_id,
         }
-        rank.handle.ask(Join(rendezvous=number, environ=environ, has_alarm=has_alarm, store=store), fds)
+        rank.handle.ask(Join(rendezvous=number, environ=environ, store=store), fds)
 
 
 def result_of(request: Request) -> list[Any]:

@@ -53,6 +53,12 @@ class Received(NamedTuple):
     fds: tuple[int, ...]
 
 
+def as_bytes(message: object) -> bytes:
+    """Return what `Channel.send` writes for a small message, for a socket that is written by other means."""
+    body = pickle.dumps(message, protocol=5)
+    return _HEADER.pack(len(body), 0, False) + body
+
+
 class Channel:
     """One end of a connection. `send` may be called from several threads, reading belongs to one.
 

@@ -55,8 +55,7 @@ class RandomStates:
 
             state = torch.frombuffer(bytearray(self.torch), dtype=torch.uint8)
             torch.set_rng_state(state)
-            # That of every device as well, once it is used. Torch keeps the stack of who asked for it, for which it would
-            # read sources.
+            # That of every device too, once it is used. Torch keeps the stack of who asked, for which it reads sources.
             limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", None), 0
             torch.manual_seed(torch.initial_seed())
             sys.tracebacklimit = limit

@@ -35,6 +35,7 @@ from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready, ThreadFailed
 from nb_accelerate.notebook.protocol.random_states import RandomStates  # noqa: TC001 - imported before ranks unpickle one
 from nb_accelerate.notebook.protocol.shipping import unpack
+from nb_accelerate.notebook.worker.alarm import Alarm
 from nb_accelerate.notebook.worker.call import answer, fail
 from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
@@ -46,7 +47,7 @@ from nb_accelerate.notebook.worker.patches.whole_files import save_whole_files
 from nb_accelerate.notebook.worker.server.interpreter import imports_from
 from nb_accelerate.notebook.worker.server.limits import enough_room
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, set_name
-from nb_accelerate.notebook.worker.stack_writer import write_stacks_on_request
+from nb_accelerate.notebook.worker.stack_writer import answer_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +84,8 @@ def run_rank(
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
-    write_stacks_on_request(ends.stacks)
+    alarm = Alarm()
+    answer_requests(ends.stacks, alarm)
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     sys.path[:] = own_path = list(own_path or sys.path)
     store: object = None
@@ -127,7 +129,7 @@ def run_rank(
                 with imports_from(own_path):
                     from nb_accelerate.notebook.worker.cell import PersistentRank
 
-                    persistent = PersistentRank(channel, gate, mark)
+                    persistent = PersistentRank(channel, gate, mark, alarm)
             end, packed = persistent.answer(message, fds)
             _end_if_forked(rank, end)
             _send(channel, end, packed)
