@@ -30,6 +30,7 @@ from nb_accelerate.errors import ConfigError, MissingDependencyError, StartError
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.machine import facts_here, interface_of, software_here
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
+from nb_accelerate.notebook.ranks.end_reports import end_reports
 from nb_accelerate.notebook.ranks.handle import RankEvents
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.remote.connection_back import connect
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nb_accelerate.notebook.protocol.channel import Received
+    from nb_accelerate.notebook.ranks.end_reports import EndReports
     from nb_accelerate.notebook.remote.frames import Frame, Seal
 
 _CHUNK = 1 << 20
@@ -83,8 +85,10 @@ _VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 class HostedRank(RankEvents):
     """Passes on what a rank of this machine sends."""
 
-    def __init__(self, host: Host, key: int, *, rank: int, local_rank: int, mark: str, store_fd: int) -> None:
-        self.handle = LocalRank(rank, local_rank=local_rank, store_fd=store_fd)
+    def __init__(
+        self, host: Host, key: int, *, rank: int, local_rank: int, mark: str, store_fd: int, ends: EndReports
+    ) -> None:
+        self.handle = LocalRank(rank, local_rank=local_rank, ends=ends, store_fd=store_fd)
         self.handle.mark = bytes.fromhex(mark)
         self.handle.channel.loads = bytes
         self.page = PageWatch(self.handle.page)
@@ -332,9 +336,10 @@ class Host:
             if serves:
                 assert self._listener is not None
                 store_fd, self._listener = self._listener.detach(), None
-            rank = self._ranks[key] = HostedRank(self, key, store_fd=store_fd, **how)
+            with end_reports() as ends:
+                rank = self._ranks[key] = HostedRank(self, key, store_fd=store_fd, ends=ends, **how)
+                self._server(fresh=fresh).start([rank.handle])
             rank.handle.connect(self._sources, rank)
-            self._server(fresh=fresh).start([rank.handle])
         except (OSError, StartError) as error:
             self.end(key, exitcode=None, lost=f"it could not be started: {error}")
 

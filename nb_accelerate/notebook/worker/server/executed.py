@@ -147,7 +147,7 @@ class _ExecutedServer(Server):
                 self._fork_idle()
             scratch = self._scratch.make(str(message.key))
         except OSError as error:
-            refuse_rank(status_fd, rank_fds, error)
+            refuse_rank(message.key, status_fd, rank_fds, error)
             self._scratch.remove(str(message.key))
             for fd in rank_fds:
                 os.close(fd)
