@@ -20,6 +20,7 @@ travels as a `Parcel`, already pickled, so that reading a message never runs use
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ class Parcel:
 
     pickled: bytes = b""
     sizes: tuple[int, ...] = ()
+
+
+NOTHING = Parcel(pickled=pickle.dumps(None))
+"""The value of most cells."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.base.seam import group_replaced, training_half
 from nb_accelerate.notebook.protocol.main_module import main_globals
-from nb_accelerate.notebook.protocol.messages import CellEnd, Join, Result
+from nb_accelerate.notebook.protocol.messages import NOTHING, CellEnd, Join, Result
 from nb_accelerate.notebook.protocol.shipping import RETURNABLE, pack
 from nb_accelerate.notebook.worker.bindings import Bindings
 from nb_accelerate.notebook.worker.call import answer, exits_well, fail
@@ -124,6 +124,8 @@ class PersistentRank:
         return result
 
     def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:
+        if value is None:
+            return Result(parcel=NOTHING), None
         try:
             packed = pack(value, name="the value of the last expression", advice=f"End the cell with {RETURNABLE}.")
         except BaseException as error:  # users' code takes part: it may also exit
