@@ -41,8 +41,13 @@ class EndReports:
     def release(self) -> None:
         """Close it if nobody else holds it."""
         self._num_held -= 1
-        if self._num_held == 0:
+        self.close_unless_held()
+
+    def close_unless_held(self) -> None:
+        """Close it, once, if nobody holds it."""
+        if self._num_held == 0 and self._read_end >= 0:
             os.close(self._read_end)
+            self._read_end = -1
 
     def wait_for(self, key: int, sources: Sources, on_end: Callable[[], object]) -> None:
         """Have `on_end` called when a rank has ended, or that will never be reported: perhaps at once."""
@@ -73,12 +78,10 @@ class EndReports:
 @contextlib.contextmanager
 def end_reports() -> Iterator[EndReports]:
     """Yield reports for ranks that are started in the block, and whose handles hold them beyond it."""
-    with interrupts_later():
-        ends = EndReports()
-        ends.hold()
+    ends = EndReports()
     try:
         yield ends
     finally:
         with interrupts_later():
             os.close(ends.write_end)
-            ends.release()
+            ends.close_unless_held()

@@ -132,7 +132,7 @@ class RemoteRank(RankHandle):
         """Return a message in which the time of a failure is by the clock of this machine."""
         if isinstance(message, Failure):
             return dataclasses.replace(message, when=message.when + self.link.ahead)
-        if isinstance(message, CellEnd):
+        if isinstance(message, CellEnd) and isinstance(message.answer, Failure):
             return dataclasses.replace(message, answer=self._with_own_time(message.answer))
         return message
 
