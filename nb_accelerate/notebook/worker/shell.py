@@ -218,7 +218,7 @@ class RankShell(InteractiveShell):
         text = options.get("transformed_cell") or raw_cell
         if "await" not in text and "async" not in text:
             return False
-        return bool(super().should_run_async(raw_cell, **options))  # type: ignore[no-untyped-call]
+        return bool(super().should_run_async(raw_cell, **options))
 
     @override
     def init_virtualenv(self) -> None:
