@@ -191,14 +191,13 @@ def many_ranks(numbers: tuple[int, ...] = (2, 32), rounds: int = 10) -> list[str
     """An empty cell by the number of ranks: seconds, processor time of the kernel, and its descriptors."""
     taken: dict[str, list[float]] = {}
     kernels: dict[int, Kernel] = {}
-    lines = []
+    opened: dict[int, int] = {}
     try:
         for number in numbers:
             kernel = kernels[number] = Kernel()
             kernel.run("%load_ext nb_accelerate\nimport os, time\nbefore = len(os.listdir('/proc/self/fd'))").ok()
             kernel.run(f"%%distributed -n {number}\npass", 120).ok()
-            opened = kernel.run("len(os.listdir('/proc/self/fd')) - before").ok().value
-            lines.append(f"descriptors for {number} ranks: {opened}")
+            opened[number] = int(str(kernel.run("len(os.listdir('/proc/self/fd')) - before").ok().value))
         for _ in range(rounds):
             for number, kernel in kernels.items():
                 kernel.run("at_first = time.process_time()").ok()
@@ -210,7 +209,10 @@ def many_ranks(numbers: tuple[int, ...] = (2, 32), rounds: int = 10) -> list[str
         for kernel in kernels.values():
             kernel.run("%unload_ext nb_accelerate", 60)
             kernel.close()
-    return [*ratios(medians_of(taken), base=f"an empty cell of {numbers[0]} ranks"), *lines]
+    few, many = min(opened), max(opened)
+    each = (opened[many] - opened[few]) / (many - few)
+    line = f"descriptors of the kernel: {each:.1f} a rank, {opened[many] - each * many:.0f} for all"
+    return [*ratios(medians_of(taken), base=f"an empty cell of {numbers[0]} ranks"), line]
 
 
 def medians_of(taken: dict[str, list[float]]) -> Seconds:

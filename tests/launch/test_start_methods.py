@@ -24,6 +24,7 @@ from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch import Launch, notebook_launcher
 from nb_accelerate.notebook.launch.local import LocalRank
+from nb_accelerate.notebook.ranks.end_reports import end_reports
 from nb_accelerate.notebook.ranks.request_panel import make_panel
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow), "inline"]
@@ -226,12 +227,13 @@ def test_a_rank_for_which_too_many_files_are_open_leaves_none_of_them(monkeypatc
         return pipe()
 
     monkeypatch.setattr(os, "pipe", fails_the_third_time)
-    with pytest.raises(OSError, match="too many"):  # the fixtures look for what is left
-        LocalRank(0, store_fd=os.dup(0))
+    with pytest.raises(OSError, match="too many"), end_reports() as ends:  # the fixtures look for what is left
+        LocalRank(0, ends=ends, store_fd=os.dup(0))
 
 
 def test_an_interrupt_while_the_ends_of_a_rank_are_closed_leaves_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, close = LocalRank(0, store_fd=os.dup(0)), os.close
+    with end_reports() as ends:
+        handle, close = LocalRank(0, ends=ends, store_fd=os.dup(0)), os.close
 
     def interrupted(fd: int) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -240,7 +242,7 @@ def test_an_interrupt_while_the_ends_of_a_rank_are_closed_leaves_none_open(monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            handle.handed_over(lambda _: None, None)  # type: ignore[arg-type]
+            handle.handed_over(0, lambda _: None, None)  # type: ignore[arg-type]
     handle.close()  # the fixtures look for what is left
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,15 @@ def pool() -> Iterator[Pool]:
     one = Pool()
     yield one
     one.stop()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="there is no list of descriptors")
+def test_a_rank_takes_five_descriptors_of_the_notebook_and_all_together_few(pool: Pool) -> None:
+    servers.warm_up()  # which stays
+    before = len(os.listdir("/proc/self/fd"))
+    pool.start(PoolOptions(num_processes=4))
+    run(pool, "pass")
+    assert len(os.listdir("/proc/self/fd")) - before <= 5 * 4 + 5
 
 
 class TestInterrupts:

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "nb_accelerate"
 
 ALLOWED = {
     "base/helper_threads.py": {"Thread"},
-    # Python prints why it has failed, and C code answers instead.
+    # It runs what a helper thread does.
     "notebook/worker/stack_writer.py": {"start_new_thread"},
     # Whoever has submitted something to a pool asks for its result.
     "training/bigmodel/mapped.py": {"ThreadPoolExecutor"},

@@ -29,6 +29,7 @@ from nb_accelerate.notebook.launch import host_facts, own_modules
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
+from nb_accelerate.notebook.ranks.end_reports import end_reports
 from nb_accelerate.notebook.ranks.handle import RankEvents
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.remote.connection_back import connect
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nb_accelerate.notebook.protocol.channel import Received
+    from nb_accelerate.notebook.ranks.end_reports import EndReports
     from nb_accelerate.notebook.remote.frames import Frame, Seal
 
 _FULL = 4 << 20
@@ -72,8 +74,10 @@ _CONNECT_TIMEOUT = 15.0
 class HostedRank(RankEvents):
     """Passes on what a rank of this machine sends."""
 
-    def __init__(self, host: Host, key: int, *, rank: int, local_rank: int, mark: str, store_fd: int) -> None:
-        self.handle = LocalRank(rank, local_rank=local_rank, store_fd=store_fd)
+    def __init__(
+        self, host: Host, key: int, *, rank: int, local_rank: int, mark: str, store_fd: int, ends: EndReports
+    ) -> None:
+        self.handle = LocalRank(rank, local_rank=local_rank, ends=ends, store_fd=store_fd)
         self.handle.mark = bytes.fromhex(mark)
         self.handle.channel.loads = bytes
         self.page = PageWatch(self.handle.page)
@@ -320,9 +324,10 @@ class Host:
             if serves:
                 assert self._listener is not None
                 store_fd, self._listener = self._listener.detach(), None
-            rank = self._ranks[key] = HostedRank(self, key, store_fd=store_fd, **how)
+            with end_reports() as ends:
+                rank = self._ranks[key] = HostedRank(self, key, store_fd=store_fd, ends=ends, **how)
+                self._server(fresh=fresh).start([rank.handle])
             rank.handle.connect(self._sources, rank)
-            self._server(fresh=fresh).start([rank.handle])
         except (OSError, StartError) as error:
             self.end(key, exitcode=None, lost=f"it could not be started: {error}")
 

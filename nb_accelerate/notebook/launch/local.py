@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import time
 import weakref
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,13 +18,12 @@ from nb_accelerate.base.progress_page import PageReader
 from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.notebook.launch.owner import is_stopped
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
-from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.channel import Channel, as_bytes
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.piped import PipedRank
 from nb_accelerate.notebook.worker.ends import NUDGE, RankEnds
 from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
-from nb_accelerate.notebook.worker.server.server import EXIT_STATUS
 from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
 
 if TYPE_CHECKING:
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.seam import StoreSpec
     from nb_accelerate.notebook.launch.owner import Owner
-    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+    from nb_accelerate.notebook.protocol.messages import Call, CutOff, Join, RunCell
+    from nb_accelerate.notebook.ranks.end_reports import EndReports
 
 _REPORT_TIMEOUT = 5.0
 """Seconds from SIGKILL until the server must have reported the end of a rank whose process has ended."""
@@ -56,6 +56,7 @@ class LocalRank(PipedRank):
     """Owns the kernel's ends of a rank's pipes and channel; see `RankEnds` for the rank's own.
 
     Args:
+        ends: of the ranks that are started together with it.
         store: through which it meets other ranks; None if a `Join` will tell.
         store_fd: descriptor of the store that it is born with, which this closes; -1 if there is none.
 
@@ -63,7 +64,15 @@ class LocalRank(PipedRank):
         OSError: too many files are open. Nothing of it is left then, nor is `store_fd`.
     """
 
-    def __init__(self, rank: int, *, local_rank: int = 0, store: StoreSpec | None = None, store_fd: int = -1) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        local_rank: int = 0,
+        ends: EndReports,
+        store: StoreSpec | None = None,
+        store_fd: int = -1,
+    ) -> None:
         self.rank = rank
         self.local_rank = local_rank
         self.store = store
@@ -72,7 +81,6 @@ class LocalRank(PipedRank):
         self.lost = "the process it was forked from has ended"
         self.is_lost_with_others = True
         self.closed = False
-        self._process = -1
         self._is_other_users = False
         self._is_to_end = False
         self._killed_at = float("inf")
@@ -89,12 +97,16 @@ class LocalRank(PipedRank):
             undo.callback(there.close)
             self.stdout, stdout = _pipe(undo)
             self.stderr, stderr = _pipe(undo)
-            self.status, self._status_end = _pipe(undo)
+            self.ends = ends
+            self.ends.hold()
+            undo.callback(self.ends.release)
             self.stacks, stacks = (end.detach() for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
             undo.pop_all()
-        self._kernel_ends = self.stdout, self.stderr, self.stacks, self.status
+        self._kernel_ends = self.stdout, self.stderr, self.stacks
         for fd in self._kernel_ends:
             os.set_blocking(fd, False)
+        self._has_room = select.poll()
+        self._has_room.register(self.stacks, select.POLLOUT)
         self._ends = RankEnds(
             control=there.detach(),
             stdout=stdout,
@@ -107,23 +119,13 @@ class LocalRank(PipedRank):
 
     @property
     def start_fds(self) -> tuple[int, ...]:
-        """Descriptors for the process that starts the rank: the write end of its status pipe, then its `RankEnds`."""
-        return (self._status_end, *self._ends.as_tuple())
+        """Descriptors for the process that starts the rank: the write end of the status pipe, then its `RankEnds`."""
+        return (self.ends.write_end, *self._ends.as_tuple())
 
-    @override
-    def note_pid(self, pid: int) -> None:
-        super().note_pid(pid)
-        process = open_process(pid)
-        # It may have ended meanwhile, and another process may have its id.
-        if process >= 0 and not self._is_child(pid):
-            os.close(process)
-        else:
-            self._process = process
-
-    def handed_over(self, send_signal: Callable[[int], None], owner: Owner) -> None:
+    def handed_over(self, key: int, send_signal: Callable[[int], None], owner: Owner) -> None:
         """Note that a server starts the rank, can send it signals, and has `start_fds`, which are closed here."""
         self._close_start_fds()
-        self._signal, self.owner = send_signal, owner
+        self.key, self._signal, self.owner = key, send_signal, owner
 
     def signal(self, signum: int) -> None:
         """Send a signal to the rank if it still runs: directly once it is ready, before that through its server."""
@@ -131,10 +133,14 @@ class LocalRank(PipedRank):
             return
         if signum == signal.SIGKILL:
             self._killed_at = min(self._killed_at, time.monotonic())
-        if self._process < 0:
+        # A descriptor is opened each time, since a rank needs few signals. The id may be another process' by now.
+        process = open_process(self.pid) if self.pid is not None else -1
+        if self.pid is None or process < 0 or self._has_ended():
             self._signal(signum)
-        elif self.pid is not None and not send_signal(self.pid, signum, process=self._process):
+        elif not send_signal(self.pid, signum, process=process):
             self._is_other_users = True
+        if process >= 0:
+            os.close(process)
 
     @override
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
@@ -165,6 +171,10 @@ class LocalRank(PipedRank):
             self.request(ASK_STACK)
 
     @override
+    def cut_off(self, message: CutOff) -> None:
+        self.request(as_bytes(message))
+
+    @override
     def note_line(self) -> None:
         self.request(ASK_LINE)
 
@@ -190,9 +200,10 @@ class LocalRank(PipedRank):
         return 0
 
     def request(self, what: bytes) -> None:
-        """Ask for its stack or line, see `notebook.worker.stack_writer`."""
-        if not self.closed:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # it has not read earlier ones, or has ended
+        """Ask for its stack or line, or pass on a `CutOff`; see `notebook.worker.stack_writer`."""
+        # One that has not read earlier ones is not asked again while there is still room for a `CutOff`.
+        if not self.closed and (what not in (ASK_STACK, ASK_LINE) or self._has_room.poll(0)):
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # it has ended
                 os.write(self.stacks, what)
 
     @override
@@ -213,7 +224,7 @@ class LocalRank(PipedRank):
     def is_lost(self) -> bool:
         if self.ended or self.owner is None:
             return False
-        has_ended = self._process >= 0 and bool(wait([self._process], 0))
+        has_ended = self._has_ended()
         silence = self.owner.silence() if has_ended or self._is_to_end else ""
         if silence:
             self.lost = f"the process it was forked from (pid {self.owner.pid}) {silence}"
@@ -235,11 +246,9 @@ class LocalRank(PipedRank):
 
     @override
     def read_end(self) -> None:
-        data = os.read(self.status, EXIT_STATUS.size)
         self.ended = True
-        if len(data) == EXIT_STATUS.size:
-            (self.exitcode,) = EXIT_STATUS.unpack(data)
-        elif self.owner is not None and (written := self.owner.log()):
+        self.exitcode = self.ends.exitcodes.get(self.key)
+        if self.exitcode is None and self.owner is not None and (written := self.owner.log()):
             self.lost += f". It wrote:\n{written}\n"
 
     @override
@@ -257,14 +266,19 @@ class LocalRank(PipedRank):
         _open.discard(self)
         self.page.close()
         self.channel.close()
-        if self._process >= 0:
-            os.close(self._process)
+        self.ends.release()
         for fd in self._kernel_ends:
             os.close(fd)
 
-    def _is_child(self, pid: int) -> bool:
+    def _has_ended(self) -> bool:
+        """Return whether its process, which has told its id, has ended, reported or not."""
+        if self.pid is None or self.owner is None:
+            return False
         try:
-            return self.owner is not None and psutil.Process(pid).ppid() == self.owner.pid
+            process = psutil.Process(self.pid)
+            return bool(process.ppid() != self.owner.pid or process.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
         except psutil.Error:
             return False
 
@@ -272,7 +286,7 @@ class LocalRank(PipedRank):
         with interrupts_later():
             if not self._is_handed_over:
                 self._is_handed_over = True
-                for fd in self.start_fds:
+                for fd in self._ends.as_tuple():
                     os.close(fd)
 
 

@@ -97,7 +97,7 @@ class RankServer(ABC):
             with contextlib.suppress(OSError):  # it has ended, and its ranks with it
                 channel.send(SignalRank(key=key, signum=signum))
 
-        handle.handed_over(send_signal, owner)
+        handle.handed_over(key, send_signal, owner)
 
 
 class ExecutedServer(RankServer):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import is_local
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.ranks.end_reports import end_reports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Rendezvous
     from nb_accelerate.notebook.launch.servers import RankServer
+    from nb_accelerate.notebook.ranks.end_reports import EndReports
 
 
 @contextlib.contextmanager
@@ -31,17 +33,18 @@ def started_ranks(
         if not is_local(options):
             stack.callback(server.forget)
 
-        def new_handles() -> Iterator[LocalRank]:
+        def new_handles(ends: EndReports) -> Iterator[LocalRank]:
             for local_rank in range(plan.num_processes):
                 rank = plan.topology_of(local_rank, node_rank=rendezvous.node_rank).rank
                 with interrupts_later():  # or nobody would close what was just opened
                     store, store_fd = rendezvous.store_for(local_rank)
-                    handle = LocalRank(rank, local_rank=local_rank, store=store, store_fd=store_fd)
+                    handle = LocalRank(rank, local_rank=local_rank, ends=ends, store=store, store_fd=store_fd)
                     stack.callback(handle.close)
                     stack.callback(handle.kill)
                 handle.page.want_rows(wants_rows)
                 handles.append(handle)
                 yield handle
 
-        server.start(new_handles())
+        with end_reports() as ends:
+            server.start(new_handles(ends))
         yield handles

@@ -39,6 +39,7 @@ from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
 from nb_accelerate.notebook.launch.starters import open_server
 from nb_accelerate.notebook.launch.values import Values, pack_call, unpack_values
 from nb_accelerate.notebook.protocol.messages import Call
+from nb_accelerate.notebook.ranks.end_reports import end_reports
 from nb_accelerate.notebook.ranks.failing.errors import error_of, interrupted, said_of, summary
 from nb_accelerate.notebook.ranks.failing.incidents import INTERRUPTED, first_cause
 from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
@@ -230,11 +231,11 @@ class Sweep(Launch):
         options = replace(self._options, num_processes=1, use_port=None, kwargs=kwargs)
         plan = self._plan.of_run(place)
         with contextlib.ExitStack() as undo:
-            with one_at_a_time():
+            with one_at_a_time(), end_reports() as ends:
                 server = undo.enter_context(open_server(plan.method, options))
                 rendezvous = undo.enter_context(open_rendezvous(options, plan))
                 store, store_fd = rendezvous.store_for(0)
-                handle = LocalRank(index, store=store, store_fd=store_fd)
+                handle = LocalRank(index, ends=ends, store=store, store_fd=store_fd)
                 undo.callback(handle.close)
                 handle.page.want_rows(self._front_end != "off")
                 server.start([handle])

@@ -23,9 +23,9 @@ from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
 from nb_accelerate.notebook.launch.starters import open_server
-from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.messages import CutOff, Join, Result
 from nb_accelerate.notebook.protocol.shipping import unpack
+from nb_accelerate.notebook.ranks.end_reports import end_reports
 from nb_accelerate.notebook.ranks.failing.errors import death, error_of, how_it_ended
 from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Rendezvous
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
+    from nb_accelerate.notebook.ranks.end_reports import EndReports
     from nb_accelerate.notebook.ranks.handle import RankHandle
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
     from nb_accelerate.notebook.ranks.waiting import Interrupts
@@ -174,9 +175,7 @@ class RankGroup:
         number = self._rendezvous_count
 
         def send(peers: tuple[int, ...] = (), addresses: tuple[tuple[str, int], ...] = ()) -> None:
-            if rank.alarm is not None:  # else it has not been asked to join yet
-                with contextlib.suppress(OSError):  # it has just ended
-                    rank.alarm.send(CutOff(rendezvous=number, peers=peers, addresses=addresses))
+            rank.handle.cut_off(CutOff(rendezvous=number, peers=peers, addresses=addresses))
 
         if self._cluster is None:
             send(peers=others)
@@ -190,7 +189,7 @@ class RankGroup:
         new: list[RankProxy] = []
         try:
             with self._met() as rendezvous, pack_notebook() as notebook:
-                new.extend(self._start(number) for number in numbers)
+                self._start(numbers, new)
 
                 def set_up(rank: RankProxy) -> None:
                     rank.handle.send(self._setup_of(rank, rendezvous, notebook.parcel), notebook.fds)
@@ -210,10 +209,10 @@ class RankGroup:
             rank.has_joined = True
         self.is_disconnected = False
 
-    def _start(self, number: int) -> RankProxy:
-        """Have a rank forked, by a new server if the one before is gone; its ranks are then gone too."""
+    def _start(self, numbers: Sequence[int], new: list[RankProxy]) -> None:
+        """Have ranks forked, by a new server if the one before is gone; its ranks are then gone too."""
         try:
-            handle = self._forked(number)
+            self._fork(numbers, new)
         except StartError:
             if any(not rank.is_gone for rank in self.ranks.values()):
                 raise
@@ -221,10 +220,14 @@ class RankGroup:
                 raise
             self._resources.close()
             self._open_server()
-            handle = self._forked(number)
-        rank = RankProxy(handle)
-        self.loop.add(rank)
-        return rank
+            self._fork(numbers[len(new) :], new)
+
+    def _fork(self, numbers: Sequence[int], new: list[RankProxy]) -> None:
+        with end_reports() as ends:
+            for number in numbers:
+                rank = RankProxy(self._forked(number, ends))
+                self.loop.add(rank)
+                new.append(rank)
 
     def _open_server(self) -> None:
         if self._cluster is not None:
@@ -246,10 +249,10 @@ class RankGroup:
             self._cluster.setup_of(rank.handle, self.plan, rendezvous, notebook), store=None
         )  # `Join` says it
 
-    def _forked(self, number: int) -> RankHandle:
+    def _forked(self, number: int, ends: EndReports) -> RankHandle:
         if self._cluster is not None:
             return self._cluster.start(number)
-        handle = LocalRank(number, local_rank=number)
+        handle = LocalRank(number, local_rank=number, ends=ends)
         try:
             self._server.start([handle])
         except BaseException:
@@ -327,24 +330,18 @@ class RankGroup:
 
 
 def send_join(rank: RankProxy, rendezvous: Rendezvous, number: int) -> None:
-    """Send a rank the `Join` that has it enter a new process group; with the first one, its end of an alarm channel."""
-    fds = []
+    """Send a rank the `Join` that has it enter a new process group."""
     with contextlib.ExitStack() as sent:
-        if rank.alarm is None:
-            rank.alarm, there = Channel.pair()
-            fds.append(sent.enter_context(there).fileno())
-        has_alarm = bool(fds)
         store, store_fd = rendezvous.store_for(rank.rank)
         if store_fd >= 0:
             sent.callback(os.close, store_fd)
-        if store_fd != -1:
-            fds.append(store_fd)
+        fds = () if store_fd == -1 else (store_fd,)
         environ = {
             "MASTER_ADDR": rendezvous.address,
             "MASTER_PORT": str(rendezvous.port),
             "TORCHELASTIC_RUN_ID": rendezvous.run_id,
         }
-        rank.handle.ask(Join(rendezvous=number, environ=environ, has_alarm=has_alarm, store=store), fds)
+        rank.handle.ask(Join(rendezvous=number, environ=environ, store=store), fds)
 
 
 def result_of(request: Request) -> list[Any]:

@@ -20,6 +20,7 @@ travels as a `Parcel`, already pickled, so that reading a message never runs use
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ class Parcel:
 
     pickled: bytes = b""
     sizes: tuple[int, ...] = ()
+
+
+NOTHING = Parcel(pickled=pickle.dumps(None))
+"""The value of most cells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,19 +184,17 @@ class Join:
     Attributes:
         rendezvous: number of the rendezvous, counted by the pool.
         environ: variables to set, such as ``MASTER_ADDR``.
-        has_alarm: the first descriptor is the rank's end of its alarm channel, to be kept.
         store: through which the ranks meet; its descriptor comes along.
     """
 
     rendezvous: int
     environ: Mapping[str, str]
-    has_alarm: bool
     store: StoreSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutOff:
-    """Break off the collective that this rank is in. Sent over the alarm channel.
+    """Break off the collective that this rank is in. Sent by `RankHandle.cut_off`.
 
     Attributes:
         rendezvous: number of the rendezvous that made the group of the collective.

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import random
 import secrets
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,10 @@ class RandomStates:
 
             state = torch.frombuffer(bytearray(self.torch), dtype=torch.uint8)
             torch.set_rng_state(state)
-            torch.manual_seed(torch.initial_seed())  # that of every device as well, once it is used
+            # That of every device too, once it is used. Torch keeps the stack of who asked, for which it reads sources.
+            limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", None), 0
+            torch.manual_seed(torch.initial_seed())
+            sys.tracebacklimit = limit
             torch.set_rng_state(state)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.progress_page import PageReader
     from nb_accelerate.notebook.protocol.channel import Received
-    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+    from nb_accelerate.notebook.protocol.messages import Call, CutOff, Join, RunCell
     from nb_accelerate.notebook.ranks.sources import Sources
 
 
@@ -130,6 +130,10 @@ class RankHandle(ABC):
         Args:
             by_signal: have C code do it, also while C code holds the interpreter. Python code may crash in it.
         """
+
+    @abstractmethod
+    def cut_off(self, message: CutOff) -> None:
+        """Take it out of the collective that it is in; nothing happens if it has ended."""
 
     def note_line(self) -> None:
         """Have it write the line of the user's code that it is at to its page; nothing happens if it cannot."""

@@ -248,8 +248,8 @@ class RankLoop(RankReader):
         self._last_small_read, self._sources.has_read_little = now, False
 
     def _add(self, rank: RankProxy) -> None:
+        self.ranks[rank.rank] = rank  # before its end, which may have come already
         rank.handle.connect(self._sources, Incoming(rank, self))
-        self.ranks[rank.rank] = rank
 
     def _remove(self, rank: RankProxy) -> None:
         rank.handle.disconnect()

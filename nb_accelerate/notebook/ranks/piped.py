@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nb_accelerate.notebook.protocol.channel import Channel
+    from nb_accelerate.notebook.ranks.end_reports import EndReports
     from nb_accelerate.notebook.ranks.handle import RankEvents
     from nb_accelerate.notebook.ranks.sources import Sources
 
@@ -25,26 +26,30 @@ _LARGE_READ = 1 << 13
 
 
 class PipedRank(RankHandle):
-    """Reads a rank's five descriptors. It sends a message after what it has printed before, but over another one.
+    """Reads a rank's four descriptors, and how it has ended.
+
+    It sends a message after what it has printed before, but over another descriptor.
 
     Attributes:
         stdout: descriptor with what Python prints and C code writes to descriptor 1.
         stderr: descriptor with what C code writes to descriptor 2.
         stacks: descriptor with the stack of its main thread, after `dump_stacks`.
-        status: descriptor that becomes readable when the rank has ended; see `read_end`.
+        ends: says when it has ended; see `read_end`.
+        key: its number there.
     """
 
     channel: Channel
     stdout: int
     stderr: int
     stacks: int
-    status: int
+    ends: EndReports
+    key: int = 0
     _sources: Sources
     _events: RankEvents
 
     @abstractmethod
     def read_end(self) -> None:
-        """Read its exit code from `status`, which is readable. Raises OSError."""
+        """Note that it has ended, and its exit code if `ends` has that."""
 
     @override
     def connect(self, sources: Sources, events: RankEvents) -> None:
@@ -52,18 +57,21 @@ class PipedRank(RankHandle):
         self._output = select.poll()
         for fd in (self.stdout, self.stderr, self.stacks):
             self._output.register(fd, select.POLLIN)
-        actions = self._on_channel, self._on_stdout, self._on_stderr, self._on_stacks, self._on_status
+        actions = self._on_channel, self._on_stdout, self._on_stderr, self._on_stacks
         try:
             for source, action in zip(self._all, actions, strict=True):
                 sources.add(source, action)
+            self.ends.wait_for(self.key, sources, self._on_end)
         except BaseException:
             self.disconnect()
             raise
 
     @override
     def disconnect(self) -> None:
-        for source in self._all if hasattr(self, "_sources") else ():  # else an interrupt came before `connect`
-            self._sources.drop(source)
+        if hasattr(self, "_sources"):  # else an interrupt came before `connect`
+            for source in self._all:
+                self._sources.drop(source)
+            self.ends.forget(self.key, self._sources)
 
     @override
     def close(self) -> None:
@@ -105,7 +113,7 @@ class PipedRank(RankHandle):
 
     @property
     def _all(self) -> tuple[Channel | int, ...]:
-        return self.channel, self.stdout, self.stderr, self.stacks, self.status
+        return self.channel, self.stdout, self.stderr, self.stacks
 
     def _on_channel(self) -> None:
         self.receive()
@@ -123,14 +131,10 @@ class PipedRank(RankHandle):
     def _on_stacks(self) -> None:
         self._events.stacks(self._read(self.stacks))
 
-    def _on_status(self) -> None:
+    def _on_end(self) -> None:
         self._on_channel()
         self.catch_up()
-        self._sources.drop(self.status)
-        try:
-            self.read_end()
-        except OSError:  # it has ended all the same, and its exit code is not known
-            self.ended = True
+        self.read_end()
         self._events.ended()
 
     def _read(self, fd: int) -> bytes:

@@ -17,7 +17,6 @@ from nb_accelerate.notebook.ranks.timeouts import NEVER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nb_accelerate.notebook.protocol.channel import Channel
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.ranks.handle import RankHandle
 
@@ -37,7 +36,6 @@ class RankProxy:
         is_stopped: it was suspended (SIGSTOP) when it was looked at last.
         why_lost: why it is of no use any more although its process may live; "" for one that is of use.
         lost_by: the exception behind `why_lost`, if there is one; the cause of the error about this rank.
-        alarm: over it, a rank of a pool is taken out of a collective; None before it was asked to join one.
         has_joined: it has been in the process group of a pool, so that it may have variables.
         steps: number of collectives that each of its process groups had seen at the end of its last cell, by group.
     """
@@ -56,7 +54,6 @@ class RankProxy:
         self.is_leaving = False
         self.why_lost = ""
         self.lost_by: Exception | None = None
-        self.alarm: Channel | None = None
         self.has_joined = False
         self.device = ""
         self.steps: Mapping[str, int] = {}
@@ -109,6 +106,4 @@ class RankProxy:
             for fd in fds:
                 os.close(fd)
         self.inbox.clear()
-        if self.alarm is not None:
-            self.alarm.close()
         self.handle.close()

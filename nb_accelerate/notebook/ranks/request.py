@@ -20,7 +20,6 @@ import contextlib
 import enum
 import logging
 import os
-import pickle
 import signal
 import threading
 import time
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label
-from nb_accelerate.notebook.protocol.messages import CellEnd, Failure, Parcel, Result
+from nb_accelerate.notebook.protocol.messages import NOTHING, CellEnd, Failure, Parcel, Result
 from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.shortage import oom_kills, shortage_on
 from nb_accelerate.notebook.ranks.input_requests import InputRequests
@@ -238,7 +237,7 @@ class Request:
         if self.step is not None and self.step.kind >= StepKind.TERMINATE:
             return
         if self.exit_returns and rank.is_ready and rank.handle.exitcode == 0:
-            self.answered(rank, Result(parcel=Parcel(pickled=pickle.dumps(None))), ())
+            self.answered(rank, Result(parcel=NOTHING), ())
             return
         out_of_memory = oom_kills() > self.oom_kills_before
         was_killed_for_memory = out_of_memory and rank.handle.exitcode == -signal.SIGKILL

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
-from nb_accelerate.notebook.protocol.channel import Received
+from nb_accelerate.notebook.protocol.channel import Received, as_bytes
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.handle import RankHandle
@@ -36,7 +36,7 @@ from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
+    from nb_accelerate.notebook.protocol.messages import Call, CutOff, Join, RunCell
     from nb_accelerate.notebook.ranks.handle import RankEvents
     from nb_accelerate.notebook.ranks.sources import Sources
     from nb_accelerate.notebook.remote.frames import Frame
@@ -132,7 +132,7 @@ class RemoteRank(RankHandle):
         """Return a message in which the time of a failure is by the clock of this machine."""
         if isinstance(message, Failure):
             return dataclasses.replace(message, when=message.when + self.link.ahead)
-        if isinstance(message, CellEnd):
+        if isinstance(message, CellEnd) and isinstance(message.answer, Failure):
             return dataclasses.replace(message, answer=self._with_own_time(message.answer))
         return message
 
@@ -203,6 +203,10 @@ class RemoteRank(RankHandle):
             self.signal(DUMP_SIGNAL)
         else:
             self._tell(Kind.POKE, ASK_STACK)
+
+    @override
+    def cut_off(self, message: CutOff) -> None:
+        self._tell(Kind.POKE, as_bytes(message))
 
     @override
     def note_line(self) -> None:

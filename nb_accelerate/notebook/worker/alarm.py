@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.notebook.protocol.messages import CutOff
 from nb_accelerate.notebook.worker.connections import addresses_of, connections, plain_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.notebook.protocol.channel import Channel
+    from nb_accelerate.notebook.protocol.messages import CutOff
 
 
 _MAX_FILES = 1 << 16
@@ -36,18 +34,18 @@ _MAX_FILES = 1 << 16
 
 
 class Alarm:
-    """Listens for `CutOff` in a thread of its own, in a rank that runs cells."""
+    """Answers `CutOff`, in a thread beside the main one; see `notebook.worker.stack_writer`.
 
-    def __init__(self, abort_groups: Callable[[], object]) -> None:
-        self._abort_groups = abort_groups
+    Attributes:
+        abort_groups: aborts process groups whose collectives run on a device.
+    """
+
+    def __init__(self, abort_groups: Callable[[], object] = lambda: None) -> None:
+        self.abort_groups = abort_groups
         self._lock = threading.Lock()
         self._meeting = 0
         self._given_up = -1
         self._stop_waiting: Callable[[], None] = lambda: None
-
-    def listen(self, channel: Channel) -> None:
-        """Answer alarms from now on, also while the main thread is blocked."""
-        HelperThread(self._listen, channel, name="alarm").start()
 
     def begin_rendezvous(self, rendezvous: int) -> None:
         """Begin a rendezvous: alarms about those before it have no effect from now on."""
@@ -71,19 +69,10 @@ class Alarm:
             self._given_up = message.rendezvous
             if message.rendezvous != self._meeting:
                 return False
-            self._abort_groups()
+            self.abort_groups()
             self._stop_waiting()
             cut_connections(message.peers, message.addresses)
             return True
-
-    def _listen(self, channel: Channel) -> None:
-        while True:
-            try:
-                message, _ = channel.recv()
-            except EOFError:  # the kernel has gone, or has done with this rank
-                return
-            if isinstance(message, CutOff):
-                self.answer(message)
 
 
 def cut_connections(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ...] = ()) -> int:

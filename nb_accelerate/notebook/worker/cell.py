@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.base.seam import group_replaced, training_half
-from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.main_module import main_globals
-from nb_accelerate.notebook.protocol.messages import CellEnd, Join, Result
+from nb_accelerate.notebook.protocol.messages import NOTHING, CellEnd, Join, Result
 from nb_accelerate.notebook.protocol.shipping import RETURNABLE, pack
-from nb_accelerate.notebook.worker.alarm import Alarm
 from nb_accelerate.notebook.worker.bindings import Bindings
 from nb_accelerate.notebook.worker.call import answer, exits_well, fail
 from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
@@ -36,8 +34,10 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import ExecutionResult
 
+    from nb_accelerate.notebook.protocol.channel import Channel
     from nb_accelerate.notebook.protocol.messages import Failure, RunCell
     from nb_accelerate.notebook.protocol.shipping import Packed
+    from nb_accelerate.notebook.worker.alarm import Alarm
     from nb_accelerate.notebook.worker.interrupt import InterruptGate
 
 _GROUP_TIMEOUT = timedelta(days=365)
@@ -48,14 +48,15 @@ that wait in vain are found, and reported, by the pool."""
 class PersistentRank:
     """Runs cells in one shell, and joins process groups; keeps variables and groups between cells."""
 
-    def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
+    def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes, alarm: Alarm) -> None:
         self._gate = gate
         self._shell = make_shell(DisplayPort(channel, mark))
         self._names: dict[str, Any] = main_globals()
         debug_with(InputRequests(channel))
         self._half = training_half()
         self._store: object = None
-        self._alarm = Alarm(self._half.abort_groups)
+        self._alarm = alarm
+        alarm.abort_groups = self._half.abort_groups
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
         """Answer a message of the kernel, whose descriptors are taken over."""
@@ -64,14 +65,11 @@ class PersistentRank:
         return self._run(message, fds)
 
     def _join(self, message: Join, fds: tuple[int, ...]) -> str:
-        waiting = list(fds)
-        if message.has_alarm:
-            self._alarm.listen(Channel.from_fd(waiting.pop(0)))
         self._alarm.begin_rendezvous(message.rendezvous)
         self._half.leave_group()
         self._store = None
         os.environ.update(message.environ)
-        store = self._half.reach_store(message.store, waiting.pop(0) if waiting else -1, self._alarm.is_given_up)
+        store = self._half.reach_store(message.store, fds[0] if fds else -1, self._alarm.is_given_up)
         self._alarm.on_given_up(store.give_up)
         self._store = store
         given = self._half.join_group(_GROUP_TIMEOUT)
@@ -126,6 +124,8 @@ class PersistentRank:
         return result
 
     def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:
+        if value is None:
+            return Result(parcel=NOTHING), None
         try:
             packed = pack(value, name="the value of the last expression", advice=f"End the cell with {RETURNABLE}.")
         except BaseException as error:  # users' code takes part: it may also exit

@@ -16,7 +16,7 @@ class RankEnds:
     control: int  # its end of the channel
     stdout: int  # write end of the pipe for everything Python prints and C code writes to descriptor 1
     stderr: int  # write end of the pipe for what C code writes to descriptor 2
-    stacks: int  # a socket; a byte from it asks for the stack of the main thread, which is written to it
+    stacks: int  # a socket; it takes requests (`notebook.worker.stack_writer`), and stacks of the main thread
     page: int  # the page on which it says how far it is, and reads which call or cell SIGINT is meant for
     store: int = -1  # the file that is the store through which ranks meet, or a listening socket to serve it on; or -1
 

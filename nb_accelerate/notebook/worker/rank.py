@@ -35,6 +35,7 @@ from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready, ThreadFailed
 from nb_accelerate.notebook.protocol.random_states import RandomStates  # noqa: TC001 - imported before ranks unpickle one
 from nb_accelerate.notebook.protocol.shipping import unpack
+from nb_accelerate.notebook.worker.alarm import Alarm
 from nb_accelerate.notebook.worker.call import answer, fail
 from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
@@ -46,7 +47,7 @@ from nb_accelerate.notebook.worker.patches.whole_files import save_whole_files
 from nb_accelerate.notebook.worker.server.interpreter import imports_from
 from nb_accelerate.notebook.worker.server.limits import enough_room
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, set_name
-from nb_accelerate.notebook.worker.stack_writer import write_stacks_on_request
+from nb_accelerate.notebook.worker.stack_writer import answer_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +84,8 @@ def run_rank(
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
-    write_stacks_on_request(ends.stacks)
+    alarm = Alarm()
+    answer_requests(ends.stacks, alarm)
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     sys.path[:] = own_path = list(own_path or sys.path)
     store: object = None
@@ -127,7 +129,7 @@ def run_rank(
                 with imports_from(own_path):
                     from nb_accelerate.notebook.worker.cell import PersistentRank
 
-                    persistent = PersistentRank(channel, gate, mark)
+                    persistent = PersistentRank(channel, gate, mark, alarm)
             end, packed = persistent.answer(message, fds)
             _end_if_forked(rank, end)
             _send(channel, end, packed)
@@ -195,19 +197,22 @@ waits for ever for a lock of the interpreter. Threads of gloo enter it when a co
 and workers of a loader are often forked just then."""
 
 
-def prepare_process(*, is_fork: bool) -> Exception | None:
-    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None."""
+def prepare_process(*, is_fork: bool, is_patched: bool = False) -> Exception | None:
+    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None.
+
+    Args:
+        is_fork: it is a fork of the kernel.
+        is_patched: who has forked it had called `patch_libraries`.
+    """
     try:
-        patch_libraries()
+        if not is_patched:
+            patch_libraries()
         if sys.version_info < (3, 11):
             os.register_at_fork(before=functools.partial(time.sleep, _FORK_PAUSE))
         if not is_fork:
             main = types.ModuleType("__main__")
             main.__builtins__ = __builtins__  # type: ignore[attr-defined]
             sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: see `pack_call`
-            random = imported("numpy.random")
-            if random is not None:
-                random.seed()  # its state was made when the server imported it, once for all ranks
     except Exception as error:
         return error
     return None

@@ -140,7 +140,7 @@ class _CellCompiler(CachingCompiler):
     def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> Any:
         tree = super().ast_parse(source, filename, symbol)
         # The body starts below the line of the magic.
-        return ast.increment_lineno(tree, self.above) if filename == self.filename else tree
+        return ast.increment_lineno(tree, self.above) if filename == self.filename and self.above else tree
 
 
 class _Events(EventManager):
@@ -211,6 +211,14 @@ class RankShell(InteractiveShell):
             self._is_plain = False  # what the cell has IPython run is another text
             return raw_cell
         return str(super().transform_cell(raw_cell))  # type: ignore[no-untyped-call]
+
+    @override
+    def should_run_async(self, raw_cell: str, **options: Any) -> bool:
+        """Return whether a cell awaits: IPython compiles it once more to know, which is needless for most."""
+        text = options.get("transformed_cell") or raw_cell
+        if "await" not in text and "async" not in text:
+            return False
+        return bool(super().should_run_async(raw_cell, **options))
 
     @override
     def init_virtualenv(self) -> None:

@@ -1,4 +1,4 @@
-"""A thread of a rank that writes where the main thread is, when it is asked to: its stack, or the user's line."""
+"""A thread of a rank that answers requests while the main thread is busy: where that is, or to end its collective."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from traceback import walk_stack
 from typing import TYPE_CHECKING
 
@@ -14,55 +15,70 @@ from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.diagnostics.stacks import ONE_THREAD, users_line
-from nb_accelerate.notebook.protocol.messages import Frame
+from nb_accelerate.notebook.protocol.channel import Channel, as_bytes
+from nb_accelerate.notebook.protocol.messages import CutOff, Frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from nb_accelerate.notebook.worker.alarm import Alarm
+
 _MAX_FRAMES = 400
 """Frames that are written, innermost first. Of a deeper stack, the outermost frame follows."""
 
-ASK_STACK, ASK_LINE = b"?", b"l"
-"""Requests. The answer to the second one stands on the progress page."""
+ASK_STACK, ASK_LINE = as_bytes("stack"), as_bytes("line")
+"""Requests. The answer to the second one stands on the progress page. Another one is a `CutOff`."""
 
 _LIBRARIES = ("/tqdm/_monitor.py", "/multiprocessing/queues.py", "/torch/utils/data/_utils/pin_memory.py")
 """Files in which threads begin that never run code of users: of progress bars and loaders, which most training has."""
 
 _COMPILER = "/torch/_dynamo/convert_frame.py"
 
-_CHUNK = 1 << 12
-"""Bytes of requests that are read at once, and answered once."""
 
+def answer_requests(stacks: int, alarm: Alarm) -> None:
+    """Start the thread. Requests come over a socket, which takes stacks; `alarm` answers a `CutOff`.
 
-def write_stacks_on_request(stacks: int) -> None:
-    """Start the thread. Requests come over a socket, which takes the answers.
-
-    It ends when nobody can ask any more; if it fails, Python prints why. It needs the interpreter's lock, so it answers
-    while the main thread runs Python code, or waits in C code that has released the lock, and does not answer while C
-    code holds it. `faulthandler` answers then. It is no substitute: it reads frames that may change meanwhile, and
-    CPython 3.11 crashed in it.
+    It ends when nobody can ask any more. It needs the interpreter's lock, so it answers while the main thread runs
+    Python code, or waits in C code that has released the lock, and does not answer while C code holds it.
+    `faulthandler` writes stacks then. It is no substitute: it reads frames that may change meanwhile, and CPython 3.11
+    crashed in it.
     """
-    # Not `threading.Thread`, whose start() waits until the thread runs, on the way of every launch.
-    _thread.start_new_thread(_serve, (stacks,))
+    # Not by `threading.Thread.start`, which waits until the thread runs, on the way of every launch.
+    _thread.start_new_thread(HelperThread(_serve, stacks, alarm, name="alarm").run, ())
 
 
-def _serve(stacks: int) -> None:
+def _serve(stacks: int, alarm: Alarm) -> None:
     # Signals are for the main thread: one that came to this thread would not wake up what that waits in.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    main = threading.main_thread().ident
-    try:
-        while asked := os.read(stacks, _CHUNK):
-            phase = here().phase
-            frame = sys._current_frames().get(main or 0)  # noqa: SLF001 - the documented way to it
-            if ASK_LINE in asked:
-                _note_line(frame, phase)
-            answer = _listed(frame, has_one_thread=not _has_threads_of_users()) if ASK_STACK in asked else b""
-            del frame  # it would keep the variables of a function alive
-            while answer:
-                answer = answer[os.write(stacks, answer) :]
-    except OSError:  # the kernel is gone
-        return
+    channel = Channel.from_fd(os.dup(stacks))  # C code may write to the other one when this thread has ended
+    while True:
+        try:
+            asked = [channel.recv().message]
+            asked += [request for request, _ in channel.drain()[0]]
+        except EOFError:  # the kernel has gone, or has done with this rank
+            return
+        for request in asked:
+            if isinstance(request, CutOff):
+                alarm.answer(request)
+        try:
+            _say_where(stacks, asked)
+        except OSError:  # as above
+            return
+        except Exception:  # the alarm is to be heard all the same, and C code writes the stack
+            traceback.print_exc()
+
+
+def _say_where(stacks: int, asked: list[object]) -> None:
+    """Answer requests for the stack, once for all that have come, and for the user's line."""
+    phase = here().phase
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way to it
+    if "line" in asked:
+        _note_line(frame, phase)
+    answer = _listed(frame, has_one_thread=not _has_threads_of_users()) if "stack" in asked else b""
+    del frame  # it would keep the variables of a function alive
+    while answer:
+        answer = answer[os.write(stacks, answer) :]
 
 
 def _note_line(frame: FrameType | None, phase: int) -> None:

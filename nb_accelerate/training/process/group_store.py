@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 _torch: Any = importlib.import_module("torch.distributed.rendezvous")
 """Not by an import statement: the package has a function of that name."""
 
-_FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.0002, 1.2, 0.01
-"""Seconds between the first two looks for a key, the factor by which each interval grows, and seconds at most."""
+_FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.0001, 1.2, 0.01
+"""Seconds a rank between the first two looks for a key, the factor by which each interval grows, and seconds at most.
+The looks of many ranks that wait would keep those from coming for which they wait."""
 
 _WARN_AFTER = 30.0
 """Seconds of waiting after which a warning names the ranks that are missing."""
@@ -137,8 +138,9 @@ class RendezvousHandler:
             )
         polling = _PollingStore(part, rank, world_size, self._is_given_up)
         polling.set_timeout(timeout)
+        # At once for all: who makes the group waits for one rank after the other.
+        polling.wait([_key(other) for other in range(world_size)])
         if not self._spec.polls:
-            polling.wait([_key(other) for other in range(world_size)])
             return part
         self._kept.append(polling)
         return polling
@@ -212,7 +214,7 @@ class _PollingStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit = (self.timeout if timeout is None else timeout).total_seconds()  # type: ignore[attr-defined] # no stub
         began = time.monotonic()
-        pause = _FIRST_POLL
+        pause = min(_FIRST_POLL * self._world_size, _LONGEST_POLL)
         warn_after = _WARN_AFTER
         while not self.check(keys):
             if self._is_given_up():

@@ -167,10 +167,11 @@ def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) ->
 
     The last one reads what each has said: if all did, the time would grow with the square of their number.
     """
-    store.set(f"{what}: {rank}", " ".join(map(str, uids)))
+    if uids:
+        store.set(f"{what}: {rank}", " ".join(map(str, uids)))
     if store.add(f"{what}: ranks that have said it", 1) == size:
-        said = [store.get(f"{what}: {other}").decode() for other in range(size)]
-        store.set(f"{what}, say all", " ".join(said))
+        keys = [f"{what}: {other}" for other in range(size)]
+        store.set(f"{what}, say all", " ".join(store.get(key).decode() for key in keys if store.check([key])))
     return set(map(int, store.get(f"{what}, say all").split()))
 
 
@@ -221,10 +222,16 @@ def _strangers(listeners: Sequence[socket.socket], before: Collection[str]) -> s
             here, there = opened.getsockname()[:2], opened.getpeername()[:2]
             if here in ports:
                 accepted.append((opened.family, here, there))
-    return {_uid_of(family, there, here) for family, here, there in accepted} - {os.geteuid()}
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
+            kernel.settimeout(1.0)
+            uids = {_uid_of(kernel, family, there, here) for family, here, there in accepted}
+    except OSError:
+        uids = {_UNKNOWN}
+    return uids - {os.geteuid()}
 
 
-def _uid_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int:
+def _uid_of(kernel: socket.socket, family: int, local: tuple[str, int], remote: tuple[str, int]) -> int:
     """Return the user id of who has an established connection, as the kernel says; else `_UNKNOWN`.
 
     See ``man 7 sock_diag``. The table ``/proc/net/tcp`` says it too, and takes tens of milliseconds.
@@ -234,13 +241,8 @@ def _uid_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int
     identity = struct.pack(pack, local[1], remote[1], *addresses) + struct.pack("=III", 0, *_ANY_COOKIE)
     request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED) + identity
     header = struct.pack("=IHHII", _HEADER + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
-            kernel.settimeout(1.0)
-            kernel.send(header + request)
-            answer = kernel.recv(4096)
-    except OSError:
-        return _UNKNOWN
+    kernel.send(header + request)
+    answer = kernel.recv(4096)
     if struct.unpack_from("=H", answer, 4)[0] != _SOCK_DIAG_BY_FAMILY:
         return _UNKNOWN
     _, state = struct.unpack_from("=BB", answer, _HEADER)

@@ -147,7 +147,7 @@ class _ExecutedServer(Server):
                 self._fork_idle()
             scratch = self._scratch.make(str(message.key))
         except OSError as error:
-            refuse_rank(status_fd, rank_fds, error)
+            refuse_rank(message.key, status_fd, rank_fds, error)
             self._scratch.remove(str(message.key))
             for fd in rank_fds:
                 os.close(fd)
@@ -168,6 +168,9 @@ class _ExecutedServer(Server):
         Raises:
             OSError: there is no room for another process.
         """
+        random = imported("numpy.random")
+        if random is not None:
+            random.seed()  # or all ranks would have the state that was made when it was imported
         channel, there = Channel.pair()
         server = os.getpid()
         # Blocked until the rank has its own handler, or an interrupt in between would be Python's, and deadly.
@@ -209,7 +212,7 @@ class _ExecutedServer(Server):
     def _wait_to_be_a_rank(self, channel: Channel, server: int) -> NoReturn:
         set_name("nb-idle")
         die_with_parent(server)
-        broken = None if self._has_failed else prepare_process(is_fork=False)
+        broken = None if self._has_failed else prepare_process(is_fork=False, is_patched=True)
         try:
             (message, scratch), fds = channel.recv()
         except EOFError:

@@ -66,7 +66,7 @@ def serve_forked(
             pid = os.fork()
         except OSError as error:
             for missing in ranks[len(pids) :]:
-                refuse_rank(missing.fds[0], missing.fds[1:], error)
+                refuse_rank(missing.key, os.dup(missing.fds[0]), missing.fds[1:], error)
                 scratch.remove(str(missing.key))
             break
         if pid == 0:
@@ -91,11 +91,10 @@ def serve_forked(
     set_name("nb-server")
     _close_streams()
     owner = Server(Channel.from_fd(control_fd), parent, scratch)
-    for rank in ranks:
-        for fd in rank.fds[1:]:
-            os.close(fd)
     for pid, rank in zip(pids, ranks, strict=False):  # there are fewer processes if a fork failed
-        owner.own(pid, rank.key, rank.fds[0])
+        owner.own(pid, rank.key, os.dup(rank.fds[0]))
+    for fd in {fd for rank in ranks for fd in rank.fds}:
+        os.close(fd)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
 

@@ -12,7 +12,8 @@
 There are two kinds: one is a fresh interpreter and starts ranks whenever it is told to
 (`notebook.worker.server.executed`), the other is a fork of the kernel that forks its ranks at once
 (`notebook.worker.server.forked`). On the control channel a server sends `Serves` when it can take messages, and `Quit`
-when it ends. Ranks have channels of their own, and the exit status of each goes through a pipe of its own.
+when it ends. Ranks have channels of their own, and exit statuses go through one pipe for all that are
+started together.
 
 The server ends when the kernel does (it waits for the kernel's process descriptor, and for the end of the channel), and
 kills its ranks first. Ranks end when the server does (parent-death signal). Processes that a rank leaves behind, such
@@ -59,8 +60,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.worker.server.scratch import Scratch
 
-EXIT_STATUS = struct.Struct("!q")
-"""What is written to the pipe of a rank that ended: exit code, or minus the signal's number."""
+END_REPORT = struct.Struct("!qq")
+"""What is written to the status pipe of a rank that ended: its key; exit code, or minus the signal's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +90,14 @@ class _Rank:
     status_fd: int
 
 
-def refuse_rank(status_fd: int, fds: Sequence[int], error: OSError) -> None:
+def refuse_rank(key: int, status_fd: int, fds: Sequence[int], error: OSError) -> None:
     """Report that a rank could not be forked, over its own channel and its status pipe, which is closed here."""
     reason = StartError(f"a rank could not be forked: {': '.join(filter(None, (error.strerror, why_no_room(error))))}")
     failure, packed = fail(reason, result_of_call=False)
     channel = Channel.from_fd(os.dup(RankEnds.from_tuple(tuple(fds)).control))
     channel.send(failure, packed.fds if packed else ())
     channel.close()
-    os.write(status_fd, EXIT_STATUS.pack(os.EX_OSERR))
+    os.write(status_fd, END_REPORT.pack(key, os.EX_OSERR))
     os.close(status_fd)
 
 
@@ -208,7 +209,7 @@ class Server:
         for rank, status in ended:
             self._scratch.remove(str(rank.key))
             with contextlib.suppress(BrokenPipeError):
-                os.write(rank.status_fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                os.write(rank.status_fd, END_REPORT.pack(rank.key, os.waitstatus_to_exitcode(status)))
             os.close(rank.status_fd)
 
     def _kill_adopted(self) -> None:
