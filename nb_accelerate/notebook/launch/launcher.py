@@ -276,10 +276,13 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         plan = plan.of_sweep(len(runs))
     try:
         return _launched(options, plan, runs, cluster, f"{said}: from {origin}" if said else "", block=block)
-    except BaseException:
+    except BaseException as error:
         if cluster is not None:
             cluster.close()
-        raise
+        # IPython shows the cause and all frames of a SyntaxError, here those of the wait for ranks.
+        if wants_full() or not (isinstance(error, SyntaxError) and isinstance(error.__cause__, RankTraceback)):
+            raise
+        raise error.with_traceback(None) from None
 
 
 def _launched(
@@ -309,20 +312,15 @@ def _launched(
         for warning in (*plan.warnings, *notes, *gpu_warnings(plan.kind, plan.device_names)):
             with guard:
                 sink.write("stderr", warning + "\n")
-    try:
-        if not plan.method.starter:
-            return run_inline(options, plan, sink)
-        launch = Launch(options, plan, sink, front_end, display_id, placing=cluster)
-        if runs is not None:
-            launch = Sweep(runs, options, plan, sink, front_end, display_id)
-        if block:
-            return launch.run()
-        launch.run_in_background()
-        return launch
-    except SyntaxError as error:  # of which IPython shows the cause and all frames, here those of the wait for ranks
-        if wants_full() or not isinstance(error.__cause__, RankTraceback):
-            raise
-        raise error.with_traceback(None) from None
+    if not plan.method.starter:
+        return run_inline(options, plan, sink)
+    launch = Launch(options, plan, sink, front_end, display_id, placing=cluster)
+    if runs is not None:
+        launch = Sweep(runs, options, plan, sink, front_end, display_id)
+    if block:
+        return launch.run()
+    launch.run_in_background()
+    return launch
 
 
 def _refuse(function: Callable[..., Any], others: Mapping[str, Any]) -> NoReturn:
