@@ -127,7 +127,7 @@ $(XLA)/ready: $(XLA_PINS) $(PINS) tests/xla/cuda_stubs.py
 	@$(PYTHON) tests/install.py $(XLA) --quiet --no-deps torch==$(XLA_VERSION) torch_xla==$(XLA_VERSION)
 	@$(XLA)/bin/python tests/xla/cuda_stubs.py
 	@echo "[3/3] starting the runtime of XLA"
-	@PJRT_DEVICE=CPU $(XLA)/bin/python -c 'import torch, torch_xla; print(torch.__version__, torch_xla.__version__, torch.ones(2, device="xla").device)'
+	@PJRT_DEVICE=CPU $(XLA)/bin/python -c 'import torch._dynamo, torch_xla.distributed.xla_multiprocessing, ipykernel.kernelapp, torch, torch_xla; print(torch.__version__, torch_xla.__version__, torch.ones(2, device="xla").device)'
 	@touch $(XLA)/ready
 
 $(DOCS)/ready: $(DOCS_PINS) $(PINS)
@@ -146,5 +146,5 @@ $(WITH_DEEPSPEED)/ready $(WITH_TRAINERS)/ready $(WITH_RAY)/ready: .venv-%/ready:
 	@echo "installing what is in tests/requirements-$*.txt in $(@D)"
 	@$(RUN) -m venv --clear $(@D)
 	@$(RUN) -c 'import pathlib, sysconfig; behind = sysconfig.get_path("purelib"); [site_packages] = pathlib.Path("$(@D)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text(f"import site; site.addsitedir({behind!r})")'
-	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint $(PINS) --requirement tests/requirements-$*.txt
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-$*.txt
 	@touch $@

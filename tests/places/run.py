@@ -111,7 +111,9 @@ def install(environment: Path, python: str, versions: Path, torch: str) -> None:
     subprocess.run([*add, "--no-deps", f"torch=={torch}", "--editable", ROOT], check=True)
     own = environment / "bin" / "python"
     subprocess.run([own, ROOT / "tests/xla/cuda_stubs.py"], check=True)
-    subprocess.run([own, "-c", "import torch; assert torch.ones(2).sum() == 2"], check=True)
+    subprocess.run(
+        [own, "-c", "import torch._dynamo, ipykernel.kernelapp; assert torch.ones(2).sum() == 2"], check=True
+    )
 
 
 if __name__ == "__main__":
