@@ -154,6 +154,7 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) 
     [
         ("ssh {host} {command}", ["ssh", "a", "python3", "-c", "print('x y')"]),
         ("{command}", ["python3", "-c", "print('x y')"]),
+        ("sh -c '{command}'", ["sh", "-c", """python3 -c 'print('"'"'x y'"'"')'"""]),
         ("srun -w{host} -N1 bash -c 'cd /d; {command}'", None),
     ],
 )

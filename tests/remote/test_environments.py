@@ -22,7 +22,11 @@ def test_what_does_not_matter_is_not_said(there: dict[str, str]) -> None:
     ("here", "there", "said"),
     [
         ({}, {"python": "3.12.1"}, r"it has Python 3.12.1, and this notebook 3.11.9: .*remote_python='python3.11'"),
-        ({}, {"package": "0.1.0"}, r"it has nb_accelerate 0.1.0, and this notebook 0.2.0. Install the one of here"),
+        (
+            {},
+            {"package": "0.1.0"},
+            r"it has nb_accelerate 0.1.0, and this notebook 0.2.0. Install this notebook's version there",
+        ),
         ({}, {"torch": ""}, r"^it has no PyTorch. Write there: ~/env/bin/python -m pip install torch==2.13.0$"),
         ({"torch": ""}, {}, r"this notebook has none.* Write here: %pip install torch==2.13.0$"),
         ({"torch": ""}, {"torch": ""}, r"no PyTorch, nor has this notebook.* Write there: .* pip install torch$"),

@@ -100,7 +100,7 @@ def test_nothing_is_opened_and_nothing_stays(sshd: Sshd) -> None:
         welcome, pid, terminal = said.decode().splitlines()
         assert (welcome, terminal) == ("Welcome", "not a tty")
         remote = psutil.Process(int(pid))
-        (client,) = psutil.Process().children()[1:]
+        (client,) = [child for child in psutil.Process().children() if child.name() == "ssh"]
         assert os.getsid(client.pid) == client.pid  # Ctrl-C in a terminal does not reach it
         assert [each for each in client.net_connections() if each.status == psutil.CONN_LISTEN] == []
     remote.wait(SECONDS)
@@ -131,6 +131,12 @@ def test_how_a_command_has_ended_is_said(script: str, said: str, monkeypatch: py
     monkeypatch.setattr("nb_accelerate.notebook.remote.streams._PATIENCE", 2.0 if "seq" in script else 0.5)
     template = f'sh -c "{script}" {{command}}'
     assert failure_of("a", engine="command", command_template=template) == said
+
+
+def test_a_command_that_does_not_hand_on_its_stdin_is_told_so() -> None:
+    template = "sh -c '{command} </dev/null'"
+    host = [sys.executable, "-m", "nb_accelerate.notebook.launch.host"]
+    assert "docker exec and kubectl exec need -i" in failure_of("a", host, engine="command", command_template=template)
 
 
 def test_a_command_that_is_not_here_is_named() -> None:
@@ -168,7 +174,7 @@ def test_nobody_listens(sshd: Sshd) -> None:
 
 def test_there_is_no_such_python(sshd: Sshd) -> None:
     said = failure_of("a", ["~/no_such/python", "-m", "x"], remote_python="~/no_such/python")
-    assert said.startswith("there is no ~/no_such/python there. Name one that is: remote_python='~/env/bin/python'")
+    assert said.startswith("there is no ~/no_such/python there. Name one that is: remote_python='/opt/env/bin/python'")
 
 
 @pytest.mark.parametrize("engine", ["ssh", "command"])

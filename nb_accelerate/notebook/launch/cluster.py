@@ -193,7 +193,9 @@ class Cluster(Placing):
         if cwd and found["cwd"] != cwd:
             self.notes.append(f"{place.link.name} has no folder {cwd}: ranks there work in {found['cwd']}")
         if found["missing"]:
-            self.notes.append(f"{place.link.name} has nothing of the search path at {', '.join(found['missing'])}")
+            self.notes.append(
+                f"{place.link.name} does not have these folders of sys.path: {', '.join(found['missing'])}"
+            )
         return replace(place, cwd=found["cwd"], path=tuple(found["path"]))
 
     def _modules_to_send(self) -> tuple[ModuleType, ...]:
@@ -369,10 +371,10 @@ def _counts(options: LaunchOptions, machines: Sequence[Machine], facts: Sequence
     rest = total - sum(count or 0 for count in known)
     if (open_ones == 0 and rest) or (open_ones and (rest < open_ones or rest % open_ones)):
         said = ", ".join(
-            f"{machine.name}:{'?' if machine.num_ranks is None else machine.num_ranks}" for machine in machines
+            machine.name if machine.num_ranks is None else f"{machine.name}:{machine.num_ranks}" for machine in machines
         )
         raise ConfigError(
-            f"num_processes={total} does not fit the machines {said}. Say for each how many ranks it has, and leave "
-            "num_processes out"
+            f"num_processes={total} is the number of ranks on all machines together, and cannot be had on {said}. "
+            "Leave num_processes out, and write in hosts how many ranks each machine has"
         )
     return [rest // open_ones if count is None else count for count in known]

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
@@ -34,7 +35,6 @@ from nb_accelerate.notebook.ranks.handle import RankEvents
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.remote.connection_back import connect
 from nb_accelerate.notebook.remote.frames import (
-    LISTENER,
     MACHINE,
     MAGIC,
     NUMBER,
@@ -170,7 +170,6 @@ class Host:
         self._silent_beats = 0
         self._sources = Sources(lambda: None)
         self._ranks: dict[int, HostedRank] = {}
-        self._bridges: dict[int, tuple[socket.socket, socket.socket | None]] = {}
         self._listener: socket.socket | None = None
         self._servers: dict[bool, ExecutedServer] = {}
         self._last_small_read = 0.0
@@ -258,8 +257,6 @@ class Host:
             self._received.take(frame.body)
         elif frame.kind == Kind.DROP:
             os.close(self._received.pop(*NUMBER.unpack(frame.body)))
-        elif frame.kind == Kind.BRIDGE:
-            self._cross(NUMBER.unpack_from(frame.body)[0], frame.body[NUMBER.size :])
         elif frame.kind == Kind.ASK:
             self._answer(**json.loads(frame.body))
         elif frame.kind == Kind.QUIT:
@@ -294,29 +291,9 @@ class Host:
     def _descriptor(self, one: Descriptor, opened: contextlib.ExitStack) -> int:
         if one.kind == SEGMENT:
             return self._received.get(one.number)
-        if one.kind == LISTENER:
-            assert self._listener is not None
-            listener, self._listener = self._listener, None
-            return opened.enter_context(listener).fileno()
-        here, there = self._bridge(one.number)
-        assert there is not None
-        self._bridges[one.number] = here, None
-        return opened.enter_context(there).fileno()
-
-    def _bridge(self, number: int) -> tuple[socket.socket, socket.socket | None]:
-        """Return both ends of a socket pair: bytes may come before the message with the descriptor."""
-        if number not in self._bridges:
-            self._bridges[number] = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        return self._bridges[number]
-
-    def _cross(self, number: int, data: bytes) -> None:
-        here, _ = self._bridge(number)
-        if data:
-            with contextlib.suppress(OSError):  # the rank has ended
-                here.sendall(data)
-        else:
-            for end in filter(None, self._bridges.pop(number)):
-                end.close()
+        assert self._listener is not None
+        listener, self._listener = self._listener, None
+        return opened.enter_context(listener).fileno()
 
     def _start(self, key: int, *, fresh: bool, serves: bool, **how: Any) -> None:
         try:
@@ -417,6 +394,8 @@ def main() -> None:
     set_name("nb-host")
     try:
         is_connected = sys.argv[1:2] == ["--connect"]
+        if not is_connected and not _is_stream(0):
+            sys.exit("nb_accelerate: the command does not hand on its stdin: docker exec and kubectl exec need -i")
         reads, writes, seal = _connected(*sys.argv[2:]) if is_connected else (os.dup(0), os.dup(1), None)
         with Path(os.devnull).open(encoding="utf-8") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -425,6 +404,12 @@ def main() -> None:
         Host(reads, writes, seal).run()
     except LinkError as error:
         sys.exit(f"nb_accelerate: {error}")
+
+
+def _is_stream(fd: int) -> bool:
+    """Return whether a descriptor is that of a pipe, socket or terminal, and no file such as /dev/null."""
+    mode = os.fstat(fd).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)
 
 
 def _connected(address: str, port: str, machine: str) -> tuple[int, int, Seal]:

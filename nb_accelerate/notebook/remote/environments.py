@@ -38,8 +38,8 @@ def compare(here: Mapping[str, str], there: Mapping[str, str], *, python: str = 
         )
     if here["package"] != there["package"]:
         obstacles.append(
-            f"it has nb_accelerate {there['package']}, and this notebook {here['package']}. Install the one of here "
-            f"there: in a clone of its repository, {python} -m pip install ."
+            f"it has nb_accelerate {there['package']}, and this notebook {here['package']}. Install this notebook's "
+            f"version there: in a clone of its repository, {python} -m pip install ."
         )
     if not there["torch"]:
         wanted = f"torch=={_plain(here['torch'])}" if here["torch"] else "torch"

@@ -97,8 +97,6 @@ class Kind(enum.IntEnum):
     the last frame about this rank."""
     FACTS = 19
     """From the host: what is known about the process of a rank, as JSON. To it: look now."""
-    BRIDGE = 20
-    """Both ways: `NUMBER` of a socket that a message came with, and bytes that came out of its other end."""
 
 
 class Frame(NamedTuple):
@@ -216,7 +214,9 @@ class FrameParser:
         while self.is_open and not (self._missing or self._file_left) and len(self._data) >= _HEADER.size:
             kind, rank, length = _HEADER.unpack_from(self._data)
             if length > MAX_BODY:
-                raise LinkError(f"a frame of {length} bytes was announced: these are no frames")
+                raise LinkError(
+                    f"what came is not what a host writes (a frame of {length} bytes): something else writes to stdout"
+                )
             if kind == Kind.SEGMENT and self._file_of is not None:
                 if len(self._data) < _HEADER.size + NUMBER.size:
                     return
@@ -267,16 +267,16 @@ class Descriptor(NamedTuple):
     """What a descriptor of a message is at the other end of a stream.
 
     Attributes:
-        kind: `SEGMENT`, `SOCKET` or `LISTENER`.
-        number: of the segment or socket.
+        kind: `SEGMENT` or `LISTENER`.
+        number: of the segment.
     """
 
     kind: int
     number: int
 
 
-SEGMENT, SOCKET, LISTENER = range(3)
-"""A file with the same content, a socket whose other end is here, or that on which the host was told to listen."""
+SEGMENT, LISTENER = range(2)
+"""A file with the same content, or the socket on which the host was told to listen."""
 
 
 def pack_message(descriptors: Sequence[Descriptor]) -> bytes:

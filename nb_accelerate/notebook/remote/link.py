@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,15 +20,13 @@ from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.remote.frames import (
     BEAT,
     MACHINE,
-    NUMBER,
     SEGMENT,
-    SOCKET,
     Descriptor,
     FrameParser,
     Kind,
     LinkError,
 )
-from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments, is_socket
+from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
 from nb_accelerate.notebook.remote.sender import BEAT_INTERVAL, FrameSender
 
 if TYPE_CHECKING:
@@ -90,7 +87,6 @@ class Link:
         self._sources: Sources | None = None
         self._heard = True
         self._silent_beats = 0
-        self._bridges: dict[int, int] = {}
         self._is_closed = False
         with interrupts_later():
             os.set_blocking(stream.reads, False)
@@ -188,11 +184,9 @@ class Link:
 
     def _detach(self) -> None:
         if self._sources is not None:
-            for fd in (self._stream.reads, self._bell_read, *self._bridges.values()):
+            for fd in (self._stream.reads, self._bell_read):
                 self._sources.drop(fd)
         self._sources = None
-        while self._bridges:
-            os.close(self._bridges.popitem()[1])
         self._notify()
 
     def _notify(self) -> None:
@@ -211,32 +205,8 @@ class Link:
         self._sender.send(kind, rank, *parts, urgent=urgent)
 
     def descriptor(self, fd: int) -> Descriptor:
-        """Have what a descriptor stands for be at the other end, for a message that is sent next."""
-        if not is_socket(fd):
-            return Descriptor(SEGMENT, self._segments.number_of(fd))
-        number = next(self._keys)
-        assert self._sources is not None
-        self._bridges[number] = os.dup(fd)
-        self._sources.add(self._bridges[number], lambda: self._cross(number))
-        return Descriptor(SOCKET, number)
-
-    def _cross(self, number: int) -> None:
-        """Pass on what has come out of a socket, and its end."""
-        fd = self._bridges[number]
-        with socket.socket(fileno=os.dup(fd)) as end:
-            try:
-                data = end.recv(_CHUNK, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                data = b""
-        if not self.lost:
-            self.send(Kind.BRIDGE, MACHINE, NUMBER.pack(number), data, urgent=True)
-        if not data:
-            del self._bridges[number]
-            if self._sources is not None:
-                self._sources.drop(fd)
-            os.close(fd)
+        """Have the content of a file be at the other end, for a message that is sent next."""
+        return Descriptor(SEGMENT, self._segments.number_of(fd))
 
     # What comes.
 

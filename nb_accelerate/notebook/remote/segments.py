@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import stat
 import threading
 from typing import TYPE_CHECKING
 
@@ -85,8 +84,3 @@ class ReceivedSegments:
         """Close all files."""
         while self._files:
             os.close(self._files.popitem()[1])
-
-
-def is_socket(fd: int) -> bool:
-    """Return whether a descriptor is that of a socket."""
-    return stat.S_ISSOCK(os.fstat(fd).st_mode)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class CommandEngine(Engine):
     """Starts hosts by a template, such as ``"kubectl exec -i {host} -- {command}"``.
 
-    A word ``{command}`` becomes the words of the command. In a longer word, as in ``sh -c 'cd /data; {command}'``, it
-    is the command as a shell reads it.
+    A word ``{command}`` becomes the words of the command. After ``-c`` and in a longer word, as in ``sh -c 'cd /data;
+    {command}'``, it is the command as a shell reads it.
     """
 
     failures: Sequence[Failure] = ()
@@ -49,7 +49,7 @@ def filled(template: str, host: str, command: Sequence[str]) -> list[str]:
     """Return the words of a template, with the host and the command in their places."""
     words: list[str] = []
     for word in shlex.split(template):
-        if word == "{command}":
+        if word == "{command}" and words[-1:] != ["-c"]:
             words += command
         else:
             words.append(word.replace("{host}", host).replace("{command}", shlex.join(command)))
