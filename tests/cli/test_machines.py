@@ -14,6 +14,7 @@ from typing import IO
 
 import nbformat
 import pytest
+from fixtures.hosts import HOSTS
 from fixtures.screens import Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
@@ -68,7 +69,7 @@ def no_jobs_are_left() -> Iterator[None]:
 
 def launch(host: int, flags: list[str], script: Path, *arguments: str) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    command = ["ip", "netns", "exec", f"nbtest{host}", sys.executable, "-m", "nb_accelerate", "launch", "--cpu"]
+    command = ["ip", "netns", "exec", HOSTS[host], sys.executable, "-m", "nb_accelerate", "launch", "--cpu"]
     job = subprocess.Popen(
         [*command, *flags, str(script), *arguments],
         stdout=subprocess.PIPE,
@@ -153,7 +154,7 @@ def wait_for(stream: IO[str] | None, awaited: str) -> None:
 
 
 def pids_of(host: int) -> list[int]:
-    found = subprocess.run(["ip", "netns", "pids", f"nbtest{host}"], capture_output=True, text=True, check=True)
+    found = subprocess.run(["ip", "netns", "pids", HOSTS[host]], capture_output=True, text=True, check=True)
     return [int(pid) for pid in found.stdout.split()]
 
 
@@ -267,10 +268,10 @@ def test_a_cable_that_is_cut_for_a_while_is_told_and_ends_nothing(
     tmp_path: Path, two_hosts: list[str], go_on: Path
 ) -> None:
     jobs = two_machines(two_hosts, ELASTIC, go_on, tmp_path / "end")
-    subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", "down"], check=True)
+    subprocess.run(["ip", "-n", HOSTS[1], "link", "set", "nbveth1", "down"], check=True)
     for host, job in enumerate(jobs):
         wait_for(job.stderr, f"nothing was heard of the machine at {two_hosts[1 - host]}")
-    subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", "up"], check=True)
+    subprocess.run(["ip", "-n", HOSTS[1], "link", "set", "nbveth1", "up"], check=True)
     (tmp_path / "end").touch()
     all_end_well(jobs)
 
@@ -294,7 +295,7 @@ def test_a_machine_whose_rank_fails_just_after_the_network_ends_at_once(tmp_path
     jobs = [launch(host, [*flags, f"--machine_rank={host}"], script, str(end)) for host in range(2)]
     for job in jobs:
         wait_for(job.stdout, "begins")
-    subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", "down"], check=True)
+    subprocess.run(["ip", "-n", HOSTS[1], "link", "set", "nbveth1", "down"], check=True)
     end.touch()  # long before the machines can know of each other's silence
     for job in jobs:
         _, error = job.communicate(timeout=30)  # the store's own timeout is 60 s
@@ -332,7 +333,7 @@ def test_the_panel_of_each_machine_has_its_ranks(tmp_path: Path, two_hosts: list
     end = tmp_path / "end"
     flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}"]
     first = launch(0, [*flags, "--machine_rank=0"], go_on, str(end))
-    command = ["ip", "netns", "exec", "nbtest1", sys.executable, "-m", "nb_accelerate", "launch", "--cpu", *flags]
+    command = ["ip", "netns", "exec", HOSTS[1], sys.executable, "-m", "nb_accelerate", "launch", "--cpu", *flags]
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     second = Terminal([*command, "--machine_rank=1", str(go_on), str(end)], environ)
     try:

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed
+from fixtures.hosts import HOSTS
 
 from nb_accelerate.errors import DeadlineError, StartError
 from nb_accelerate.notebook.launch import notebook_launcher
@@ -282,5 +283,5 @@ def test_two_hosts_meet_across_a_cable(tmp_path: Path, two_hosts: list[str], bac
             "rdzv_conf": {"join_timeout": 30},
         }
 
-    found = run_on_two(tmp_path, options, lambda node: ["ip", "netns", "exec", f"nbtest{node}"])
+    found = run_on_two(tmp_path, options, lambda node: ["ip", "netns", "exec", HOSTS[node]])
     assert sorted(found) == EXPECTED

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from fixtures import relay
+from fixtures.hosts import HOSTS
 from remote.test_launches import wait_for, waits
 
 from nb_accelerate.errors import DeadlineError, LaunchError, StartError
@@ -29,7 +30,7 @@ SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndis
 def networks(two_hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Choose the two namespaces as machines; gives their addresses."""
     monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
-    monkeypatch.setenv("NB_ACCELERATE_HOSTS", "nbtest0:1,nbtest1:2")
+    monkeypatch.setenv("NB_ACCELERATE_HOSTS", f"{HOSTS[0]}:1,{HOSTS[1]}:2")
     monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "ip netns exec {host} {command}")
     monkeypatch.setenv("NB_ACCELERATE_REMOTE_PYTHON", sys.executable)
     return two_hosts
@@ -38,10 +39,10 @@ def networks(two_hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]
 @pytest.fixture
 def over_the_cable(networks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the bytes between the kernel and the second machine go over the cable too."""
-    relayed = f"{sys.executable} {relay.__file__} nbtest1 {networks[1]}"
+    relayed = f"{sys.executable} {relay.__file__} {HOSTS[1]} {networks[1]}"
     monkeypatch.setenv(
         "NB_ACCELERATE_COMMAND_TEMPLATE",
-        f"sh -c 'test {{host}} = nbtest0 || relay=\"{relayed}\"; exec ip netns exec nbtest0 $relay {{command}}'",
+        f"sh -c 'test {{host}} = {HOSTS[0]} || relay=\"{relayed}\"; exec ip netns exec {HOSTS[0]} $relay {{command}}'",
     )
 
 
@@ -50,12 +51,12 @@ def ip(*arguments: str) -> None:
 
 
 def cable(state: str) -> None:
-    ip("-n", "nbtest1", "link", "set", "nbveth1", state)
+    ip("-n", HOSTS[1], "link", "set", "nbveth1", state)
 
 
 def listeners() -> list[str]:
     found = []
-    for name in ("nbtest0", "nbtest1"):
+    for name in HOSTS:
         said = subprocess.run(["ip", "netns", "exec", name, "ss", "-Hltn"], check=True, capture_output=True, text=True)
         found += [line.split()[3] for line in said.stdout.splitlines()]
     return found
@@ -96,12 +97,14 @@ def test_a_launch_meets_at_the_address_that_the_other_machine_reaches(networks: 
 
 def test_a_machine_that_the_other_does_not_reach_is_told_before_ranks_start(networks: list[str]) -> None:
     cable("down")
-    with pytest.raises(StartError, match=rf"machine nbtest1: cannot reach nbtest0 at {networks[0]}:\d+: .* Open the"):
+    with pytest.raises(
+        StartError, match=rf"machine {HOSTS[1]}: cannot reach {HOSTS[0]} at {networks[0]}:\d+: .* Open the"
+    ):
         notebook_launcher(time.time, progress="off")
 
 
 def test_an_address_of_a_bridge_that_both_machines_have_is_not_the_one_where_ranks_meet(networks: list[str]) -> None:
-    for name in ("nbtest0", "nbtest1"):
+    for name in HOSTS:
         ip("-n", name, "link", "add", "docker0", "type", "bridge")  # before the cable's, by name
         ip("-n", name, "addr", "add", "172.17.0.1/16", "dev", "docker0")
         ip("-n", name, "link", "set", "docker0", "up")
@@ -115,18 +118,18 @@ def master() -> str:
 
 
 def test_the_address_that_is_given_is_the_only_one_that_is_tried(networks: list[str]) -> None:
-    ip("-n", "nbtest0", "addr", "add", "10.77.7.77/24", "dev", "nbveth0")
+    ip("-n", HOSTS[0], "addr", "add", "10.77.7.77/24", "dev", "nbveth0")
     assert notebook_launcher(master, progress="off", master_addr="10.77.7.77") == ["10.77.7.77"] * 3
-    with pytest.raises(StartError, match=r"machine nbtest0: cannot listen on 10\.0\.0\.9:.*\. Ranks connect"):
+    with pytest.raises(StartError, match=rf"machine {HOSTS[0]}: cannot listen on 10\.0\.0\.9:.*\. Ranks connect"):
         notebook_launcher(master, progress="off", master_addr="10.0.0.9")
 
 
 def test_a_firewall_in_one_direction_is_found_and_named(networks: list[str]) -> None:
     port = "29555"
     # Nothing that is for TCP leaves the second machine, but what goes to the store: as if SYN packets were dropped.
-    ip("-n", "nbtest1", "rule", "add", "pref", "10", "ipproto", "tcp", "dport", port, "lookup", "main")
-    ip("-n", "nbtest1", "rule", "add", "pref", "20", "ipproto", "tcp", "blackhole")
-    said = rf"machine nbtest0: cannot reach nbtest1 at {networks[1]}:\d+: timed out. Ranks connect .* in both"
+    ip("-n", HOSTS[1], "rule", "add", "pref", "10", "ipproto", "tcp", "dport", port, "lookup", "main")
+    ip("-n", HOSTS[1], "rule", "add", "pref", "20", "ipproto", "tcp", "blackhole")
+    said = rf"machine {HOSTS[0]}: cannot reach {HOSTS[1]} at {networks[1]}:\d+: timed out. Ranks connect .* in both"
     began = time.monotonic()
     with pytest.raises(StartError, match=said):
         notebook_launcher(master, progress="off", use_port=port)
@@ -171,7 +174,7 @@ def test_a_cut_is_told_after_15_seconds_and_the_host_ends_with_its_ranks(over_th
     assert len(there) >= 4  # host, server, two ranks
     cable("down")
     began = time.monotonic()
-    with pytest.raises(LaunchError, match="machine nbtest1 is lost: nothing was heard of it for 15 s"):
+    with pytest.raises(LaunchError, match=f"machine {HOSTS[1]} is lost: nothing was heard of it for 15 s"):
         launch.result(timeout=60)
     told = time.monotonic() - began
     _, alive = psutil.wait_procs(there, timeout=10)
