@@ -17,9 +17,9 @@ XLA_VERSION ?= 2.9.0
 XLA        := .venv-xla$(patsubst %,-%,$(filter-out 2.9.0,$(XLA_VERSION)))
 XLA_PINS   := tests/requirements-xla.txt
 
-# DeepSpeed with torchao and bitsandbytes, published trainers, and Ray, in environments of their own, in front of the packages of
-# .venv: with them,
-# `pip install` and tests of .venv would see another set of packages than users without them have.
+# DeepSpeed with torchao and bitsandbytes, published trainers, and Ray, in environments of their own, in front of the
+# packages of .venv: with them, `pip install` and tests of .venv would see another set of packages than users without
+# them have.
 WITH_DEEPSPEED := .venv-deepspeed
 WITH_TRAINERS  := .venv-trainers
 WITH_RAY       := .venv-ray

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import socket
 import sys
 import time
@@ -29,15 +28,7 @@ def facts_of_machine() -> dict[str, Any]:
     """Return what the kernel is to know about this machine."""
     return {
         **software_here(),
-        "platform": sys.platform,
-        "pid": os.getpid(),
-        "cpus": os.cpu_count() or 1,
-        "memory": psutil.virtual_memory().total,
-        "time": time.time(),
         "monotonic": time.monotonic(),
-        "home": str(Path.home()),
-        "cwd": str(Path.cwd()),
-        "host": platform.node(),
         "network": _network(),
         "addresses": _addresses(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},

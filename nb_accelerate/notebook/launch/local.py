@@ -15,14 +15,13 @@ import psutil
 from typing_extensions import override
 
 from nb_accelerate.base.progress_page import PageReader
-from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.notebook.launch.owner import is_stopped
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
-from nb_accelerate.notebook.protocol.channel import Channel, as_bytes
+from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.piped import PipedRank
-from nb_accelerate.notebook.worker.ends import NUDGE, RankEnds
+from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
 from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.seam import StoreSpec
     from nb_accelerate.notebook.launch.owner import Owner
-    from nb_accelerate.notebook.protocol.messages import Call, CutOff, Join, RunCell
+    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
     from nb_accelerate.notebook.ranks.end_reports import EndReports
 
 _REPORT_TIMEOUT = 5.0
@@ -127,6 +126,7 @@ class LocalRank(PipedRank):
         self._close_start_fds()
         self.key, self._signal, self.owner = key, send_signal, owner
 
+    @override
     def signal(self, signum: int) -> None:
         """Send a signal to the rank if it still runs: directly once it is ready, before that through its server."""
         if self.ended or self.closed:
@@ -160,25 +160,6 @@ class LocalRank(PipedRank):
             self.page.interrupt(self._asked, self._interrupts)
 
     @override
-    def nudge(self) -> None:
-        self.signal(NUDGE)
-
-    @override
-    def dump_stacks(self, *, by_signal: bool = False) -> None:
-        if by_signal:
-            self.signal(DUMP_SIGNAL)
-        else:
-            self.request(ASK_STACK)
-
-    @override
-    def cut_off(self, message: CutOff) -> None:
-        self.request(as_bytes(message))
-
-    @override
-    def note_line(self) -> None:
-        self.request(ASK_LINE)
-
-    @override
     def processor_time(self) -> float | None:
         if self.pid is None or self.exitcode is not None:
             return 0.0
@@ -199,8 +180,8 @@ class LocalRank(PipedRank):
             return int(psutil.Process(self.pid).memory_info().rss) if self.pid is not None else 0
         return 0
 
+    @override
     def request(self, what: bytes) -> None:
-        """Ask for its stack or line, or pass on a `CutOff`; see `notebook.worker.stack_writer`."""
         # One that has not read earlier ones is not asked again while there is still room for a `CutOff`.
         if not self.closed and (what not in (ASK_STACK, ASK_LINE) or self._has_room.poll(0)):
             with contextlib.suppress(BlockingIOError, ConnectionError):  # it has ended

@@ -15,6 +15,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.notebook.protocol.channel import as_bytes
+from nb_accelerate.notebook.worker.ends import NUDGE
+from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -120,24 +125,35 @@ class RankHandle(ABC):
         """Raise KeyboardInterrupt in what the rank was asked last, if it still runs that."""
 
     @abstractmethod
-    def nudge(self) -> None:
-        """Wake up a rank that had begun to wait for something just when an interrupt came."""
+    def signal(self, signum: int) -> None:
+        """Send a signal to its process; nothing happens if that has ended."""
 
     @abstractmethod
+    def request(self, what: bytes) -> None:
+        """Send a request to the thread of `notebook.worker.stack_writer`; nothing happens if the rank has ended."""
+
+    def nudge(self) -> None:
+        """Wake up a rank that had begun to wait for something just when an interrupt came."""
+        self.signal(NUDGE)
+
     def dump_stacks(self, *, by_signal: bool = False) -> None:
         """Have it write where its main thread is; see `RankEvents.stacks`.
 
         Args:
             by_signal: have C code do it, also while C code holds the interpreter. Python code may crash in it.
         """
+        if by_signal:
+            self.signal(DUMP_SIGNAL)
+        else:
+            self.request(ASK_STACK)
 
-    @abstractmethod
     def cut_off(self, message: CutOff) -> None:
         """Take it out of the collective that it is in; nothing happens if it has ended."""
+        self.request(as_bytes(message))
 
     def note_line(self) -> None:
         """Have it write the line of the user's code that it is at to its page; nothing happens if it cannot."""
-        return
+        self.request(ASK_LINE)
 
     def processor_time(self) -> float | None:
         """Return the seconds on a processor of its process and those that it has started.

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
-from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
-from nb_accelerate.notebook.protocol.channel import Received, as_bytes
+from nb_accelerate.notebook.protocol.channel import Received
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.handle import RankHandle
@@ -30,13 +29,11 @@ from nb_accelerate.notebook.remote.frames import (
     unpack_pieces,
 )
 from nb_accelerate.notebook.remote.mirror import PageMirror
-from nb_accelerate.notebook.worker.ends import NUDGE
-from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.notebook.protocol.messages import Call, CutOff, Join, RunCell
+    from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
     from nb_accelerate.notebook.ranks.handle import RankEvents
     from nb_accelerate.notebook.ranks.sources import Sources
     from nb_accelerate.notebook.remote.frames import Frame
@@ -194,25 +191,6 @@ class RemoteRank(RankHandle):
         self.signal(signal.SIGINT)
 
     @override
-    def nudge(self) -> None:
-        self.signal(NUDGE)
-
-    @override
-    def dump_stacks(self, *, by_signal: bool = False) -> None:
-        if by_signal:
-            self.signal(DUMP_SIGNAL)
-        else:
-            self._tell(Kind.POKE, ASK_STACK)
-
-    @override
-    def cut_off(self, message: CutOff) -> None:
-        self._tell(Kind.POKE, as_bytes(message))
-
-    @override
-    def note_line(self) -> None:
-        self._tell(Kind.POKE, ASK_LINE)
-
-    @override
     def processor_time(self) -> float | None:
         if self.exitcode is not None:
             return 0.0
@@ -235,9 +213,13 @@ class RemoteRank(RankHandle):
         self._killed_at = min(self._killed_at, time.monotonic())
         self.signal(signal.SIGKILL)
 
+    @override
     def signal(self, signum: int) -> None:
-        """Send it a signal if it still runs."""
         self._tell(Kind.SIGNAL, NUMBER.pack(signum))
+
+    @override
+    def request(self, what: bytes) -> None:
+        self._tell(Kind.POKE, what)
 
     @override
     def is_stopped(self) -> bool:
