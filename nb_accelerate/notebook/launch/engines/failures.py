@@ -37,7 +37,7 @@ OF_PYTHON = (
     ),
     Failure(
         r"(?i)not found|no such file or directory|executable file not found|cannot execute",
-        "there is no {python} there. Name one that is: remote_python='/opt/env/bin/python'",
+        "there is no {python} there. Name one that is: remote_python='/path/to/env/bin/python'",
     ),
 )
 """Said by a shell or by Python on the other machine, whatever has started them."""
