@@ -174,7 +174,8 @@ def test_nobody_listens(sshd: Sshd) -> None:
 
 def test_there_is_no_such_python(sshd: Sshd) -> None:
     said = failure_of("a", ["~/no_such/python", "-m", "x"], remote_python="~/no_such/python")
-    assert said.startswith("there is no ~/no_such/python there. Name one that is: remote_python='/path/to/env/bin/python'")
+    advice = "Name one that is: remote_python='/path/to/env/bin/python'"
+    assert said.startswith(f"there is no ~/no_such/python there. {advice}")
 
 
 @pytest.mark.parametrize("engine", ["ssh", "command"])
