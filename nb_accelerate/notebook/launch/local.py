@@ -205,12 +205,14 @@ class LocalRank(PipedRank):
     def is_lost(self) -> bool:
         if self.ended or self.owner is None:
             return False
+        silence = self.owner.silence()
+        since = time.monotonic() - self._killed_at
+        if not silence and since < 0:  # its end will be reported
+            return False
         has_ended = self._has_ended()
-        silence = self.owner.silence() if has_ended or self._is_to_end else ""
-        if silence:
+        if silence and (has_ended or self._is_to_end):
             self.lost = f"the process it was forked from (pid {self.owner.pid}) {silence}"
             return True
-        since = time.monotonic() - self._killed_at
         if not has_ended and (since > _KILL_TIMEOUT or (since > 0 and self._is_other_users)):
             whose = "it runs as another user" if self._is_other_users else f"{since:.0f} s ago"
             self.lost = f"its process {self.pid} has not ended although it was killed ({whose})"

@@ -7,6 +7,7 @@ those of the ranks, and ends them by itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -100,6 +101,12 @@ class Owner:
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, as by SIGSTOP."""
     try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        return bool(_process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _process(pid: int) -> psutil.Process:
+    """Return a process to ask for its status only: making it anew would take twice as long as asking."""
+    return psutil.Process(pid)

@@ -77,6 +77,8 @@ def run_rank(
     """
     # Before any output and any signal: what was inherited belongs to whoever forked this process.
     replace_streams(ends.stdout, ends.stderr, mark)
+    if sys.version_info < (3, 11):
+        os.register_at_fork(before=functools.partial(time.sleep, _FORK_PAUSE))
     page = install(ends.page, functools.partial(send_record, mark))
     gate = InterruptGate(page)
     channel = Channel.from_fd(ends.control)
@@ -207,8 +209,6 @@ def prepare_process(*, is_fork: bool, is_patched: bool = False) -> Exception | N
     try:
         if not is_patched:
             patch_libraries()
-        if sys.version_info < (3, 11):
-            os.register_at_fork(before=functools.partial(time.sleep, _FORK_PAUSE))
         if not is_fork:
             main = types.ModuleType("__main__")
             main.__builtins__ = __builtins__  # type: ignore[attr-defined]

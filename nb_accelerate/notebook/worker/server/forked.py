@@ -2,7 +2,8 @@
 
 Forking a large process takes milliseconds, and the last rank waits for all of it. After a fork, the first write to each
 page copies it, so that the same work costs several times as much here as in the kernel. So the kernel makes beforehand
-what it can, the ranks inherit their descriptors, and they are forked before anything else is done.
+what it can, the ranks inherit their descriptors, and what is the same in all of them is done once, before they are
+forked.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def serve_forked(
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # ranks are signalled, whatever a thread had blocked
     gc.freeze()  # else the collector would write to, and so copy, the pages of all objects in every rank
     adopt_orphans()
+    _forget_kernel()
+    broken = prepare_process(is_fork=True)
     server = os.getpid()
     pids: list[int] = []
     for rank in ranks:
@@ -74,14 +77,13 @@ def serve_forked(
                 scratch.leave()
                 for fd in {control_fd, *(fd for other in ranks for fd in other.fds)}.difference(rank.fds[1:]):
                     os.close(fd)
-                _forget_kernel()
                 run_rank(
                     RankEnds.from_tuple(rank.fds[1:]),
                     rank.mark,
                     server,
                     scratch=rank.scratch,
                     inherited=call,
-                    broken=prepare_process(is_fork=True),
+                    broken=broken,
                     own_path=own_path,
                 )
             finally:
