@@ -13,6 +13,9 @@ sys.path[:] = [entry for entry in sys.path if not entry.startswith(IPython.__pat
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# jsonschema, which nbformat imports, would build a parser with it for two seconds, in each worker of pytest-xdist.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
 # Threads of torch sleep while they wait. By default they spin, which takes processor time from other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

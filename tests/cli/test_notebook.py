@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,6 +90,16 @@ def test_what_is_not_a_notebook_is_refused_with_its_name(tmp_path: Path):
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"broken\.ipynb' is not a notebook that Jupyter can read"):
         notebook.execute(path, progress=io.StringIO())
+
+
+def test_a_launch_reads_a_notebook_without_a_parser_that_takes_seconds_to_build(tmp_path: Path):
+    path = tmp_path / "broken.ipynb"
+    path.write_text("{")
+    command = [sys.executable, "-X", "importtime", "-m", "nb_accelerate", "launch", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert "is not a notebook that Jupyter can read" in run.stderr
+    assert re.search(r"\bjsonschema$", run.stderr, re.MULTILINE)
+    assert not re.search(r"\blark\b", run.stderr)
 
 
 # They sleep in small pieces: one long sleep may begin just after the signal has come, and never hear of it.

@@ -23,8 +23,6 @@ from nb_accelerate.training.comm.data_parallel import between_groups
 from nb_accelerate.training.process import context
 from nb_accelerate.training.process.rng import set_seed
 
-transformers = pytest.importorskip("transformers")
-
 
 class Tied(nn.Module):
     """A language model whose embedding and last layer share a weight, with a plan of its own."""
@@ -115,6 +113,7 @@ def test_a_plan_may_come_with_the_model_and_ties_stay_ties(run_ranks, plan):
 
 @pytest.mark.slow
 def test_a_model_of_transformers_brings_its_plan(run_ranks):
+    transformers = pytest.importorskip("transformers")  # not above: each rank of each test would import it
     tokens = torch.arange(24).reshape(2, 12) % 32
 
     def make() -> Any:
