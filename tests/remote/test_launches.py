@@ -75,7 +75,7 @@ def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> No
 
     with pytest.raises(KeyError, match="no such key") as caught:
         notebook_launcher(train, progress="off")
-    assert "rank 2" in "".join(caught.value.__notes__)
+    assert "Raised by rank 2 of 3 on b." in caught.value.__notes__
 
 
 def test_ranks_are_started_again(machines: Machines) -> None:
@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed_is_named(machines: Machines, tmp_path: Path) -> N
     launch = launched(tmp_path)
     began = time.monotonic()
     os.kill(launch.ranks[1].pid, signal.SIGKILL)
-    with pytest.raises(RankDiedError, match="rank 1 was ended by SIGKILL"):
+    with pytest.raises(RankDiedError, match="rank 1 on b was ended by SIGKILL"):
         launch.result(timeout=30)
     assert time.monotonic() - began < 10
 
@@ -155,11 +155,78 @@ def test_a_host_or_its_server_that_is_killed_is_told(machines: Machines, tmp_pat
     launch = launched(tmp_path)
     ranks = [psutil.Process(rank.pid) for rank in launch.ranks]
     machines.kill({"host": machines.hosts, "server": machines.servers}[who]()[1])
-    said = f"machine {machines.names[1]} is lost: " if who == "host" else "the process it was forked from has ended"
-    with pytest.raises(LaunchError, match=f"rank [12] is lost: {said}"):
+    said = " is lost: machine b is lost: " if who == "host" else " on b is lost: the process it was forked from has"
+    with pytest.raises(LaunchError, match=f"rank [12]{said}"):
         launch.result(timeout=30)
     psutil.wait_procs(ranks, timeout=20)
     assert not any(rank.is_running() for rank in ranks)
+
+
+def test_what_the_cell_of_a_launch_in_the_background_says_of_its_end_has_no_output_left_out(
+    machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> None:
+        print("so far", flush=True)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+    launch = notebook_launcher(train, progress="off", block=False)
+    with pytest.raises(RankDiedError, match=r"while it ran\.\nIts last output was:\nso far"):
+        launch.result(timeout=30)
+    said = "rank 1 on b was ended by SIGTERM (terminated) while it ran; .result() raises it here"
+    assert capfd.readouterr().err.splitlines() == [said]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "{python} -c 'import pty, sys; pty.spawn(sys.argv[1:])' {command}",
+            "It printed:\nnb_accelerate: the command allocates a terminal, which",
+        ),
+        ("sh -c '{command} | { head -n 2; sleep 60; }'", "nothing was heard of it for 1 s: the command keeps back"),
+    ],
+)
+def test_a_command_with_a_terminal_and_one_that_keeps_back_what_ends_no_line_are_told_apart(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "SILENCE_LIMIT", 1.0)
+    template = command.replace("{python}", sys.executable)
+    with pytest.raises(StartError, match="machine a cannot be reached: ") as caught:
+        notebook_launcher(
+            os.getpid,
+            progress="off",
+            engine="command",
+            hosts=["a"],
+            command_template=template,
+            remote_python=sys.executable,
+        )
+    assert said in str(caught.value).replace("\r", "")
+
+
+def test_a_machine_without_devices_is_named(machines: Machines) -> None:
+    with pytest.raises(ConfigError, match=r"machine a: devices=\[0\], but no GPU is visible\."):
+        notebook_launcher(os.getpid, progress="off", devices=[0])
+
+
+def test_ranks_train_as_the_file_of_the_notebook_says_and_not_as_that_of_their_machine(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> tuple[str, bool | None, str]:
+        from nb_accelerate import Accelerator
+        from nb_accelerate.base.config.env import Environment
+
+        return Accelerator().mixed_precision, Environment().flag("ACCELERATE_DEBUG_MODE"), os.environ["OWN"]
+
+    files = tmp_path / "b" / ".cache" / "huggingface" / "accelerate"
+    files.mkdir(parents=True)
+    (files / "default_config.yaml").write_text("mixed_precision: fp16\ndebug: true\n")
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv("NB_ACCELERATE_CONFIG_FILE", str(tmp_path / "own.yaml"))
+    (tmp_path / "own.yaml").write_text("mixed_precision: bf16\n")
+    assert notebook_launcher(train, progress="off") == [("bf16", None, host) for host in "abb"]
+    assert notebook_launcher(train, progress="off", env={"ACCELERATE_MIXED_PRECISION": "no"})[2] == ("no", None, "b")
 
 
 def test_a_machine_that_is_silent_is_lost_and_named(

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.seam import StoreSpec
 from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import ConfigError, StartError
-from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
+from nb_accelerate.notebook.launch.environ import variables_of_file, working_directory
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
 from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, meet, meet_again
@@ -164,7 +165,8 @@ class Cluster(Placing):
         self.notes += [f"machine {link.name}: {warning}" for warning in differences.warnings]
 
     def _planned(self, links: Sequence[Link], machines: Sequence[Machine]) -> list[_Place]:
-        facts = [_facts(link) for link in links]
+        said = Environment({**variables_of_file(self._options.env), **self._options.env})
+        facts = [_facts(link, said.use_cpu) for link in links]
         counts = _counts(self._options, machines, facts)
         places = []
         for number, (link, machine) in enumerate(zip(links, machines, strict=True)):
@@ -282,17 +284,9 @@ class Cluster(Placing):
         store, _ = rendezvous.store_for(handle.rank)
         place = self._place_of(handle.rank)
         there = replace(rendezvous, interface=place.interface, num_nodes=len(self._places), node_rank=place.plan.number)
-        setup = make_setup(handle, self._options, place.plan, there, notebook, store=store, attempt=attempt)
-        environ = rank_environ(
-            place.plan,
-            there,
-            handle.local_rank,
-            base=place.link.hello["variables"],
-            extra=self._options.env,
-            attempt=attempt,
-            max_restarts=self._options.max_restarts,
-        )
-        return replace(setup, environ=environ, keeps_environ=True, cwd=place.cwd, sys_path=place.path)
+        base = place.link.hello["variables"] | variables_of_file(self._options.env)
+        setup = make_setup(handle, self._options, place.plan, there, notebook, store=store, attempt=attempt, base=base)
+        return replace(setup, keeps_environ=True, cwd=place.cwd, sys_path=place.path)
 
     def when_addressed(
         self, handles: Sequence[RankHandle], then: Callable[[tuple[tuple[str, int], ...]], object]
@@ -340,7 +334,7 @@ def _as_whole(part: PartPlan) -> LaunchPlan:
     return LaunchPlan(**names)
 
 
-def _facts(link: Link) -> MachineFacts:
+def _facts(link: Link, prefers_cpu: bool | None) -> MachineFacts:
     hello: dict[str, Any] = link.hello
     if "error" in hello:
         raise StartError(f"machine {link.name}: {hello['error']}")
@@ -350,7 +344,7 @@ def _facts(link: Link) -> MachineFacts:
         accelerators=tuple(
             VisibleDevices(kind=kinds[name], names=tuple(names)) for name, names in hello["devices"].items()
         ),
-        prefers_cpu=hello["prefers_cpu"],
+        prefers_cpu=hello["prefers_cpu"] if prefers_cpu is None else prefers_cpu,
         num_threads=hello["num_threads"],
         loopback=hello["loopback"],
         shared_memory=hello["shared_memory"],

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import override
 
+from nb_accelerate.base.config.file import CONFIG_FILE
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.launch import host_facts, own_modules
 from nb_accelerate.notebook.launch.local import LocalRank
@@ -356,17 +357,18 @@ class Host:
 
     # The thread that sends.
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
         self.sent.drop_unused()
         poll = select.poll()
         poll.register(self._reads, select.POLLIN)
         if self._heard or not self._silent_beats or poll.poll(0):
             self._silent_beats = 1 if self._heard or self._silent_beats else 0  # counted from the first beat
             self._heard = False
-            return
+            return True
         self._silent_beats += 1
         if self._silent_beats * BEAT_INTERVAL > SILENCE_LIMIT:
             _end_process("silence", TimeoutError())
+        return True
 
 
 _MIN_READ_INTERVAL = 0.0003
@@ -392,8 +394,11 @@ def main() -> None:
     What else is written to stdout goes to stderr.
     """
     set_name("nb-host")
+    os.environ.setdefault(CONFIG_FILE, os.devnull)  # the file of the notebook counts, whose variables ranks are sent
     try:
         is_connected = sys.argv[1:2] == ["--connect"]
+        if not is_connected and os.isatty(0):
+            sys.exit("nb_accelerate: the command allocates a terminal, which changes bytes: write it without -t")
         if not is_connected and not _is_stream(0):
             sys.exit("nb_accelerate: the command does not hand on its stdin: docker exec and kubectl exec need -i")
         reads, writes, seal = _connected(*sys.argv[2:]) if is_connected else (os.dup(0), os.dup(1), None)
@@ -407,9 +412,9 @@ def main() -> None:
 
 
 def _is_stream(fd: int) -> bool:
-    """Return whether a descriptor is that of a pipe, socket or terminal, and no file such as /dev/null."""
+    """Return whether a descriptor is that of a pipe or socket, and no file such as /dev/null."""
     mode = os.fstat(fd).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _connected(address: str, port: str, machine: str) -> tuple[int, int, Seal]:

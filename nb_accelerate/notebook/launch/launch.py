@@ -132,7 +132,11 @@ class Launch(Steerable):
         """The ranks of this machine."""
         return [
             RankStatus(
-                rank=rank.rank, pid=rank.handle.pid, state=state_of(rank, request), exitcode=rank.handle.exitcode
+                rank=rank.rank,
+                machine=rank.handle.machine,
+                pid=rank.handle.pid,
+                state=state_of(rank, request),
+                exitcode=rank.handle.exitcode,
             )
             for request in self._requests[:1]
             for rank in request.ranks

@@ -266,17 +266,24 @@ class Link:
 
     # The thread that sends.
 
-    def _beat(self) -> None:
-        """Count beats without a frame, unless there is one that nobody has read: then this process is the slow one."""
+    def _beat(self) -> bool:
+        """Count beats without a frame, unless there is one that nobody has read: then this process is the slow one.
+
+        None is sent before the host has begun to speak: a terminal would print it.
+        """
         self._segments.drop_unused()
         poll = select.poll()
         poll.register(self._stream.reads, select.POLLIN)
         if self._heard or not self._parser.is_open or poll.poll(0):
             self._heard, self._silent_beats = False, 0
-            return
+            return self._parser.is_open
         self._silent_beats += 1
         if self._silent_beats * BEAT_INTERVAL >= SILENCE_LIMIT:
-            self._ring(f"nothing was heard of it for {SILENCE_LIMIT:g} s: it is down, suspended or without network")
+            why = "it is down, suspended or without network"
+            if not self.hello:  # but the line before its first frame has come
+                why = "the command keeps back what ends no line, as srun does without -u"
+            self._ring(f"nothing was heard of it for {SILENCE_LIMIT:g} s: {why}")
+        return True
 
     def _cannot_send(self, _: str, error: BaseException) -> None:
         if not isinstance(error, OSError):

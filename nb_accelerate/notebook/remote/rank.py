@@ -58,10 +58,10 @@ class RemoteRank(RankHandle):
     """
 
     page: PageMirror
-    is_here = False
 
     def __init__(self, link: Link, rank: int, *, local_rank: int, **how: Any) -> None:
         self.link = link
+        self.machine = link.name
         self.rank = rank
         self.local_rank = local_rank
         self.mark = new_mark()

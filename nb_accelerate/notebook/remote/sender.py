@@ -48,7 +48,7 @@ class FrameSender:
 
     Args:
         fd: where to; it stays the caller's.
-        on_beat: called at each beat, in the thread, also while nothing can be written.
+        on_beat: called each second, in the thread, also while nothing can be written. Returns whether to send a beat.
         on_failure: takes the error after which nothing can be sent any more.
 
     Attributes:
@@ -61,7 +61,7 @@ class FrameSender:
         seal: Seal | None,
         *,
         preamble: bytes = b"",
-        on_beat: Callable[[], object],
+        on_beat: Callable[[], bool],
         on_failure: Callable[[str, BaseException], object],
     ) -> None:
         os.set_blocking(fd, False)
@@ -138,8 +138,8 @@ class FrameSender:
                 now = time.monotonic()
                 if now >= self._beat_due:
                     self._beat_due = now + BEAT_INTERVAL
-                    self._on_beat()
-                    return _Queued(Kind.BEAT, MACHINE, (BEAT.pack(now),))
+                    if self._on_beat():
+                        return _Queued(Kind.BEAT, MACHINE, (BEAT.pack(now),))
                 if self._urgent or self._queue:
                     return (self._urgent or self._queue).popleft()
                 if self._is_closed:
