@@ -246,29 +246,67 @@ def test_a_machine_that_is_silent_is_lost_and_named(
     assert time.monotonic() - began < 15
 
 
+def trains(gate: str) -> None:
+    """Train for long, with batches that other processes load."""
+    from nb_accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = torch.nn.Linear(8, 1)
+    batches = torch.utils.data.DataLoader(torch.randn(1 << 16, 8), batch_size=2, num_workers=1)
+    model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), batches)
+    for step, batch in enumerate(batches):
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        if step == 3:
+            Path(f"{gate}.{accelerator.process_index}").touch()
+
+
 KERNEL = """
 import sys
 sys.path.insert(0, {tests!r})
-from pathlib import Path
-from remote.test_launches import waits
+from remote.test_launches import trains
 from nb_accelerate import notebook_launcher
 if __name__ == "__main__":
-    notebook_launcher(waits, ({gate!r},), progress="off")
+    notebook_launcher(trains, ({gate!r},), progress="off")
 """
 
 
-def test_nothing_stays_of_a_kernel_that_is_killed(machines: Machines, tmp_path: Path) -> None:
-    script = tmp_path / "kernel.py"
-    script.write_text(KERNEL.format(tests=str(Path(__file__).parents[1]), gate=str(tmp_path / "gate")))
-    kernel = subprocess.Popen([sys.executable, str(script)])
-    wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 3)
-    started = {*psutil.Process(kernel.pid).children(recursive=True), *machines.hosts()}
-    started |= {process for host in machines.hosts() for process in host.children(recursive=True)}
-    assert len(started) >= 7
+def started_since(before: set[psutil.Process]) -> set[psutil.Process]:
+    """Return the processes on all sides that have the folder for temporary files of these tests."""
+    found = set()
+    for process in {*psutil.process_iter()} - before:
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie, which has no environment
+            if process.environ().get("TMPDIR") == os.environ["TMPDIR"]:
+                found.add(process)
+    return found
+
+
+def listened_at(processes: set[psutil.Process]) -> set[int]:
+    """Return the ports at which processes listen, or any process for none."""
+    found = [one for process in processes for one in process.net_connections()] or psutil.net_connections()
+    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_nothing_stays_of_a_kernel_that_is_killed_while_ranks_train(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_HOSTS", "a:2,b:2")
+    before = {*psutil.process_iter()}
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", KERNEL.format(tests=str(Path(__file__).parents[1]), gate=str(tmp_path / "gate"))]
+    )
+    wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 4, seconds=60)
+    started = started_since(before)
+    ports = listened_at(started)
+    assert len(started) >= 1 + 2 + 2 + 4 + 4  # kernel, hosts, servers, ranks, loaders
+    assert len(ports) >= 1  # the store
     kernel.kill()
     kernel.wait()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    began = time.monotonic()
+    wait_for(lambda: not started_since(before))
+    print(f"{len(started)} processes had ended after {time.monotonic() - began:.1f} s")
+    assert ports.isdisjoint(listened_at(set()))
+    # That no file is left on any side is checked after each test.
 
 
 def test_a_number_of_ranks_that_the_machines_do_not_make_up_is_refused(machines: Machines) -> None:

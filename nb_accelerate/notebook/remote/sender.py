@@ -137,7 +137,7 @@ class FrameSender:
             while not self._is_dropped:
                 now = time.monotonic()
                 if now >= self._beat_due:
-                    self._beat_due = now + BEAT_INTERVAL
+                    self._beat_due = max(self._beat_due + BEAT_INTERVAL, now)  # late on a busy machine, but never later
                     if self._on_beat():
                         return _Queued(Kind.BEAT, MACHINE, (BEAT.pack(now),))
                 if self._urgent or self._queue:
