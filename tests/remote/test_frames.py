@@ -26,10 +26,8 @@ from nb_accelerate.notebook.remote.frames import (
     FrameWriter,
     Kind,
     LinkError,
-    pack_pieces,
-    unpack_pieces,
 )
-from nb_accelerate.notebook.remote.mirror import PageMirror, PageWatch
+from nb_accelerate.notebook.remote.mirror import PageMirror, PageWatch, pack_pieces, unpack_pieces
 from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
 from nb_accelerate.notebook.remote.sender import FrameSender
 

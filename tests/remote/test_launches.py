@@ -19,7 +19,7 @@ import torch
 
 from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError, StartError
 from nb_accelerate.notebook.launch import notebook_launcher
-from nb_accelerate.notebook.remote import link
+from nb_accelerate.notebook.remote import sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +191,7 @@ def test_what_the_cell_of_a_launch_in_the_background_says_of_its_end_has_no_outp
 def test_a_command_with_a_terminal_and_one_that_keeps_back_what_ends_no_line_are_told_apart(
     command: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "SILENCE_LIMIT", 1.0)
+    monkeypatch.setattr(sender, "SILENCE_LIMIT", 1.0)
     template = command.replace("{python}", sys.executable)
     with pytest.raises(StartError, match="machine a cannot be reached: ") as caught:
         notebook_launcher(
@@ -232,7 +232,7 @@ def test_ranks_train_as_the_file_of_the_notebook_says_and_not_as_that_of_their_m
 def test_a_machine_that_is_silent_is_lost_and_named(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "SILENCE_LIMIT", 2.0)
+    monkeypatch.setattr(sender, "SILENCE_LIMIT", 2.0)
     launch = launched(tmp_path)
     host = machines.hosts()[1]
     machines.kill(host, signal.SIGSTOP)

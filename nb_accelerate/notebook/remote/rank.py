@@ -18,17 +18,9 @@ from nb_accelerate.notebook.protocol.channel import Received
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.handle import RankHandle
-from nb_accelerate.notebook.remote.frames import (
-    LISTENER,
-    NUMBER,
-    Descriptor,
-    Kind,
-    pack_message,
-    pack_pieces,
-    unpack_message,
-    unpack_pieces,
-)
-from nb_accelerate.notebook.remote.mirror import PageMirror
+from nb_accelerate.notebook.remote.frames import NUMBER, Kind
+from nb_accelerate.notebook.remote.mirror import PageMirror, pack_pieces, unpack_pieces
+from nb_accelerate.notebook.remote.segments import LISTENER, pack_message, unpack_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,9 +30,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.sources import Sources
     from nb_accelerate.notebook.remote.frames import Frame
     from nb_accelerate.notebook.remote.link import Link
-
-LISTENER_OF_HOST = -2
-"""Among the descriptors of a message: the socket on which its host was told to listen."""
 
 _KILL_TIMEOUT = 30.0
 """Seconds from SIGKILL until the host must have reported the end of a rank. It gives up sooner, and says so."""
@@ -111,8 +100,8 @@ class RemoteRank(RankHandle):
             self._end(None, why)
 
     def _take_message(self, events: RankEvents, body: bytes) -> None:
-        descriptors, pickled = unpack_message(body)
-        fds = tuple(self.link.received.pop(number) for _, number in descriptors)
+        numbers, pickled = unpack_message(body)
+        fds = tuple(map(self.link.received.pop, numbers))
         if not self._is_readable:
             for fd in fds:
                 os.close(fd)
@@ -174,9 +163,8 @@ class RemoteRank(RankHandle):
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         if self.ended:
             raise BrokenPipeError(self.lost)
-        held = Descriptor(LISTENER, 0)
-        descriptors = pack_message([held if fd == LISTENER_OF_HOST else self.link.descriptor(fd) for fd in fds])
-        self.link.send(Kind.MESSAGE, self._key, descriptors, pickle.dumps(message, protocol=5))
+        numbers = [fd if fd == LISTENER else self.link.sent.number_of(fd) for fd in fds]
+        self.link.send(Kind.MESSAGE, self._key, pack_message(numbers), pickle.dumps(message, protocol=5))
 
     @override
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
