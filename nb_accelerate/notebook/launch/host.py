@@ -165,16 +165,16 @@ class Host:
     def _descriptor(self, number: int, opened: contextlib.ExitStack) -> int:
         if number != LISTENER:
             return self._received.get(number)
-        assert self._listener is not None
+        return opened.enter_context(self._taken_listener()).fileno()
+
+    def _taken_listener(self) -> socket.socket:
         listener, self._listener = self._listener, None
-        return opened.enter_context(listener).fileno()
+        assert listener is not None
+        return listener
 
     def _start(self, key: int, *, fresh: bool, serves: bool, **how: Any) -> None:
         try:
-            store_fd = -1
-            if serves:
-                assert self._listener is not None
-                store_fd, self._listener = self._listener.detach(), None
+            store_fd = self._taken_listener().detach() if serves else -1
             with end_reports() as ends:
                 rank = HostedRank(key, self.sender, self.sent, self._forget, store_fd=store_fd, ends=ends, **how)
                 self._ranks[key] = rank

@@ -129,7 +129,7 @@ class Launch(Steerable):
 
     @property
     def ranks(self) -> list[RankStatus]:
-        """The ranks of this machine."""
+        """The ranks that this notebook has started, here or on the machines of an engine."""
         return [
             RankStatus(
                 rank=rank.rank,

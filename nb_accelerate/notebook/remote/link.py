@@ -233,7 +233,6 @@ class Link:
         if self.lost:
             return
         self.lost = f"{'is lost' if self.hello else 'cannot be reached'}: {why}"
-        logger.info("machine %s %s", self.name, self.lost)
         if self._sources is not None:
             self._sources.drop(self._stream.reads)
         self._sender.close(drop=True)

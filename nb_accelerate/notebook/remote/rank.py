@@ -55,7 +55,6 @@ class RemoteRank(RankHandle):
         self.local_rank = local_rank
         self.mark = new_mark()
         self.page = PageMirror(self._send_page)
-        self._sources: Sources | None = None
         self._events: RankEvents | None = None
         self._early: list[Frame] = []
         self._facts: dict[str, Any] = {}
@@ -138,7 +137,7 @@ class RemoteRank(RankHandle):
 
     @override
     def connect(self, sources: Sources, events: RankEvents) -> None:
-        self._sources, self._events = sources, events
+        self._events = events
         self.link.attach(sources)
         early, self._early = self._early, []
         for frame in early:
@@ -228,7 +227,6 @@ class RemoteRank(RankHandle):
     @override
     def close(self) -> None:
         self.disconnect()
-        self._sources = None
         if not self._is_closed:
             self._is_closed = True
             self.page.close()
