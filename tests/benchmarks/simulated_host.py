@@ -29,8 +29,9 @@ from nb_accelerate.notebook.protocol.messages import (
     RunCell,
     Setup,
 )
-from nb_accelerate.notebook.remote.frames import Kind, pack_message, pack_pieces, unpack_message, unpack_pieces
-from nb_accelerate.notebook.remote.mirror import PageWatch
+from nb_accelerate.notebook.remote.frames import Kind
+from nb_accelerate.notebook.remote.mirror import PageWatch, pack_pieces, unpack_pieces
+from nb_accelerate.notebook.remote.segments import pack_message, unpack_message
 
 SECONDS = 5.0
 """That ``train`` takes."""

@@ -218,6 +218,22 @@ def test_each_rank_has_a_line_below_the_row_of_all_with_what_it_does_if_others_d
     assert "<summary>each rank</summary>" in html.render(run.end("interrupted"))
 
 
+def test_ranks_on_several_machines_have_the_name_of_theirs_as_a_hint_and_in_their_lines():
+    run = running(4)
+    assert "on a" not in html.render(run.view)
+    for rank, machine in enumerate(["a", "a", "b<", "b<"]):
+        run.ranks[rank] = dataclasses.replace(run.ranks[rank], machine=machine)
+    run.put([0, 1, 2], phase=Phase.FORWARD)
+    run.put([3], phase=Phase.SAVING)
+    run.wait(3.0)
+    source = html.render(run.view)
+    assert '<td class="nba-rank" title="on a, b&lt;">0-3</td>' in source
+    (lines,) = re.findall(r"(?s)<pre [^>]*>(.*?)</pre>", source)
+    assert [line.split("\t")[3] for line in re.sub("<[^>]*>", "", lines).split("\n")] == [
+        *("machine", "a", "a", "b&lt;", "b&lt;")
+    ]
+
+
 HOSTILE = "<b>\"'&</b><script>alert(1)</script>"
 
 

@@ -94,7 +94,7 @@ def test_one_line_says_what_was_chosen_and_why(facts: dict[str, Any], options: d
         (gpus("0"), {"num_processes": 2}, "there is 1 GPU,"),
         (T4, {"devices": [0, 2]}, r"devices=\[0, 2\], but the visible GPUs are 0 to 1: there is no GPU 2"),
         (T4, {"devices": [1], "num_processes": 2}, "there is 1 GPU"),
-        ({}, {"devices": [0]}, "no GPU is visible here"),
+        ({}, {"devices": [0]}, "no GPU is visible"),
         (chips(1), {"num_processes": 8}, "there is 1 XLA device, and each rank.*Write num_processes=1"),
         (chips(8), {"num_processes": 2}, "ranks use all 8 XLA devices or one. Write num_processes=8 or 1"),
         (chips(8), {"devices": [0, 1]}, "cannot be chosen by their numbers"),

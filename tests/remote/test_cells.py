@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError, StartError
+from nb_accelerate.notebook.magics.commands import status_table
 from nb_accelerate.notebook.pool.options import CellOptions
 from nb_accelerate.notebook.pool.pool import Pool
 from nb_accelerate.notebook.pool.source import read_cell
@@ -97,10 +98,12 @@ def test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool: Pool
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_died_is_replaced_and_others_keep_their_variables(pool: Pool, rank: int) -> None:
     run(pool, f"{SUM}\nkept = rank + 10")
-    with pytest.raises(RankDiedError, match=f"rank {rank} was ended by SIGKILL"):
+    with pytest.raises(RankDiedError, match=f"rank {rank} on {'abb'[rank]} was ended by SIGKILL"):
         run(pool, f"import os\nif rank == {rank}:\n    os.kill(os.getpid(), {signal.SIGKILL})\ndist.barrier()")
     with pytest.raises(PoolError, match=f"%distributed restart {rank}"):
         run(pool, "pass")
+    table = [line.split() for line in status_table(pool.status(), {}).splitlines()]
+    assert [line[:2] for line in table] == [["rank", "machine"], ["0", "a"], ["1", "b"], ["2", "b"]]
     assert pool.restart(rank) == [rank]
     assert run(pool, SUM) == [7.0] * 3
     kept = run(pool, "globals().get('kept')")

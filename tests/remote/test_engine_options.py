@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,6 @@ from nb_accelerate.notebook.launch.engines.command import filled
 from nb_accelerate.notebook.launch.engines.ssh import for_shell
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.pool import PoolOptions
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TWO = ["a:8", "me@b:4"]
 
@@ -63,11 +62,38 @@ def test_what_is_no_host_is_refused(host: str) -> None:
         ({"engine": "command", "hosts": TWO, "command_template": "ssh {host}"}, r"has no \{command\}"),
         ({"engine": "command", "hosts": TWO, "command_template": "sh -c '{command}"}, "Close the quotes"),
         ({"engine": "ssh", "hosts": TWO, "remote_python": " "}, "names no interpreter"),
+        ({"engine": "mpi", "hosts": TWO}, "engine='mpi' is not a choice. Write engine='ssh'"),
+        ({"engine": "dask", "hosts": TWO}, "engine='dask' is not a choice. Write one of"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EngineOptions(**given)
+
+
+@pytest.mark.parametrize("engine", ["Slurm", "k8s", "kubernetes", "docker"])
+def test_what_is_no_engine_is_a_command_with_the_template_of_the_page(engine: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine='{engine}' is not a choice. Write engine='command'") as caught:
+        EngineOptions(engine=engine)
+    template = str(caught.value).partition("command_template=")[2].strip("'")
+    page = Path(__file__).parents[2] / "notebooks" / "how_to" / "several_machines.md"
+    assert f'| `"{template}"` |' in page.read_text()
+    EngineOptions(engine="command", hosts=TWO, command_template=template)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_refused"),
+    [
+        ("srun -N1 -n1 -w {host} {command}", True),
+        ("sh -c 'cd /data && /usr/bin/srun --cpu-bind=none -w {host} {command}'", True),
+        ("ssh login srun -w {host} --unbuffered {command}", False),
+        ("srun -lu -w {host} {command}", False),
+        ("my-srun -w {host} {command}", False),
+    ],
+)
+def test_srun_that_keeps_back_what_ends_no_line_is_refused(template: str, is_refused: bool) -> None:
+    with pytest.raises(ConfigError, match="Write srun -u") if is_refused else contextlib.nullcontext():
+        EngineOptions(engine="command", hosts=TWO, command_template=template)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,8 @@ from nb_accelerate.notebook.remote.frames import (
     FrameWriter,
     Kind,
     LinkError,
-    pack_pieces,
-    unpack_pieces,
 )
-from nb_accelerate.notebook.remote.mirror import PageMirror, PageWatch
+from nb_accelerate.notebook.remote.mirror import PageMirror, PageWatch, pack_pieces, unpack_pieces
 from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
 from nb_accelerate.notebook.remote.sender import FrameSender
 
@@ -75,7 +73,10 @@ class Sent:
         self.beats = threading.Event()
         self.failures: list[BaseException] = []
         self.sender = FrameSender(
-            self.writes, None, on_beat=self.beats.set, on_failure=lambda _, error: self.failures.append(error)
+            self.writes,
+            None,
+            on_beat=lambda: not self.beats.set(),
+            on_failure=lambda _, error: self.failures.append(error),
         )
         self.parser = FrameParser()
 
@@ -134,7 +135,7 @@ def test_what_is_long_comes_whole_among_what_is_short(over: str, is_sealed: bool
     received = ReceivedSegments()
     parser = FrameParser(seals[1], file_of=received.file_of)
     failures: list[BaseException] = []
-    sender = FrameSender(writes, seals[0], on_beat=lambda: None, on_failure=lambda _, error: failures.append(error))
+    sender = FrameSender(writes, seals[0], on_beat=lambda: True, on_failure=lambda _, error: failures.append(error))
     segments, fd, contents = SentSegments(sender), anonymous_file(), os.urandom(5 << 20)
     os.write(fd, contents)
     sender.send(Kind.STDOUT, 1, contents[: 3 << 19])

@@ -19,7 +19,7 @@ import torch
 
 from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError, StartError
 from nb_accelerate.notebook.launch import notebook_launcher
-from nb_accelerate.notebook.remote import link
+from nb_accelerate.notebook.remote import sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +75,7 @@ def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> No
 
     with pytest.raises(KeyError, match="no such key") as caught:
         notebook_launcher(train, progress="off")
-    assert "rank 2" in "".join(caught.value.__notes__)
+    assert "Raised by rank 2 of 3 on b." in caught.value.__notes__
 
 
 def test_ranks_are_started_again(machines: Machines) -> None:
@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed_is_named(machines: Machines, tmp_path: Path) -> N
     launch = launched(tmp_path)
     began = time.monotonic()
     os.kill(launch.ranks[1].pid, signal.SIGKILL)
-    with pytest.raises(RankDiedError, match="rank 1 was ended by SIGKILL"):
+    with pytest.raises(RankDiedError, match="rank 1 on b was ended by SIGKILL"):
         launch.result(timeout=30)
     assert time.monotonic() - began < 10
 
@@ -155,17 +155,84 @@ def test_a_host_or_its_server_that_is_killed_is_told(machines: Machines, tmp_pat
     launch = launched(tmp_path)
     ranks = [psutil.Process(rank.pid) for rank in launch.ranks]
     machines.kill({"host": machines.hosts, "server": machines.servers}[who]()[1])
-    said = f"machine {machines.names[1]} is lost: " if who == "host" else "the process it was forked from has ended"
-    with pytest.raises(LaunchError, match=f"rank [12] is lost: {said}"):
+    said = " is lost: machine b is lost: " if who == "host" else " on b is lost: the process it was forked from has"
+    with pytest.raises(LaunchError, match=f"rank [12]{said}"):
         launch.result(timeout=30)
     psutil.wait_procs(ranks, timeout=20)
     assert not any(rank.is_running() for rank in ranks)
 
 
+def test_what_the_cell_of_a_launch_in_the_background_says_of_its_end_has_no_output_left_out(
+    machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> None:
+        print("so far", flush=True)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+    launch = notebook_launcher(train, progress="off", block=False)
+    with pytest.raises(RankDiedError, match=r"while it ran\.\nIts last output was:\nso far"):
+        launch.result(timeout=30)
+    said = "rank 1 on b was ended by SIGTERM (terminated) while it ran; .result() raises it here"
+    assert capfd.readouterr().err.splitlines() == [said]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "{python} -c 'import pty, sys; pty.spawn(sys.argv[1:])' {command}",
+            "It printed:\nnb_accelerate: the command allocates a terminal, which",
+        ),
+        ("sh -c '{command} | { head -n 2; sleep 60; }'", "nothing was heard of it for 1 s: the command keeps back"),
+    ],
+)
+def test_a_command_with_a_terminal_and_one_that_keeps_back_what_ends_no_line_are_told_apart(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "SILENCE_LIMIT", 1.0)
+    template = command.replace("{python}", sys.executable)
+    with pytest.raises(StartError, match="machine a cannot be reached: ") as caught:
+        notebook_launcher(
+            os.getpid,
+            progress="off",
+            engine="command",
+            hosts=["a"],
+            command_template=template,
+            remote_python=sys.executable,
+        )
+    assert said in str(caught.value).replace("\r", "")
+
+
+def test_a_machine_without_devices_is_named(machines: Machines) -> None:
+    with pytest.raises(ConfigError, match=r"machine a: devices=\[0\], but no GPU is visible\."):
+        notebook_launcher(os.getpid, progress="off", devices=[0])
+
+
+def test_ranks_train_as_the_file_of_the_notebook_says_and_not_as_that_of_their_machine(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> tuple[str, bool | None, str]:
+        from nb_accelerate import Accelerator
+        from nb_accelerate.base.config.env import Environment
+
+        return Accelerator().mixed_precision, Environment().flag("ACCELERATE_DEBUG_MODE"), os.environ["OWN"]
+
+    files = tmp_path / "b" / ".cache" / "huggingface" / "accelerate"
+    files.mkdir(parents=True)
+    (files / "default_config.yaml").write_text("mixed_precision: fp16\ndebug: true\n")
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv("NB_ACCELERATE_CONFIG_FILE", str(tmp_path / "own.yaml"))
+    (tmp_path / "own.yaml").write_text("mixed_precision: bf16\n")
+    assert notebook_launcher(train, progress="off") == [("bf16", None, host) for host in "abb"]
+    assert notebook_launcher(train, progress="off", env={"ACCELERATE_MIXED_PRECISION": "no"})[2] == ("no", None, "b")
+
+
 def test_a_machine_that_is_silent_is_lost_and_named(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "SILENCE_LIMIT", 2.0)
+    monkeypatch.setattr(sender, "SILENCE_LIMIT", 2.0)
     launch = launched(tmp_path)
     host = machines.hosts()[1]
     machines.kill(host, signal.SIGSTOP)
@@ -179,29 +246,67 @@ def test_a_machine_that_is_silent_is_lost_and_named(
     assert time.monotonic() - began < 15
 
 
+def trains(gate: str) -> None:
+    """Train for long, with batches that other processes load."""
+    from nb_accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = torch.nn.Linear(8, 1)
+    batches = torch.utils.data.DataLoader(torch.randn(1 << 16, 8), batch_size=2, num_workers=1)
+    model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), batches)
+    for step, batch in enumerate(batches):
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        if step == 3:
+            Path(f"{gate}.{accelerator.process_index}").touch()
+
+
 KERNEL = """
 import sys
 sys.path.insert(0, {tests!r})
-from pathlib import Path
-from remote.test_launches import waits
+from remote.test_launches import trains
 from nb_accelerate import notebook_launcher
 if __name__ == "__main__":
-    notebook_launcher(waits, ({gate!r},), progress="off")
+    notebook_launcher(trains, ({gate!r},), progress="off")
 """
 
 
-def test_nothing_stays_of_a_kernel_that_is_killed(machines: Machines, tmp_path: Path) -> None:
-    script = tmp_path / "kernel.py"
-    script.write_text(KERNEL.format(tests=str(Path(__file__).parents[1]), gate=str(tmp_path / "gate")))
-    kernel = subprocess.Popen([sys.executable, str(script)])
-    wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 3)
-    started = {*psutil.Process(kernel.pid).children(recursive=True), *machines.hosts()}
-    started |= {process for host in machines.hosts() for process in host.children(recursive=True)}
-    assert len(started) >= 7
+def started_since(before: set[psutil.Process]) -> set[psutil.Process]:
+    """Return the processes on all sides that have the folder for temporary files of these tests."""
+    found = set()
+    for process in {*psutil.process_iter()} - before:
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie, which has no environment
+            if process.environ().get("TMPDIR") == os.environ["TMPDIR"]:
+                found.add(process)
+    return found
+
+
+def listened_at(processes: set[psutil.Process]) -> set[int]:
+    """Return the ports at which processes listen, or any process for none."""
+    found = [one for process in processes for one in process.net_connections()] or psutil.net_connections()
+    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_nothing_stays_of_a_kernel_that_is_killed_while_ranks_train(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_HOSTS", "a:2,b:2")
+    before = {*psutil.process_iter()}
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", KERNEL.format(tests=str(Path(__file__).parents[1]), gate=str(tmp_path / "gate"))]
+    )
+    wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 4, seconds=60)
+    started = started_since(before)
+    ports = listened_at(started)
+    assert len(started) >= 1 + 2 + 2 + 4 + 4  # kernel, hosts, servers, ranks, loaders
+    assert len(ports) >= 1  # the store
     kernel.kill()
     kernel.wait()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    began = time.monotonic()
+    wait_for(lambda: not started_since(before))
+    print(f"{len(started)} processes had ended after {time.monotonic() - began:.1f} s")
+    assert ports.isdisjoint(listened_at(set()))
+    # That no file is left on any side is checked after each test.
 
 
 def test_a_number_of_ranks_that_the_machines_do_not_make_up_is_refused(machines: Machines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -169,17 +170,28 @@ def test_a_cut_of_some_seconds_is_not_noticed(over_the_cable: None, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_cut_is_told_after_15_seconds_and_the_host_ends_with_its_ranks(over_the_cable: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["cut off", "switched off", "frozen"])
+def test_a_machine_that_goes_away_is_told_after_15_seconds_and_nothing_stays(
+    over_the_cable: None, tmp_path: Path, how: str
+) -> None:
     launch, there = started(tmp_path)
     assert len(there) >= 4  # host, server, two ranks
-    cable("down")
+    if how != "frozen":
+        cable("down")
+    if how != "cut off":
+        for process in there:
+            process.send_signal(signal.SIGSTOP if how == "frozen" else signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(LaunchError, match=f"machine {HOSTS[1]} is lost: nothing was heard of it for 15 s"):
+    with pytest.raises(LaunchError, match=f"machine {HOSTS[1]} is lost: nothing was heard of it for 15 s") as caught:
         launch.result(timeout=60)
     told = time.monotonic() - began
+    if how == "frozen":
+        for process in there:
+            process.resume()
     _, alive = psutil.wait_procs(there, timeout=10)
     ended = time.monotonic() - began
-    print(f"told after {told:.1f} s, ended after {ended:.1f} s")
+    print(f"{how}: told after {told:.1f} s, ended after {ended:.1f} s")
     assert alive == []
     assert 13 < told < 17.5  # at most 16, and what a busy machine adds
     assert ended < 20
+    assert "Meanwhile rank 0 was in waits, " in "".join(caught.value.__notes__)

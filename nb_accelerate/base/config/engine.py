@@ -43,6 +43,18 @@ ENGINES: dict[str, EngineRow] = {
 }
 """By name. ``"auto"`` is none of them: ranks are on this machine."""
 
+_INSTEAD = {
+    "slurm": "engine='command', command_template='srun -u --overlap --cpu-bind=none -N1 -n1 -w {host} {command}'",
+    "kubernetes": "engine='command', command_template='kubectl exec -i {host} -- {command}'",
+    "docker": "engine='command', command_template='docker exec -i {host} {command}'",
+    "mpi": "engine='ssh', by which mpirun reaches machines too",
+}
+_INSTEAD["k8s"] = _INSTEAD["kubernetes"]
+"""What to write for names that users may take for engines."""
+
+_KEEPS_BACK = re.compile(r"(?:^|[\s/'\"])srun(?=\s)(?!.*\s(?:-\w*u|--unb))", re.DOTALL)
+"""A command that keeps back what does not end a line, until it is told not to."""
+
 EXAMPLES = {"hosts": '["a:8", "b:8"]', "command_template": '"docker exec -i {host} {command}"'}
 """What to write for an option that is missing."""
 
@@ -65,6 +77,8 @@ class EngineOptions:
     remote_python: str = "python3"
 
     def __post_init__(self) -> None:
+        if instead := _INSTEAD.get(str(self.engine).lower()):
+            raise ConfigError(f"engine={shown(self.engine)} is not a choice. Write {instead}")
         object.__setattr__(self, "engine", check_choice("engine", self.engine, ("auto", *ENGINES)))
         object.__setattr__(self, "hosts", _checked_hosts(self.hosts))
         self._check_taken()
@@ -76,6 +90,11 @@ class EngineOptions:
             raise ConfigError(
                 f"command_template={shown(self.command_template)} has no {{command}}, which is what runs on the "
                 f"machine. Write command_template={EXAMPLES['command_template']}"
+            )
+        if _KEEPS_BACK.search(self.command_template or ""):
+            raise ConfigError(
+                f"command_template={shown(self.command_template)} has srun without -u: it would keep back what ends "
+                "no line, as most that a machine sends. Write srun -u"
             )
 
     @classmethod

@@ -281,8 +281,13 @@ NO_FILE = ConfigFile(path=Path(), values={})
 
 
 def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None:
-    """Read and check a configuration file, YAML or JSON. Without a path, that of `default_path`, or None."""
+    """Read and check a configuration file, YAML or JSON. Without a path, that of `default_path`, or None.
+
+    ``/dev/null`` is none.
+    """
     file = default_path() if path is None else Path(path).expanduser()
+    if file == Path(os.devnull):
+        return None
     try:
         changed = file.stat().st_mtime_ns
     except FileNotFoundError:

@@ -255,7 +255,7 @@ class Panel:
         if inspects and now >= self._inspect_at:
             self._inspect_at = now + self._inspect_every
             for status in seen:
-                if status.pid is not None and status.is_here:
+                if status.pid is not None and not status.machine:
                     self._inspect(status.rank, status.pid)
         self._state.observe(now, [self._with_process(status) for status in seen])
 

@@ -89,7 +89,7 @@ class RankStatus:
     state: str = "running"  # or ``starting``, ``stopped`` (SIGSTOP), ``returned``, ``failed``, ``ended``
     memory: int = 0  # bytes of its process
     pid: int | None = None  # None while it starts
-    is_here: bool = True  # its process is one of this machine, where it can be looked at
+    machine: str = ""  # its name; "" for this one, where its process can be looked at
 
 
 _KEPT_LINES = 10

@@ -74,6 +74,12 @@ class Rows:
         return max(2.0, self.rate or 0.0)
 
     @cached_property
+    def machines(self) -> dict[int, str]:
+        """The machines of ranks, by rank, if there are several."""
+        found = {number: rank.status.machine for number, rank in self.ranks.items()}
+        return found if len({*found.values()}) > 1 else {}
+
+    @cached_property
     def strays(self) -> set[int]:
         """Ranks that are not in step; none where most are not, since each goes at its own speed."""
         steps = {number: rank.sample.steps for number, rank in self.ranks.items()}
@@ -92,6 +98,7 @@ class Rows:
         return tuple(
             Row(
                 ranks=str(number),
+                machine=self.machines.get(number, ""),
                 loss="" if rank.loss is None else words.measured(rank.loss),
                 memory=words.size(rank.memory) if rank.memory else "",
                 gpu=self._gpu([number]),
@@ -174,6 +181,7 @@ class Rows:
         kinds = {self.kinds[number] for number in numbers}
         return Row(
             ranks=label,
+            machine=", ".join(dict.fromkeys(self.machines[number] for number in numbers if self.machines)),
             kind=kinds.pop() if len(kinds) == 1 else "",
             share=share,
             step=step,

@@ -55,6 +55,7 @@ class Row:
     """One line: a rank, or several ranks that do the same. All texts may be empty."""
 
     ranks: str  # numbers: ``0-3, 6``; of a sweep, the name of a run
+    machine: str = ""  # where they are, if not all ranks are there
     kind: Kind = ""
     share: float | None = None  # of it that is done, from 0 to 1
     step: str = ""  # with the number of all if that is known

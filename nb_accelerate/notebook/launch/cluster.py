@@ -9,39 +9,35 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import sys
-import sysconfig
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.base.devices import DEVICE_KINDS
-from nb_accelerate.base.seam import StoreSpec
-from nb_accelerate.base.topology import Topology
-from nb_accelerate.errors import ConfigError, StartError
-from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
+from nb_accelerate.errors import StartError
+from nb_accelerate.notebook.launch.environ import variables_of_file, working_directory
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
-from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
+from nb_accelerate.notebook.launch.machine import software_here
 from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, meet, meet_again
-from nb_accelerate.notebook.launch.own_modules import own_modules, versions
+from nb_accelerate.notebook.launch.own_modules import own_entries, own_modules, versions
+from nb_accelerate.notebook.launch.parts import plan_parts
 from nb_accelerate.notebook.launch.placing import Placing
-from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup
 from nb_accelerate.notebook.remote.environments import compare
-from nb_accelerate.notebook.remote.rank import LISTENER_OF_HOST, RemoteRank
+from nb_accelerate.notebook.remote.rank import RemoteRank
+from nb_accelerate.notebook.remote.segments import LISTENER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
     from nb_accelerate.base.config.launch import LaunchOptions
-    from nb_accelerate.notebook.launch.engines.engine import Machine
+    from nb_accelerate.base.seam import StoreSpec
     from nb_accelerate.notebook.launch.meeting import Met
+    from nb_accelerate.notebook.launch.parts import PartPlan
+    from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
     from nb_accelerate.notebook.ranks.handle import RankHandle
@@ -49,32 +45,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartPlan(LaunchPlan):
-    """The plan of one machine among several, each with ranks of its own number."""
-
-    first_rank: int = 0
-    all_ranks: int = 1
-    number: int = 0
-    num_machines: int = 1
-
-    @override
-    def topology_of(self, local_rank: int, *, node_rank: int = 0) -> Topology:
-        return Topology(
-            rank=self.first_rank + local_rank,
-            local_rank=local_rank,
-            node_rank=self.number,
-            world_size=self.all_ranks,
-            local_world_size=self.num_processes,
-            num_nodes=self.num_machines,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Place:
     """A machine, and what ranks are told there."""
 
     link: Link
-    machine: Machine
     plan: PartPlan
     cwd: str = ""
     path: tuple[str, ...] = ()
@@ -86,15 +60,8 @@ class _ServedThere(Rendezvous):
 
     @override
     def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
-        spec = StoreSpec(
-            kind="client" if local_rank else "server",
-            address=self.address,
-            port=self.port,
-            store_port=self.port,
-            world_size=self.world_size,
-            part=self.part,
-        )
-        return spec, -1 if local_rank else LISTENER_OF_HOST
+        spec, _ = super().store_for(local_rank)
+        return (spec, -1) if local_rank else (replace(spec, kind="server"), LISTENER)
 
 
 class Cluster(Placing):
@@ -127,17 +94,14 @@ class Cluster(Placing):
         try:
             for link in self._hosts.links:
                 self._compare(link)
-            self._places = self._planned(self._hosts.links, self._hosts.machines)
+            parts, self.plan = plan_parts(options, self._hosts.machines, [link.hello for link in self._hosts.links])
+            self._places = [
+                self._placed(_Place(link=link, plan=part)) for link, part in zip(self._hosts.links, parts, strict=True)
+            ]
             self.by_value = self._modules_to_send()
         except BaseException:
             self.close()
             raise
-        self.plan = replace(
-            _as_whole(self._places[0].plan),
-            num_processes=self._places[0].plan.all_ranks,
-            machines=tuple(machine.name for machine in self._hosts.machines),
-            warnings=tuple(line for place in self._places for line in place.plan.warnings),
-        )
         self.notes = [note for note in self.notes if note not in self._hosts.said]
         self._hosts.said.update(self.notes)
 
@@ -162,29 +126,6 @@ class Cluster(Placing):
         if differences.obstacles:
             raise StartError(f"machine {link.name}: {'. '.join(differences.obstacles)}")
         self.notes += [f"machine {link.name}: {warning}" for warning in differences.warnings]
-
-    def _planned(self, links: Sequence[Link], machines: Sequence[Machine]) -> list[_Place]:
-        facts = [_facts(link) for link in links]
-        counts = _counts(self._options, machines, facts)
-        places = []
-        for number, (link, machine) in enumerate(zip(links, machines, strict=True)):
-            own = replace(self._options, num_processes=counts[number])
-            try:
-                plan = make_plan(own, facts[number], may_copy=False)
-            except ConfigError as error:
-                raise ConfigError(f"machine {link.name}: {error}") from error
-            part = PartPlan(
-                **{**vars(plan), "warnings": tuple(f"{link.name}: {line}" for line in plan.warnings)},
-                first_rank=sum(counts[:number]),
-                all_ranks=sum(counts),
-                number=number,
-                num_machines=len(links),
-            )
-            places.append(self._placed(_Place(link=link, machine=machine, plan=part)))
-        if len({place.plan.kind.name for place in places}) > 1:
-            has = ", ".join(f"{place.link.name}: {place.plan.device}" for place in places)
-            raise ConfigError(f"the machines have different types of device ({has}). Write devices='cpu'")
-        return places
 
     def _placed(self, place: _Place) -> _Place:
         """Ask which of the folder and the search path of this process are there too."""
@@ -245,7 +186,7 @@ class Cluster(Placing):
         if self._address:
             return meet_again(links, self._address, port, self._check)
         if self._options.master_addr == LOOPBACK:
-            known = self._hosts.engine.address(self._places[0].machine)
+            known = self._hosts.engine.address(self._hosts.machines[0])
             addresses = addresses_to_try(links, known, self._check)
         else:
             addresses = [self._options.master_addr]
@@ -282,17 +223,9 @@ class Cluster(Placing):
         store, _ = rendezvous.store_for(handle.rank)
         place = self._place_of(handle.rank)
         there = replace(rendezvous, interface=place.interface, num_nodes=len(self._places), node_rank=place.plan.number)
-        setup = make_setup(handle, self._options, place.plan, there, notebook, store=store, attempt=attempt)
-        environ = rank_environ(
-            place.plan,
-            there,
-            handle.local_rank,
-            base=place.link.hello["variables"],
-            extra=self._options.env,
-            attempt=attempt,
-            max_restarts=self._options.max_restarts,
-        )
-        return replace(setup, environ=environ, keeps_environ=True, cwd=place.cwd, sys_path=place.path)
+        base = place.link.hello["variables"] | variables_of_file(self._options.env)
+        setup = make_setup(handle, self._options, place.plan, there, notebook, store=store, attempt=attempt, base=base)
+        return replace(setup, keeps_environ=True, cwd=place.cwd, sys_path=place.path)
 
     def when_addressed(
         self, handles: Sequence[RankHandle], then: Callable[[tuple[tuple[str, int], ...]], object]
@@ -322,59 +255,3 @@ class Cluster(Placing):
 
     def _place_of(self, rank: int) -> _Place:
         return next(place for place in self._places if 0 <= rank - place.plan.first_rank < place.plan.num_processes)
-
-
-def own_entries() -> list[str]:
-    """Return what the search path of this process has besides what belongs to its Python, which a host has itself."""
-    own = {Path(entry) for entry in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)}
-    found = []
-    for entry in sys.path:
-        path = Path(entry or os.curdir).absolute()
-        if isinstance(entry, str) and not own & {path, *path.parents}:
-            found.append(str(path))
-    return found
-
-
-def _as_whole(part: PartPlan) -> LaunchPlan:
-    names = {name: value for name, value in vars(part).items() if name in LaunchPlan.__dataclass_fields__}
-    return LaunchPlan(**names)
-
-
-def _facts(link: Link) -> MachineFacts:
-    hello: dict[str, Any] = link.hello
-    if "error" in hello:
-        raise StartError(f"machine {link.name}: {hello['error']}")
-    kinds = {kind.name: kind for kind in DEVICE_KINDS}
-    return MachineFacts(
-        num_cpus=hello["num_cpus"],
-        accelerators=tuple(
-            VisibleDevices(kind=kinds[name], names=tuple(names)) for name, names in hello["devices"].items()
-        ),
-        prefers_cpu=hello["prefers_cpu"],
-        num_threads=hello["num_threads"],
-        loopback=hello["loopback"],
-        shared_memory=hello["shared_memory"],
-    )
-
-
-def _counts(options: LaunchOptions, machines: Sequence[Machine], facts: Sequence[MachineFacts]) -> list[int]:
-    """Return how many ranks each machine has.
-
-    Raises:
-        ConfigError: these numbers do not make up what the launch asks for.
-    """
-    known = [machine.num_ranks for machine in machines]
-    total = options.num_processes
-    open_ones = known.count(None)
-    if total is None:
-        return [max(1, fact.num_gpus) if count is None else count for count, fact in zip(known, facts, strict=True)]
-    rest = total - sum(count or 0 for count in known)
-    if (open_ones == 0 and rest) or (open_ones and (rest < open_ones or rest % open_ones)):
-        said = ", ".join(
-            machine.name if machine.num_ranks is None else f"{machine.name}:{machine.num_ranks}" for machine in machines
-        )
-        raise ConfigError(
-            f"num_processes={total} is the number of ranks on all machines together, and cannot be had on {said}. "
-            "Leave num_processes out, and write in hosts how many ranks each machine has"
-        )
-    return [rest // open_ones if count is None else count for count in known]

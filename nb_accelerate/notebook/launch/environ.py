@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.config.env import DEVICE
+from nb_accelerate.base.config.file import CONFIG_FILE, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +64,16 @@ def rank_environ(
         environ["ACCELERATE_MIXED_PRECISION"] = plan.mixed_precision
     environ |= {key: os.fspath(value) for key, value in extra.items()}
     return environ | plan.device_variables(local_rank)  # chosen among the devices that were asked for
+
+
+def variables_of_file(given: Mapping[str, str]) -> dict[str, str]:
+    """Return what the configuration file of this process says to an `Accelerator`, for ranks that do not read it.
+
+    Args:
+        given: the user's variables. They may name another file, which ranks read.
+    """
+    file = None if CONFIG_FILE in given else read_config()
+    return {} if file is None else file.as_variables(given)
 
 
 def working_directory() -> str:

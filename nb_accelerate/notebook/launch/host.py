@@ -23,42 +23,24 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from typing_extensions import override
-
+from nb_accelerate.base.config.file import CONFIG_FILE
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.launch import host_facts, own_modules
-from nb_accelerate.notebook.launch.local import LocalRank
+from nb_accelerate.notebook.launch.hosted_rank import HostedRank
 from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
 from nb_accelerate.notebook.ranks.end_reports import end_reports
-from nb_accelerate.notebook.ranks.handle import RankEvents
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.remote.connection_back import connect
-from nb_accelerate.notebook.remote.frames import (
-    MACHINE,
-    MAGIC,
-    NUMBER,
-    SEGMENT,
-    Descriptor,
-    FrameParser,
-    Kind,
-    LinkError,
-    pack_message,
-    pack_pieces,
-    unpack_message,
-    unpack_pieces,
-)
-from nb_accelerate.notebook.remote.link import SILENCE_LIMIT
-from nb_accelerate.notebook.remote.mirror import PageWatch
-from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
-from nb_accelerate.notebook.remote.sender import BEAT_INTERVAL, FrameSender
+from nb_accelerate.notebook.remote.frames import MACHINE, MAGIC, NUMBER, FrameParser, Kind, LinkError, as_json
+from nb_accelerate.notebook.remote.segments import LISTENER, ReceivedSegments, SentSegments, unpack_message
+from nb_accelerate.notebook.remote.sender import SILENCE_LIMIT, FrameSender, Silence
 from nb_accelerate.notebook.worker.server.process_tree import set_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from nb_accelerate.notebook.protocol.channel import Received
-    from nb_accelerate.notebook.ranks.end_reports import EndReports
+    from nb_accelerate.notebook.launch.local import LocalRank
     from nb_accelerate.notebook.remote.frames import Frame, Seal
 
 _FULL = 4 << 20
@@ -69,88 +51,6 @@ _PAGE_INTERVAL, _LOOK_INTERVAL = 0.1, 0.5
 
 _CONNECT_TIMEOUT = 15.0
 """Seconds for the kernel to answer where the engine gives no stream."""
-
-
-class HostedRank(RankEvents):
-    """Passes on what a rank of this machine sends."""
-
-    def __init__(
-        self, host: Host, key: int, *, rank: int, local_rank: int, mark: str, store_fd: int, ends: EndReports
-    ) -> None:
-        self.handle = LocalRank(rank, local_rank=local_rank, ends=ends, store_fd=store_fd)
-        self.handle.mark = bytes.fromhex(mark)
-        self.handle.channel.loads = bytes
-        self.page = PageWatch(self.handle.page)
-        self.key = key
-        self._host = host
-        self._has_messages = False
-        self._was_stopped = False
-
-    @override
-    def messages(self, received: Iterable[Received]) -> None:
-        for body, fds in received:
-            self._has_messages = True
-            descriptors = [Descriptor(SEGMENT, self._host.sent.number_of(fd)) for fd in fds]
-            for fd in fds:
-                os.close(fd)
-            self.send(Kind.MESSAGE, pack_message(descriptors), body)
-
-    @override
-    def hand_on(self) -> None:
-        if self._has_messages:
-            self._has_messages = False
-            self.handle.catch_up()
-            self.send_page()
-            self.send(Kind.HAND_ON)
-
-    @override
-    def stdout(self, data: bytes) -> None:
-        self.handle.receive()  # a display comes before the place where it stands
-        self.send(Kind.STDOUT, data)
-
-    @override
-    def stderr(self, data: bytes) -> None:
-        self.send(Kind.STDERR, data)
-
-    @override
-    def stacks(self, data: bytes) -> None:
-        self.send(Kind.STACKS, data)
-
-    @override
-    def cannot_read(self, error: Exception) -> None:
-        raise error  # a channel whose messages stay pickled has only its own errors
-
-    @override
-    def ended(self) -> None:
-        self.send_page()
-        self._host.end(self.key, exitcode=self.handle.exitcode, lost=self.handle.lost)
-
-    def send(self, kind: Kind, *parts: bytes) -> None:
-        """Send a frame about it."""
-        self._host.sender.send(kind, self.key, *parts)
-
-    def send_page(self) -> None:
-        """Send what has changed on its page."""
-        if pieces := self.page.changed():
-            self.send(Kind.PAGE, pack_pieces(pieces))
-
-    def look(self) -> None:
-        """Look for what sends no event: that it was suspended, or that nobody will report its end."""
-        if self.handle.is_stopped() != self._was_stopped:
-            self._was_stopped = not self._was_stopped
-            self.send_facts()
-        if self.handle.is_lost():
-            self.handle.give_up()
-            self.ended()
-
-    def send_facts(self) -> None:
-        """Send what the system knows about its process."""
-        handle = self.handle
-        facts = {
-            "stopped": handle.is_stopped(),
-            "processor_time": handle.processor_time(),
-        }
-        self.send(Kind.FACTS, _json(facts))
 
 
 class Host:
@@ -166,19 +66,17 @@ class Host:
         self._reads = reads
         self._received = ReceivedSegments()
         self._parser = FrameParser(seal, file_of=self._received.file_of)
-        self._heard = False
-        self._silent_beats = 0
+        self._silence = Silence(self._parser, reads)
         self._sources = Sources(lambda: None)
         self._ranks: dict[int, HostedRank] = {}
         self._listener: socket.socket | None = None
         self._servers: dict[bool, ExecutedServer] = {}
-        self._last_small_read = 0.0
         self.sender = FrameSender(writes, seal, preamble=MAGIC, on_beat=self._beat, on_failure=_end_process)
         self.sent = SentSegments(self.sender)
 
     def run(self) -> None:
         """Run until the kernel says so, or ends."""
-        self.sender.send(Kind.HELLO, MACHINE, _json(host_facts.facts_of_machine()))
+        self.sender.send(Kind.HELLO, MACHINE, as_json(host_facts.facts_of_machine()))
         self.sender.start()
         self._server(fresh=False)  # torch is imported while the kernel gets ready
         self._sources.add(self._reads, self._read)
@@ -197,17 +95,14 @@ class Host:
                     look_due = now + _LOOK_INTERVAL
                     for rank in [*self._ranks.values()]:
                         rank.look()
-                self._space_small_reads()
+                self._sources.space_small_reads()
         except _QuitError:
             pass
         finally:
             self._close()
 
-    def end(self, key: int, *, exitcode: int | None, lost: str) -> None:
-        """Say that a rank has ended, and forget it."""
-        self.sender.send(Kind.END, key, _json({"exitcode": exitcode, "lost": lost}))
-        rank = self._ranks.pop(key, None)
-        if rank is not None:
+    def _forget(self, key: int) -> None:
+        if rank := self._ranks.pop(key, None):
             rank.handle.disconnect()
             rank.handle.close()
 
@@ -217,13 +112,6 @@ class Host:
         poll.register(self._reads, select.POLLIN)
         if poll.poll(10):
             self._read()
-
-    def _space_small_reads(self) -> None:
-        """Wait a moment if output is read in small pieces one right after the other, as `RankLoop` does."""
-        if self._sources.has_read_little:
-            if time.monotonic() - self._last_small_read < _MIN_READ_INTERVAL:
-                time.sleep(_MIN_READ_INTERVAL)
-            self._last_small_read, self._sources.has_read_little = time.monotonic(), False
 
     def _close(self) -> None:
         for rank in [*self._ranks.values()]:
@@ -243,7 +131,6 @@ class Host:
             size = 0
         if not size:
             raise _QuitError
-        self._heard = True
         for frame in self._parser:
             if frame.rank == MACHINE:
                 self._take(frame)
@@ -263,50 +150,39 @@ class Host:
             raise _QuitError
 
     def _tell(self, rank: HostedRank, frame: Frame) -> None:
-        handle, body = rank.handle, frame.body
         if frame.kind == Kind.MESSAGE:
-            self._pass_on(handle, body)
-        elif frame.kind == Kind.PID:
-            handle.note_pid(*NUMBER.unpack(body))
-        elif frame.kind == Kind.SIGNAL:
-            (signum,) = NUMBER.unpack(body)
-            if signum == signal.SIGKILL:
-                handle.kill()
-            else:
-                handle.signal(signum)
-        elif frame.kind == Kind.POKE:
-            handle.request(body)
-        elif frame.kind == Kind.PAGE:
-            rank.page.write(unpack_pieces(body))
-        elif frame.kind == Kind.FACTS:
-            rank.send_facts()
+            self._pass_on(rank.handle, frame.body)
+        else:
+            rank.take(frame)
 
     def _pass_on(self, handle: LocalRank, body: bytes) -> None:
-        descriptors, pickled = unpack_message(body)
+        numbers, pickled = unpack_message(body)
         with contextlib.ExitStack() as opened:
-            fds = [self._descriptor(one, opened) for one in descriptors]
+            fds = [self._descriptor(number, opened) for number in numbers]
             with contextlib.suppress(OSError):  # it has ended, which its status tells
                 handle.channel.send_pickled(pickled, fds)
 
-    def _descriptor(self, one: Descriptor, opened: contextlib.ExitStack) -> int:
-        if one.kind == SEGMENT:
-            return self._received.get(one.number)
-        assert self._listener is not None
+    def _descriptor(self, number: int, opened: contextlib.ExitStack) -> int:
+        if number != LISTENER:
+            return self._received.get(number)
+        return opened.enter_context(self._taken_listener()).fileno()
+
+    def _taken_listener(self) -> socket.socket:
         listener, self._listener = self._listener, None
-        return opened.enter_context(listener).fileno()
+        assert listener is not None
+        return listener
 
     def _start(self, key: int, *, fresh: bool, serves: bool, **how: Any) -> None:
         try:
-            store_fd = -1
-            if serves:
-                assert self._listener is not None
-                store_fd, self._listener = self._listener.detach(), None
+            store_fd = self._taken_listener().detach() if serves else -1
             with end_reports() as ends:
-                rank = self._ranks[key] = HostedRank(self, key, store_fd=store_fd, ends=ends, **how)
+                rank = HostedRank(key, self.sender, self.sent, self._forget, store_fd=store_fd, ends=ends, **how)
+                self._ranks[key] = rank
                 self._server(fresh=fresh).start([rank.handle])
             rank.handle.connect(self._sources, rank)
         except (OSError, StartError) as error:
-            self.end(key, exitcode=None, lost=f"it could not be started: {error}")
+            self.sender.send(Kind.END, key, as_json({"exitcode": None, "lost": f"it could not be started: {error}"}))
+            self._forget(key)
 
     def _server(self, *, fresh: bool) -> ExecutedServer:
         server = self._servers.get(fresh)
@@ -335,7 +211,7 @@ class Host:
             answer: dict[str, Any] = answers[what](**arguments)
         except OSError as error:
             answer = {"error": f"{error.strerror or error}"}
-        self.sender.send(Kind.ANSWER, MACHINE, _json({"number": number, **answer}))
+        self.sender.send(Kind.ANSWER, MACHINE, as_json({"number": number, **answer}))
 
     def _listen(self, address: str, port: int) -> dict[str, Any]:
         """Open a socket: that on which the first rank serves the store, or one that others try to reach."""
@@ -356,21 +232,11 @@ class Host:
 
     # The thread that sends.
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
         self.sent.drop_unused()
-        poll = select.poll()
-        poll.register(self._reads, select.POLLIN)
-        if self._heard or not self._silent_beats or poll.poll(0):
-            self._silent_beats = 1 if self._heard or self._silent_beats else 0  # counted from the first beat
-            self._heard = False
-            return
-        self._silent_beats += 1
-        if self._silent_beats * BEAT_INTERVAL > SILENCE_LIMIT:
+        if self._silence.is_too_long():
             _end_process("silence", TimeoutError())
-
-
-_MIN_READ_INTERVAL = 0.0003
-"""Seconds between two small reads of output, at least; see `RankLoop`."""
+        return True
 
 
 class _QuitError(Exception):
@@ -382,18 +248,17 @@ def _end_process(_: str, __: BaseException) -> NoReturn:
     os._exit(1)
 
 
-def _json(value: object) -> bytes:
-    return json.dumps(value).encode()
-
-
 def main() -> None:
     """Run the host over stdin and stdout, or over a connection back: ``--connect ADDRESS PORT MACHINE``.
 
     What else is written to stdout goes to stderr.
     """
     set_name("nb-host")
+    os.environ.setdefault(CONFIG_FILE, os.devnull)  # the file of the notebook counts, whose variables ranks are sent
     try:
         is_connected = sys.argv[1:2] == ["--connect"]
+        if not is_connected and os.isatty(0):
+            sys.exit("nb_accelerate: the command allocates a terminal, which changes bytes: write it without -t")
         if not is_connected and not _is_stream(0):
             sys.exit("nb_accelerate: the command does not hand on its stdin: docker exec and kubectl exec need -i")
         reads, writes, seal = _connected(*sys.argv[2:]) if is_connected else (os.dup(0), os.dup(1), None)
@@ -407,9 +272,9 @@ def main() -> None:
 
 
 def _is_stream(fd: int) -> bool:
-    """Return whether a descriptor is that of a pipe, socket or terminal, and no file such as /dev/null."""
+    """Return whether a descriptor is that of a pipe or socket, and no file such as /dev/null."""
     mode = os.fstat(fd).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _connected(address: str, port: str, machine: str) -> tuple[int, int, Seal]:

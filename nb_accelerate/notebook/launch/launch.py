@@ -129,10 +129,14 @@ class Launch(Steerable):
 
     @property
     def ranks(self) -> list[RankStatus]:
-        """The ranks of this machine."""
+        """The ranks that this notebook has started, here or on the machines of an engine."""
         return [
             RankStatus(
-                rank=rank.rank, pid=rank.handle.pid, state=state_of(rank, request), exitcode=rank.handle.exitcode
+                rank=rank.rank,
+                machine=rank.handle.machine,
+                pid=rank.handle.pid,
+                state=state_of(rank, request),
+                exitcode=rank.handle.exitcode,
             )
             for request in self._requests[:1]
             for rank in request.ranks

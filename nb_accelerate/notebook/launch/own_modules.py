@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,17 @@ from nb_accelerate.errors.traceback_lines import is_users
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
+
+
+def own_entries() -> list[str]:
+    """Return what the search path of this process has besides what belongs to its Python, which a host has itself."""
+    own = {Path(entry) for entry in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)}
+    found = []
+    for entry in sys.path:
+        path = Path(entry or os.curdir).absolute()
+        if isinstance(entry, str) and not own & {path, *path.parents}:
+            found.append(str(path))
+    return found
 
 
 def own_modules(entries: Sequence[str]) -> dict[str, ModuleType]:

@@ -189,14 +189,12 @@ def _choose_kind(options: LaunchOptions, facts: MachineFacts) -> VisibleDevices:
         found = next((devices for devices in facts.accelerators if devices.kind.name == options.devices), None)
         if found is None:
             raise ConfigError(
-                f"devices={options.devices!r}, but there is no such device here. Write devices={CPU.name!r} or None"
+                f"devices={options.devices!r}, but there is no such device. Write devices={CPU.name!r} or None"
             )
         return found
     if options.devices is not None:
         if not facts.accelerators:
-            raise ConfigError(
-                f"devices={options.devices!r}, but no GPU is visible here. Write devices={CPU.name!r} or None"
-            )
+            raise ConfigError(f"devices={options.devices!r}, but no GPU is visible. Write devices={CPU.name!r} or None")
         return facts.accelerators[0]
     if facts.prefers_cpu:
         return _PROCESSOR

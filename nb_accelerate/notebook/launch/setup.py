@@ -14,6 +14,8 @@ from nb_accelerate.notebook.protocol.random_states import RandomStates
 from nb_accelerate.notebook.protocol.shipping import pack
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.base.seam import StoreSpec
     from nb_accelerate.notebook.launch.plan import LaunchPlan
@@ -37,13 +39,18 @@ def make_setup(
     *,
     store: StoreSpec | None = None,
     attempt: int = 0,
+    base: Mapping[str, str] | None = None,
 ) -> Setup:
-    """Return the `Setup` of a rank: with environment, working directory and search path of this process as of now."""
+    """Return the `Setup` of a rank: with environment, working directory and search path of this process as of now.
+
+    Args:
+        base: variables on top of which a rank has its own; None for those of this process.
+    """
     environ = rank_environ(
         plan,
         rendezvous,
         handle.local_rank,
-        base=dict(os.environ),
+        base=os.environ if base is None else base,
         extra=options.env,
         attempt=attempt,
         max_restarts=options.max_restarts,

@@ -200,14 +200,16 @@ def status_table(ranks: Sequence[RankStatus], positions: Mapping[int, str]) -> s
     """Return a table with a row for each rank, and a line about how models are spread over them."""
     has_models = any(status.held.states for status in ranks)
     held_columns = ("peak", "parameters", "gradients", "optimizer") if has_models else ()
-    rows = [("rank", "pid", "device", "memory", *held_columns, "state", "now")]
+    machines = len({status.machine for status in ranks}) > 1
+    rows = [("rank", *(["machine"] if machines else []), "pid", "device", "memory", *held_columns, "state", "now")]
     for status in ranks:
         now = status.doing if status.state == "ended" else positions.get(status.rank, "")
         held = status.held
         sizes = [status.memory, *((held.peak, held.parameters, held.gradients, held.optimizer) if has_models else ())]
         memory = [size(number) if number else "" for number in sizes]
         now = "" if now == "idle" else now
-        rows.append((str(status.rank), str(status.pid or ""), status.device, *memory, status.state, now))
+        place = [status.machine] if machines else []
+        rows.append((str(status.rank), *place, str(status.pid or ""), status.device, *memory, status.state, now))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     sharding = sorted({status.held.sharding for status in ranks if status.held.sharding})

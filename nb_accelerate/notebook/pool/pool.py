@@ -452,7 +452,13 @@ class Pool:
         return [
             look_at(ranks[number], busy=number in busy, device=ranks[number].device)
             if number not in group.missing
-            else RankStatus(rank=number, pid=None, state="ended", doing=group.how_it_ended(number))
+            else RankStatus(
+                rank=number,
+                machine=ranks[number].handle.machine if number in ranks else "",
+                pid=None,
+                state="ended",
+                doing=group.how_it_ended(number),
+            )
             for number in range(group.size)
         ]
 

@@ -66,7 +66,7 @@ class RankHandle(ABC):
 
     Attributes:
         mark: mark of its output frames, see `notebook.protocol.output`.
-        is_here: its process is one of this machine. Process ids of others are never looked up here.
+        machine: the name of its machine; "" for this one. Process ids of others are never looked up here.
         ended: whether it has ended, or was given up.
         exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
         lost: why its exit code is not known.
@@ -78,7 +78,7 @@ class RankHandle(ABC):
     mark: bytes
     page: PageReader
     pid: int | None = None
-    is_here: bool = True
+    machine: str = ""
     ended: bool = False
     exitcode: int | None = None
     lost: str = ""

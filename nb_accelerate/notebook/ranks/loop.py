@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MIN_READ_INTERVAL = 0.0003
-"""Seconds between two small reads of output, at least. Waking up for every line takes time from the ranks."""
-
 _OOM_KILLS_MAX_AGE = 1.0
 """Seconds for which the count of the out-of-memory killer's victims is reused. Reading it anew for each of many short
 cells would take a tenth of their time."""
@@ -93,7 +90,6 @@ class RankLoop(RankReader):
         self._hangs: dict[Request, HangWatch] = {}
         self._ending = False
         self._is_closed = False
-        self._last_small_read = 0.0
         self._oom_kills = 0
         self._oom_kills_read_at = -NEVER
         self._thread: HelperThread | None = None
@@ -236,16 +232,7 @@ class RankLoop(RankReader):
             self._act_on_deadlines()
         for observer in self.observers:
             observer(self)
-        self._space_small_reads()
-
-    def _space_small_reads(self) -> None:
-        """Wait a moment if output is read in small pieces one right after the other."""
-        if not self._sources.has_read_little:
-            return
-        now = time.monotonic()
-        if now - self._last_small_read < _MIN_READ_INTERVAL:
-            time.sleep(_MIN_READ_INTERVAL)
-        self._last_small_read, self._sources.has_read_little = now, False
+        self._sources.space_small_reads()
 
     def _add(self, rank: RankProxy) -> None:
         self.ranks[rank.rank] = rank  # before its end, which may have come already

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LARGE_READ = 1 << 13
-"""Bytes. After a read of stdout that returns fewer, `RankLoop` may pause, so that the next read returns more."""
-
 
 class PipedRank(RankHandle):
     """Reads a rank's four descriptors, and how it has ended.
@@ -122,7 +119,7 @@ class PipedRank(RankHandle):
     def _on_stdout(self) -> None:
         data = self._read(self.stdout)
         self._events.stdout(data)
-        self._sources.has_read_little = self._sources.has_read_little or len(data) < _LARGE_READ
+        self._sources.has_read(len(data))
         self._events.hand_on()  # the place of a display may have been read, and with it messages
 
     def _on_stderr(self) -> None:

@@ -59,6 +59,13 @@ class RankProxy:
         self.steps: Mapping[str, int] = {}
 
     @property
+    def called(self) -> str:
+        """Its number, with the name of its machine if that is another one than this: ``2 on b``."""
+        machine = self.handle.machine
+        is_said = not machine or f"machine {machine} " in self.handle.lost
+        return f"{self.rank}" if is_said else f"{self.rank} on {machine}"
+
+    @property
     def is_gone(self) -> bool:
         """Whether it has ended, or is of no use any more."""
         return self.handle.ended or bool(self.why_lost)

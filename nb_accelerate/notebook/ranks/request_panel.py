@@ -56,7 +56,7 @@ class RequestView:
                 sample=self._sample(rank),
                 state=state_of(rank, self._request),
                 pid=rank.handle.pid,
-                is_here=rank.handle.is_here,
+                machine=rank.handle.machine,
             )
             for rank in self._request.ranks
         ]

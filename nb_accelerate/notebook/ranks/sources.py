@@ -9,6 +9,7 @@ import os
 import selectors
 import termios
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
@@ -21,23 +22,26 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 16
 """Bytes that are read at once, at most."""
 
+_MIN_READ_INTERVAL = 0.0003
+"""Seconds between two small reads of output, at least. Waking up for every line takes time from the ranks."""
+
+_LARGE_READ = 1 << 13
+"""Bytes. A read of fewer is a small one: the next one may return more if it is made later."""
+
 _MAX_TIMEOUT = 1e6
 """Seconds of a wait, at most. The operating system takes no larger numbers; a longer wait has no timeout."""
 
 
 class Sources:
-    """A selector of descriptors and channels, each with an action, and with a pipe that wakes up whoever waits.
-
-    Attributes:
-        has_read_little: stdout of a rank was read, and only a few bytes were there. Whoever waits resets it.
-    """
+    """A selector of descriptors and channels, each with an action, and with a pipe that wakes up whoever waits."""
 
     def __init__(self, on_ring: Callable[[], object]) -> None:
         self._selector = selectors.DefaultSelector()
         self._keys: dict[int, selectors.SelectorKey] = {}
         self._on_ring = on_ring
         self._closed = False
-        self.has_read_little = False
+        self._has_read_little = False
+        self._last_small_read = 0.0
         self._lock = threading.RLock()  # a signal handler may ring while its thread does
         try:
             self._bell_read, self._bell_write = os.pipe()
@@ -68,6 +72,19 @@ class Sources:
             # Reading that would take what is meant for somebody else, or block.
             if self._keys.get(key.fd) is key:
                 key.data()
+
+    def has_read(self, size: int) -> None:
+        """Note that so many bytes of what a rank prints were read at once."""
+        self._has_read_little = self._has_read_little or size < _LARGE_READ
+
+    def space_small_reads(self) -> None:
+        """Wait a moment if output is read in small pieces one right after the other."""
+        if not self._has_read_little:
+            return
+        now = time.monotonic()
+        if now - self._last_small_read < _MIN_READ_INTERVAL:
+            time.sleep(_MIN_READ_INTERVAL)
+        self._last_small_read, self._has_read_little = now, False
 
     def num_waiting(self, fd: int) -> int:
         """Return how many bytes can be read from a pipe now; 0 for one that was dropped."""

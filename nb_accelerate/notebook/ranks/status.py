@@ -24,6 +24,7 @@ class RankStatus:
 
     Attributes:
         rank: its rank.
+        machine: the name of its machine; "" for this one.
         pid: its process, on the machine where it is, or None while it starts and after it has ended.
         state: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` (SIGSTOP) or ``ended``; of a pool also
             ``idle``.
@@ -37,6 +38,7 @@ class RankStatus:
     rank: int
     pid: int | None
     state: str
+    machine: str = ""
     exitcode: int | None = None
     device: str = ""
     memory: int = 0
@@ -63,7 +65,10 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
     held = RankMemory()
     with contextlib.suppress(ValueError):  # it has just ended, and its page was closed
         held = rank.handle.page.read().held
-    return RankStatus(rank=rank.rank, pid=rank.handle.pid, device=device, memory=memory, state=state, held=held)
+    handle = rank.handle
+    return RankStatus(
+        rank=rank.rank, machine=handle.machine, pid=handle.pid, device=device, memory=memory, state=state, held=held
+    )
 
 
 def locate_ranks(

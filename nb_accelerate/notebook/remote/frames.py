@@ -10,6 +10,7 @@ A host writes `MAGIC` before its first frame. What comes before that is what a l
 from __future__ import annotations
 
 import enum
+import json
 import os
 import stat
 import struct
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 from nb_accelerate.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 MAGIC = b"\n--nb-accelerate-host 1--\n"
 """Comes before the first frame of a host. The number is the version of what follows."""
@@ -42,10 +43,6 @@ _HEADER = struct.Struct("!BiQ")
 
 BEAT = struct.Struct("!d")
 NUMBER = struct.Struct("!Q")
-
-_COUNT = struct.Struct("!B")
-_DESCRIPTOR = struct.Struct("!BQ")
-_PIECE = struct.Struct("!II")
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 """A piece of what is sent, which is not copied."""
@@ -77,7 +74,7 @@ class Kind(enum.IntEnum):
     POKE = 9
     """To the host: bytes for the socket over which a rank is asked for its stack or line."""
     MESSAGE = 10
-    """Both ways: a pickled message, passed on untouched, behind its descriptors: see `pack_message`."""
+    """Both ways: a pickled message, passed on untouched, behind its descriptors: see `notebook.remote.segments`."""
     HAND_ON = 11
     """From the host: what a rank has printed before the messages that have come, has come too."""
     SEGMENT = 12
@@ -91,7 +88,7 @@ class Kind(enum.IntEnum):
     STACKS = 16
     """From the host: what a rank has written about its stack."""
     PAGE = 17
-    """Both ways: changed pieces of the progress page of a rank; see `pack_pieces`."""
+    """Both ways: changed pieces of the progress page of a rank; see `notebook.remote.mirror`."""
     END = 18
     """From the host: a rank has ended, as JSON: its ``exitcode`` or null, and why that is not known (``lost``). It is
     the last frame about this rank."""
@@ -156,6 +153,7 @@ class FrameParser:
     Attributes:
         preamble: the last bytes before `MAGIC`.
         is_open: whether `MAGIC` has come.
+        heard: bytes that have been received.
     """
 
     def __init__(
@@ -163,6 +161,7 @@ class FrameParser:
     ) -> None:
         self.preamble = b""
         self.is_open = not has_preamble
+        self.heard = 0
         self._seal = seal
         self._data = bytearray()
         self._missing = memoryview(b"")  # the part of `_data` that is still to come, of a long frame
@@ -175,6 +174,11 @@ class FrameParser:
         Raises:
             BlockingIOError: there is nothing yet.
         """
+        size = self._receive(fd)
+        self.heard += size
+        return size
+
+    def _receive(self, fd: int) -> int:
         if self._file_left and can_splice(fd):
             moved = os.splice(fd, self._file, min(self._file_left, _LONG_READ))
             self._file_left -= moved
@@ -263,49 +267,11 @@ class FrameParser:
         self.is_open = True
 
 
-class Descriptor(NamedTuple):
-    """What a descriptor of a message is at the other end of a stream.
-
-    Attributes:
-        kind: `SEGMENT` or `LISTENER`.
-        number: of the segment.
-    """
-
-    kind: int
-    number: int
-
-
-SEGMENT, LISTENER = range(2)
-"""A file with the same content, or the socket on which the host was told to listen."""
-
-
-def pack_message(descriptors: Sequence[Descriptor]) -> bytes:
-    """Return what comes before a pickled message in its frame."""
-    return _COUNT.pack(len(descriptors)) + b"".join(_DESCRIPTOR.pack(*one) for one in descriptors)
-
-
-def unpack_message(body: bytes) -> tuple[list[Descriptor], bytes]:
-    """Return the descriptors of a message, and the message, still pickled."""
-    (count,) = _COUNT.unpack_from(body)
-    end = _COUNT.size + count * _DESCRIPTOR.size
-    found = [Descriptor(*one) for one in _DESCRIPTOR.iter_unpack(body[_COUNT.size : end])]
-    return found, body[end:]
-
-
-def pack_pieces(pieces: Iterable[tuple[int, Bytes]]) -> bytes:
-    """Return pieces of a memory, each with its place, in the order in which they are to be written."""
-    return b"".join(_PIECE.pack(at, len(data)) + data for at, data in pieces)
-
-
-def unpack_pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield what `pack_pieces` was given."""
-    at = 0
-    while at < len(body):
-        place, length = _PIECE.unpack_from(body, at)
-        at += _PIECE.size + length
-        yield place, body[at - length : at]
-
-
 def can_splice(fd: int) -> bool:
     """Return whether what goes through a descriptor can be moved to and from a file without being copied here."""
     return hasattr(os, "splice") and stat.S_ISFIFO(os.fstat(fd).st_mode)
+
+
+def as_json(value: object) -> bytes:
+    """Return the body of a frame that is JSON."""
+    return json.dumps(value).encode()

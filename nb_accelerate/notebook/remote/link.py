@@ -17,17 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.remote.frames import (
-    BEAT,
-    MACHINE,
-    SEGMENT,
-    Descriptor,
-    FrameParser,
-    Kind,
-    LinkError,
-)
+from nb_accelerate.notebook.remote import sender
+from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, FrameParser, Kind, LinkError, as_json
 from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
-from nb_accelerate.notebook.remote.sender import BEAT_INTERVAL, FrameSender
+from nb_accelerate.notebook.remote.sender import FrameSender, Silence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,15 +30,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.remote.streams import Stream
 
 logger = logging.getLogger(__name__)
-
-SILENCE_LIMIT = 15.0
-"""Seconds without any frame, after the first one, after which a machine is lost."""
-
-_CHUNK = 1 << 20
-"""Bytes that are read at once, at most. Other machines get their turn then."""
-
-_LARGE_READ = 1 << 13
-"""Bytes; see `notebook.ranks.piped`."""
 
 _CHECK_INTERVAL = 0.1
 """Seconds between two calls of what `Link.ask` is to check meanwhile."""
@@ -79,20 +63,19 @@ class Link:
         self._stream = stream
         self.received = ReceivedSegments()
         self._parser = FrameParser(stream.seal, has_preamble=True, file_of=self.received.file_of)
+        self._silence = Silence(self._parser, stream.reads)
         self._handles: dict[int, TakesFrames] = {}
         self._keys, self._questions = itertools.count(), itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
         self._callbacks: dict[int, Callable[[dict[str, Any]], object]] = {}
         self._answered = threading.Condition()
         self._sources: Sources | None = None
-        self._heard = True
-        self._silent_beats = 0
         self._is_closed = False
         with interrupts_later():
             os.set_blocking(stream.reads, False)
             self._bell_read, self._bell_write = os.pipe()
             self._sender = FrameSender(stream.writes, stream.seal, on_beat=self._beat, on_failure=self._cannot_send)
-            self._segments = SentSegments(self._sender)
+            self.sent = SentSegments(self._sender)
             self._sender.start()
 
     # Before and beside the loop that reads it.
@@ -133,7 +116,7 @@ class Link:
         """Ask the host something, and have `then` called with the answer, where it is read. Returns a number for it."""
         number = next(self._questions)
         self._callbacks[number] = then
-        self.send(Kind.ASK, MACHINE, _json({"number": number, "what": what, **arguments}), urgent=True)
+        self.send(Kind.ASK, MACHINE, as_json({"number": number, "what": what, **arguments}), urgent=True)
         return number
 
     def _read_until(self, is_there: Callable[[], bool], seconds: float, check: Callable[[], object]) -> None:
@@ -164,7 +147,7 @@ class Link:
         key = next(self._keys)
         self._handles[key] = handle
         if not self.lost:
-            self.send(Kind.START, key, _json(how), urgent=True)
+            self.send(Kind.START, key, as_json(how), urgent=True)
         return key
 
     def forget(self, key: int) -> None:
@@ -204,10 +187,6 @@ class Link:
             raise BrokenPipeError(self.lost)
         self._sender.send(kind, rank, *parts, urgent=urgent)
 
-    def descriptor(self, fd: int) -> Descriptor:
-        """Have the content of a file be at the other end, for a message that is sent next."""
-        return Descriptor(SEGMENT, self._segments.number_of(fd))
-
     # What comes.
 
     def _read(self) -> None:
@@ -220,7 +199,6 @@ class Link:
         if not size:
             self._lose(self._stream.why_ended() or "its connection has ended")
             return
-        self._heard = True
         try:
             for frame in self._parser:
                 self._take(frame)
@@ -229,8 +207,8 @@ class Link:
 
     def _take(self, frame: Frame) -> None:
         if frame.rank != MACHINE:
-            if self._sources is not None and frame.kind == Kind.STDOUT and len(frame.body) < _LARGE_READ:
-                self._sources.has_read_little = True
+            if self._sources is not None and frame.kind == Kind.STDOUT:
+                self._sources.has_read(len(frame.body))
             if handle := self._handles.get(frame.rank):
                 handle.take(frame)
         elif frame.kind == Kind.BEAT:
@@ -255,7 +233,6 @@ class Link:
         if self.lost:
             return
         self.lost = f"{'is lost' if self.hello else 'cannot be reached'}: {why}"
-        logger.info("machine %s %s", self.name, self.lost)
         if self._sources is not None:
             self._sources.drop(self._stream.reads)
         self._sender.close(drop=True)
@@ -266,17 +243,15 @@ class Link:
 
     # The thread that sends.
 
-    def _beat(self) -> None:
-        """Count beats without a frame, unless there is one that nobody has read: then this process is the slow one."""
-        self._segments.drop_unused()
-        poll = select.poll()
-        poll.register(self._stream.reads, select.POLLIN)
-        if self._heard or not self._parser.is_open or poll.poll(0):
-            self._heard, self._silent_beats = False, 0
-            return
-        self._silent_beats += 1
-        if self._silent_beats * BEAT_INTERVAL >= SILENCE_LIMIT:
-            self._ring(f"nothing was heard of it for {SILENCE_LIMIT:g} s: it is down, suspended or without network")
+    def _beat(self) -> bool:
+        """Return whether to send one: none before the host has begun to speak, since a terminal would print it."""
+        self.sent.drop_unused()
+        if self._silence.is_too_long():
+            why = "it is down, suspended or without network"
+            if not self.hello:  # but the line before its first frame has come
+                why = "the command keeps back what ends no line, as srun does without -u"
+            self._ring(f"nothing was heard of it for {sender.SILENCE_LIMIT:g} s: {why}")
+        return self._parser.is_open
 
     def _cannot_send(self, _: str, error: BaseException) -> None:
         if not isinstance(error, OSError):
@@ -306,7 +281,7 @@ class Link:
                 self.lost = "was closed"
                 self._stream.close()
             self._is_closed = True
-            self._segments.close()
+            self.sent.close()
             self.received.close()
             os.close(self._bell_read)
             os.close(self._bell_write)
@@ -317,7 +292,7 @@ class Link:
         poll.register(self._stream.reads, select.POLLIN)
         while poll.poll(_CLOSE_TIMEOUT * 1000):
             try:
-                if not os.read(self._stream.reads, _CHUNK):
+                if not os.read(self._stream.reads, 1 << 20):
                     return
             except OSError:
                 return
@@ -325,7 +300,3 @@ class Link:
 
 _CLOSE_TIMEOUT = 6.0
 """Seconds for a host to end, longer than the time it gives its server."""
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value).encode()

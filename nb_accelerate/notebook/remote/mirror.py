@@ -18,7 +18,9 @@ from typing_extensions import override
 from nb_accelerate.base.progress_page import PageReader, layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+
+    from nb_accelerate.notebook.remote.frames import Bytes
 
     Pieces = Iterable[tuple[int, bytes]]
     """Bytes, each with its place on a page, in the order in which they are to be written."""
@@ -28,6 +30,23 @@ _BLOCK = 256
 
 _BAR_TIMES = struct.Struct("=dd")
 _BAR_TIMES_AT = struct.calcsize("=qqdd")
+
+
+_PIECE = struct.Struct("!II")
+
+
+def pack_pieces(pieces: Iterable[tuple[int, Bytes]]) -> bytes:
+    """Return pieces of a memory, each with its place, in the order in which they are to be written."""
+    return b"".join(_PIECE.pack(at, len(data)) + data for at, data in pieces)
+
+
+def unpack_pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield what `pack_pieces` was given."""
+    at = 0
+    while at < len(body):
+        place, length = _PIECE.unpack_from(body, at)
+        at += _PIECE.size + length
+        yield place, body[at - length : at]
 
 
 class PageWatch:

@@ -18,17 +18,9 @@ from nb_accelerate.notebook.protocol.channel import Received
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.handle import RankHandle
-from nb_accelerate.notebook.remote.frames import (
-    LISTENER,
-    NUMBER,
-    Descriptor,
-    Kind,
-    pack_message,
-    pack_pieces,
-    unpack_message,
-    unpack_pieces,
-)
-from nb_accelerate.notebook.remote.mirror import PageMirror
+from nb_accelerate.notebook.remote.frames import NUMBER, Kind
+from nb_accelerate.notebook.remote.mirror import PageMirror, pack_pieces, unpack_pieces
+from nb_accelerate.notebook.remote.segments import LISTENER, pack_message, unpack_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,9 +30,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.sources import Sources
     from nb_accelerate.notebook.remote.frames import Frame
     from nb_accelerate.notebook.remote.link import Link
-
-LISTENER_OF_HOST = -2
-"""Among the descriptors of a message: the socket on which its host was told to listen."""
 
 _KILL_TIMEOUT = 30.0
 """Seconds from SIGKILL until the host must have reported the end of a rank. It gives up sooner, and says so."""
@@ -58,15 +47,14 @@ class RemoteRank(RankHandle):
     """
 
     page: PageMirror
-    is_here = False
 
     def __init__(self, link: Link, rank: int, *, local_rank: int, **how: Any) -> None:
         self.link = link
+        self.machine = link.name
         self.rank = rank
         self.local_rank = local_rank
         self.mark = new_mark()
         self.page = PageMirror(self._send_page)
-        self._sources: Sources | None = None
         self._events: RankEvents | None = None
         self._early: list[Frame] = []
         self._facts: dict[str, Any] = {}
@@ -111,8 +99,8 @@ class RemoteRank(RankHandle):
             self._end(None, why)
 
     def _take_message(self, events: RankEvents, body: bytes) -> None:
-        descriptors, pickled = unpack_message(body)
-        fds = tuple(self.link.received.pop(number) for _, number in descriptors)
+        numbers, pickled = unpack_message(body)
+        fds = tuple(map(self.link.received.pop, numbers))
         if not self._is_readable:
             for fd in fds:
                 os.close(fd)
@@ -149,7 +137,7 @@ class RemoteRank(RankHandle):
 
     @override
     def connect(self, sources: Sources, events: RankEvents) -> None:
-        self._sources, self._events = sources, events
+        self._events = events
         self.link.attach(sources)
         early, self._early = self._early, []
         for frame in early:
@@ -174,9 +162,8 @@ class RemoteRank(RankHandle):
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         if self.ended:
             raise BrokenPipeError(self.lost)
-        held = Descriptor(LISTENER, 0)
-        descriptors = pack_message([held if fd == LISTENER_OF_HOST else self.link.descriptor(fd) for fd in fds])
-        self.link.send(Kind.MESSAGE, self._key, descriptors, pickle.dumps(message, protocol=5))
+        numbers = [fd if fd == LISTENER else self.link.sent.number_of(fd) for fd in fds]
+        self.link.send(Kind.MESSAGE, self._key, pack_message(numbers), pickle.dumps(message, protocol=5))
 
     @override
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
@@ -240,7 +227,6 @@ class RemoteRank(RankHandle):
     @override
     def close(self) -> None:
         self.disconnect()
-        self._sources = None
         if not self._is_closed:
             self._is_closed = True
             self.page.close()

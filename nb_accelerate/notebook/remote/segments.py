@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import struct
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,28 @@ from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.remote.frames import MACHINE, NUMBER, Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nb_accelerate.notebook.remote.sender import FrameSender
+
+
+LISTENER = -2
+"""In the place of a descriptor, and of the number of its segment: the socket on which the host was told to listen."""
+
+_COUNT = struct.Struct("!B")
+_NUMBER = struct.Struct("!q")
+
+
+def pack_message(numbers: Sequence[int]) -> bytes:
+    """Return what comes before a pickled message in its frame: the segments with the contents of its descriptors."""
+    return _COUNT.pack(len(numbers)) + b"".join(map(_NUMBER.pack, numbers))
+
+
+def unpack_message(body: bytes) -> tuple[list[int], bytes]:
+    """Return the numbers of a message's segments, and the message, still pickled."""
+    (count,) = _COUNT.unpack_from(body)
+    end = _COUNT.size + count * _NUMBER.size
+    return [number for (number,) in _NUMBER.iter_unpack(body[_COUNT.size : end])], body[end:]
 
 
 class SentSegments:

@@ -17,10 +17,13 @@ from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, NUMBER, FrameWri
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.notebook.remote.frames import Bytes, Seal
+    from nb_accelerate.notebook.remote.frames import Bytes, FrameParser, Seal
 
 BEAT_INTERVAL = 1.0
 """Seconds between two beats."""
+
+SILENCE_LIMIT = 15.0
+"""Seconds without a frame, after the first one, after which the other end is lost."""
 
 _PIECE = 1 << 20
 """Bytes of a segment in one frame. What is urgent waits for no more than that."""
@@ -33,6 +36,25 @@ _MOST_PIECES = 16
 
 _CLOSE_TIMEOUT = 2.0
 """Seconds in which `close` waits for what is still to be sent."""
+
+
+class Silence:
+    """Counts beats in which nothing was heard of the other end, from when its first frame has come.
+
+    What nobody has read yet was heard: then this process is the slow one.
+    """
+
+    def __init__(self, parser: FrameParser, fd: int) -> None:
+        self._parser = parser
+        self._heard = self._beats = 0
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def is_too_long(self) -> bool:
+        """Count a beat, and return whether there were too many."""
+        before, self._heard = self._heard, self._parser.heard if self._parser.is_open else 0
+        self._beats = self._beats + 1 if 0 < before == self._heard and not self._poll.poll(0) else 0
+        return self._beats * BEAT_INTERVAL >= SILENCE_LIMIT
 
 
 class _Queued(NamedTuple):
@@ -48,7 +70,7 @@ class FrameSender:
 
     Args:
         fd: where to; it stays the caller's.
-        on_beat: called at each beat, in the thread, also while nothing can be written.
+        on_beat: called each second, in the thread, also while nothing can be written. Returns whether to send a beat.
         on_failure: takes the error after which nothing can be sent any more.
 
     Attributes:
@@ -61,7 +83,7 @@ class FrameSender:
         seal: Seal | None,
         *,
         preamble: bytes = b"",
-        on_beat: Callable[[], object],
+        on_beat: Callable[[], bool],
         on_failure: Callable[[str, BaseException], object],
     ) -> None:
         os.set_blocking(fd, False)
@@ -137,9 +159,9 @@ class FrameSender:
             while not self._is_dropped:
                 now = time.monotonic()
                 if now >= self._beat_due:
-                    self._beat_due = now + BEAT_INTERVAL
-                    self._on_beat()
-                    return _Queued(Kind.BEAT, MACHINE, (BEAT.pack(now),))
+                    self._beat_due = max(self._beat_due + BEAT_INTERVAL, now)  # late on a busy machine, but never later
+                    if self._on_beat():
+                        return _Queued(Kind.BEAT, MACHINE, (BEAT.pack(now),))
                 if self._urgent or self._queue:
                     return (self._urgent or self._queue).popleft()
                 if self._is_closed:

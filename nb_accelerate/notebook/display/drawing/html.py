@@ -45,7 +45,7 @@ _OF_TOTAL = re.compile(r"^\S+ / (.+)$")
 _LEAST = {"step": 7.5, "epoch": 5.5}
 """Characters for which columns have room before totals are known: ``100 / 100``, ``10 / 10``."""
 
-_OF_EACH = ("loss", "memory", "gpu")
+_OF_EACH = ("loss", "memory", "gpu", "machine")
 """Figures in which ranks that are in step differ."""
 
 
@@ -154,7 +154,7 @@ def _each(view: View) -> str:
     names = [name for name in _OF_EACH if any(getattr(row, name) for row in view.each)]
     if not names:
         return ""
-    head = "\t".join(["rank", *(dict(FIGURES)[name] for name in names)])
+    head = "\t".join(["rank", *(dict(FIGURES).get(name, name) for name in names)])
     kind = "nba-lines" if any(row.now for row in view.each) else "nba-lines nba-many"
     usual = ("", view.rows[0].said)
     lines = [
@@ -204,8 +204,9 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool) -> st
     if row.kind == "bad" and not (is_finite or failed or row.now == "failed"):
         kind += " nba-runs"  # it is the loss that is bad, not what the rank does
     bar = _bar(row) if has_bar else ""
+    machine = _title(row.machine and f"on {row.machine}")
     return (
-        f'<tr{_class(kind)}><td class="nba-rank">{row.ranks}</td>{bar}{cells}'
+        f'<tr{_class(kind)}><td class="nba-rank"{machine}>{row.ranks}</td>{bar}{cells}'
         f'<td class="nba-now"><div title="{escape(row.said)}">{_now(row)}</div></td></tr>'
     )
 

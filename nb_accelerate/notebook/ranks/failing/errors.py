@@ -21,7 +21,6 @@ from nb_accelerate.notebook.diagnostics.render import place, render_report
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.same_failure import (
-    failed_alike,
     failed_otherwise,
     interrupted_at,
     lost_as_well,
@@ -87,10 +86,10 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     if cause.failure is not None and cause.rank is not None:
         failure, fds = cause.failure
         request.take(cause.rank.rank)
-        error = rebuild(cause.rank.rank, failure, fds, cause.tail, who=wording.run)
+        error = rebuild(cause.rank.rank, failure, fds, cause.tail, who=wording.run or f"rank {cause.rank.called}")
         _add_stacks(error, stacks)
         footer = "\n".join(filter(None, (cause.memory, *failed_otherwise(cause, request.incidents), *lost)))
-        title = wording.run or whose(failed_alike(cause, request.incidents), world_size)
+        title = whose(cause, request)
         show_traceback_of_rank(error, failure.report, title, world_size, footer)
         return error
     error = _error_without_report(cause, request, stacks)
@@ -128,8 +127,8 @@ def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
 def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: bool = False) -> LaunchError:
     """Return the error about a rank that has ended, or is of no use any more, with its last output."""
     number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
-    who = wording.run or f"rank {number}"
-    said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
+    who = wording.run or f"rank {rank.called}"
+    said = f"\nIts last output was:\n{tail.rstrip()}" if tail.strip() else ""
     if rank.why_lost:
         error = wording.unusable(f"{who} is lost: {rank.why_lost}{after}.{said}")
         error.__cause__ = rank.lost_by
@@ -158,13 +157,12 @@ def signal_name(number: int) -> str:
     return f"{name} ({meaning})" if meaning and meaning != "unknown signal" else name
 
 
-def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str, *, who: str = "") -> BaseException:
+def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str, *, who: str) -> BaseException:
     """Return the exception that a rank has answered with; a `RemoteError` if it cannot be unpickled here.
 
     Users' code may run in it. The descriptors are closed.
     """
     report = failure.report
-    who = who or f"rank {rank}"
     if report.type_name == "SystemExit" and failure.result_of_call:
         code = int(report.message) if _EXIT_CODE.fullmatch(report.message) else 1
         text = f"{who} called sys.exit({report.message}), before the function returned."
@@ -216,7 +214,7 @@ def show_traceback_of_rank(error: BaseException, report: ErrorReport, title: str
     vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title), who))
     show_instead(error, functools.partial(_lines, error, report, title, footer))
     with contextlib.suppress(Exception):  # types with slots cannot have it, or refuse
-        error._nb_ranks = title.removesuffix(f" of {world_size}")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
+        error._nb_ranks = title.replace(f" of {world_size}", "")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
 
 
 def _place_of_import(error: BaseException, report: ErrorReport) -> str:
@@ -235,8 +233,8 @@ def said_of(cause: Incident, request: Request) -> str:
     if cause.kind is IncidentKind.INTERRUPTED:
         return f"{request.wording.what} was {cause.how}"
     if cause.failure is not None:
-        title = request.wording.run or whose(failed_alike(cause, request.incidents), request.world_size)
-        return f"{title.removesuffix(f' of {request.world_size}')} failed: {one_line(cause.failure[0].report)}"
+        title = whose(cause, request).replace(f" of {request.world_size}", "")
+        return f"{title} failed: {one_line(cause.failure[0].report)}"
     if cause.error is not None:
         return summary(cause.error)
     if cause.rank is not None:

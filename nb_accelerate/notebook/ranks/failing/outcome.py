@@ -49,7 +49,7 @@ def outcome_of(
         return "failed", FailureSummary(ranks=ranks, what=what)
     # A rank has answered with an exception.
     report = cause.failure[0].report
-    title = request.wording.run or whose(list(ranks), request.world_size)
+    title = whose(cause, request)
     details = "" if request.is_raised else render_report(report, title=title)
     what = "out of memory" if says_out_of_memory(report.type_name, report.message) else report.type_name
     return "failed", FailureSummary(ranks=ranks, what=what, label=f"traceback of {title}", details=details)

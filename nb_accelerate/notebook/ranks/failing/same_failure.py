@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label, named
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.messages import ErrorReport, Frame
     from nb_accelerate.notebook.ranks.failing.incidents import Answer, Incident
+    from nb_accelerate.notebook.ranks.proxy import RankProxy
+    from nb_accelerate.notebook.ranks.request import Request
 
 _MAX_OTHERS = 3
 """Ranks whose failures are told beside the first one."""
@@ -26,7 +27,7 @@ def failed_alike(cause: Incident, incidents: Iterable[Incident]) -> list[int]:
     if cause.failure is None:
         return [] if cause.rank is None else [cause.rank.rank]
     report = cause.failure[0].report
-    return sorted({rank for rank, other in _reports(incidents) if _is_same(other, report)})
+    return sorted({rank.rank for rank, other in _reports(incidents) if _is_same(other, report)})
 
 
 def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
@@ -36,19 +37,19 @@ def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str
     report = cause.failure[0].report
     others = [(rank, other) for rank, other in _reports(incidents) if not _is_same(other, report)]
     return [
-        f"Rank {rank} failed as well: {one_line(other)}"
-        for rank, other in sorted(others, key=itemgetter(0))[:_MAX_OTHERS]
+        f"Rank {rank.called} failed as well: {one_line(other)}"
+        for rank, other in sorted(others, key=lambda one: one[0].rank)[:_MAX_OTHERS]
     ]
 
 
 def lost_as_well(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
     """Return a line for each rank that is of no use any more, although its process did not end by itself."""
     lost = {
-        incident.rank.rank: incident.rank.why_lost
+        incident.rank.rank: incident.rank
         for incident in incidents
         if incident.rank is not None and incident is not cause
     }
-    return [f"Rank {rank} is lost: {why}." for rank, why in sorted(lost.items()) if why]
+    return [f"Rank {rank.called} is lost: {rank.why_lost}." for _, rank in sorted(lost.items()) if rank.why_lost]
 
 
 def _is_same(report: ErrorReport, other: ErrorReport) -> bool:
@@ -67,11 +68,13 @@ def _users_frames(report: ErrorReport) -> list[Frame]:
     return [frame for frame in report.frames if is_users(frame.filename)]
 
 
-def whose(ranks: list[int], world_size: int) -> str:
-    """Return ``rank 1 of 4``, ``ranks 0, 2 of 4`` or ``all 4 ranks``."""
-    if len(ranks) == world_size > 1:
-        return f"all {world_size} ranks"
-    return f"{label(ranks)} of {world_size}"
+def whose(cause: Incident, request: Request) -> str:
+    """Return who raised `cause`: ``rank 1 of 4``, ``ranks 2-3 of 4 on b`` or ``all 4 ranks``; or the run of a sweep."""
+    ranks, world_size = failed_alike(cause, request.incidents), request.world_size
+    if request.wording.run or len(ranks) == world_size > 1:
+        return request.wording.run or f"all {world_size} ranks"
+    machines = {rank.handle.machine for rank in request.ranks if rank.rank in ranks} - {""}
+    return f"{label(ranks)} of {world_size}{f' on {machines.pop()}' if len(machines) == 1 else ''}"
 
 
 def one_line(report: ErrorReport) -> str:
@@ -109,9 +112,9 @@ def _lines(places: Mapping[int, str], before: str = "") -> str:
     return "\n".join(line[:1].upper() + line[1:] for line in lines)
 
 
-def _reports(incidents: Iterable[Incident]) -> list[tuple[int, ErrorReport]]:
+def _reports(incidents: Iterable[Incident]) -> list[tuple[RankProxy, ErrorReport]]:
     return [
-        (incident.rank.rank, incident.failure[0].report)
+        (incident.rank, incident.failure[0].report)
         for incident in incidents
         if incident.rank is not None
         and incident.failure is not None
