@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from fixtures.engines import Machines
-from with_ray.conftest import NODES
+from fixtures.ray_nodes import NODES
 
 from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.errors import LaunchError, StartError
