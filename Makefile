@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-places test-deepspeed test-trainers test-ray test-xla package docs notebooks picture screenshots
-.PHONY: soak lint format bench bench-deepspeed clean
+.PHONY: soak lint format bench bench-deepspeed bench-ray clean
 
 help: ## Show this list
 	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<17}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
@@ -103,6 +103,9 @@ bench: $(RIVALS) ## Measure; prints ratios taken within one run
 
 bench-deepspeed: $(WITH_DEEPSPEED)/ready ## Measure what is added to a step of DeepSpeed, in an environment with it
 	@$(WITH_DEEPSPEED)/bin/python tests/benchmarks/run.py deepspeed
+
+bench-ray: $(WITH_RAY)/ready ## Measure cells on Ray beside a pool here and bare actors, in an environment with it
+	@$(WITH_RAY)/bin/python tests/benchmarks/run.py ray
 
 clean: ## Remove .venv, build/ and caches
 	rm -rf $(VENV) $(WITH_DEEPSPEED) $(WITH_TRAINERS) $(WITH_RAY) $(XLA) .venv-places .venv-uv $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -57,11 +57,11 @@ def run(pool: Pool, text: str, sink: Sink | None = None, **variables: Any) -> fl
     return time.perf_counter() - began
 
 
-def started(name: str) -> tuple[float, Pool]:
+def started(options: PoolOptions) -> tuple[float, Pool]:
     """Start a pool, and run a cell; returns the seconds, and the pool."""
     began = time.perf_counter()
     pool = Pool()
-    pool.start(OPTIONS[name])
+    pool.start(options)
     run(pool, FIRST)
     return time.perf_counter() - began, pool
 
@@ -100,10 +100,10 @@ def measure() -> Iterator[str]:
     pools = {}
     copies = []
     for is_last in (False, False, True):
-        for name in OPTIONS:
+        for name, options in OPTIONS.items():
             if not pools:  # the ranks of a pool here end with what is kept warm
                 servers.close_warm_server()
-            seconds, pool = started(name)
+            seconds, pool = started(options)
             taken[name]["start and first cell"].append(seconds)
             if is_last:
                 pools[name] = pool

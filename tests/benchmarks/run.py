@@ -18,7 +18,7 @@ import page
 
 SUBJECTS = sorted(file.stem.removeprefix("bench_") for file in Path(__file__).parent.glob("bench_*.py"))
 
-ELSEWHERE = {"deepspeed", "xla"}
+ELSEWHERE = {"deepspeed", "ray", "xla"}
 """Subjects that are measured in environments of their own; they say how when they are asked for."""
 
 

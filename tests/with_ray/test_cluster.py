@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from fixtures.engines import Machines
-from with_ray.conftest import NODES
+from fixtures.ray_nodes import NODES
 
 from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.errors import LaunchError, StartError
@@ -118,9 +118,7 @@ def test_nobody_listens_once_all_hosts_have_come_and_none_is_taken_twice(cluster
         assert [engine.address(machine) for machine in machines] == list(NODES)
         listener = engine._listener
         assert listener is not None
-        first = engine.start(machines[0], [*options.python, *HOST])
-        socket.create_connection((listener.address, listener.port)).close()  # it listens for the second one
-        second = engine.start(machines[1], [*options.python, *HOST])
+        first, second = (engine.start(machine, [*options.python, *HOST]) for machine in machines)
         listener._thread.join(10)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((listener.address, listener.port))

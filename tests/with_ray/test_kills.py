@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 from fixtures.engines import Machines
-from with_ray.conftest import NODES
+from fixtures.ray_nodes import NODES
 from with_ray.test_cluster import actors
 
 from nb_accelerate.errors import PoolError

@@ -36,14 +36,16 @@ def test_a_launch_is_quiet_and_listens_on_loopback_only_and_leaves_nothing(
     others = listening()
     folders = set(Path("/tmp").glob("nb-ray-*"))
 
-    def train() -> tuple[int, set[tuple[Any, ...]]]:
+    def train() -> tuple[int, int, set[tuple[Any, ...]]]:
         found = psutil.net_connections("tcp")
-        return int(os.environ["RANK"]), {tuple(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
+        places = {tuple(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
+        return int(os.environ["RANK"]), psutil.Process().nice(), places
 
     values = notebook_launcher(train, num_processes=3, progress="off")
     close()
-    assert [rank for rank, _ in values] == [0, 1, 2]  # more than there are cores: nobody else is to get them
-    during = set.union(*(places for _, places in values)) - others
+    assert [rank for rank, *_ in values] == [0, 1, 2]  # more than there are cores: nobody else is to get them
+    assert {nice for _, nice, _ in values} == {psutil.Process().nice()}
+    during = set.union(*(places for *_, places in values)) - others
     assert during
     assert {address.removeprefix("::ffff:") for address, _ in during} == {"127.0.0.1"}
     assert capfd.readouterr() == ("", "")

@@ -61,7 +61,9 @@ class PageReader:
 
     def want_rows(self, wanted: bool) -> None:
         """Ask for progress bars in a panel, or as text; see `base.progress_page.ProgressPage.wants_rows`."""
-        self.write([(8 * layout.ROWS_WANTED, layout.WORD.pack(wanted))])
+        word, place = layout.WORD.pack(wanted), 8 * layout.ROWS_WANTED
+        if self._memory[place : place + len(word)] != word:  # a page of another machine is not sent it for each cell
+            self.write([(place, word)])
 
     def interrupt(self, number: int, count: int) -> None:
         """Say which call or cell SIGINT is meant for; `count` is another one each time."""

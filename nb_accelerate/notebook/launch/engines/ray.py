@@ -44,6 +44,8 @@ _LOOPBACK_ONLY = {
     "RAY_AUTH_MODE": "token",
     # Seconds; by default 30, which a busy machine may take.
     "RAY_raylet_start_wait_time_s": "120",
+    # By default 15, with which ranks get little of a machine on which something else runs, the kernel for one.
+    "RAY_worker_niceness": "0",
 }
 """For a cluster of this machine alone."""
 
@@ -64,6 +66,7 @@ class RayEngine(Engine):
         self._driver: _Driver | None = None
         self._listener: Listener | None = None
         self._addresses: dict[str, str] = {}
+        self._ended: list[futures.Future[str]] = []
 
     @override
     def machines(self, num_ranks: int | None = None) -> Sequence[Machine]:
@@ -78,14 +81,12 @@ class RayEngine(Engine):
         assert self._driver is not None
         assert self._listener is not None
         listener, number = self._listener, list(self._addresses).index(machine.name)
-        arguments = [
-            *command[len(self.options.python) :],
-            "--connect",
-            listener.address,
-            str(listener.port),
-            str(number),
-        ]
-        ended = self._driver.start(number, arguments, listener.secret)
+        if not self._ended:  # all hosts at once: each takes a second or more
+            where = "--connect", listener.address, str(listener.port)
+            arguments = [*command[len(self.options.python) :], *where]
+            numbers = range(len(self._addresses))
+            self._ended = [self._driver.start(one, [*arguments, str(one)], listener.secret) for one in numbers]
+        ended = self._ended[number]
         came = listener.came[number]
         both: tuple[futures.Future[Any], ...] = (came, ended)
         futures.wait(both, timeout=_CONNECT_TIMEOUT, return_when=futures.FIRST_COMPLETED)
