@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from fixtures.kernels import WAIT_FOR_SERVER
 
 if TYPE_CHECKING:
     from browser.conftest import OpenNotebook
@@ -43,7 +44,7 @@ _SVG = "document.querySelectorAll('.jp-Notebook .jp-Cell')[2]?.querySelector('de
 
 
 def test_a_chart_opens_and_stays_open(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([SETUP, *RUNS, "runs()", "runs().plot()"])
+    notebook = open_notebook([SETUP + WAIT_FOR_SERVER, *RUNS, "runs()", "runs().plot()"])
     notebook.run(0)
     notebook.wait_until_done(90)
     notebook.run(1)

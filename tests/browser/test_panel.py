@@ -10,6 +10,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+from fixtures.kernels import WAIT_FOR_SERVER
 from fixtures.leaks import name_of
 
 from browser.notebook import IDLE
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.limit(240)]
 
-SETUP = """
+TRAIN = """
 import time
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ def train(steps=100, epochs=1, pause=0.04, slow=None, stuck=None, wrong=None):
             time.sleep(pause)
     return rank
 """
+SETUP = TRAIN + WAIT_FOR_SERVER
 
 
 def launch(ranks: int, **arguments: object) -> str:
@@ -188,7 +190,7 @@ ONE_OF_64_IS_SLOW = """() => {
 
 def test_of_64_ranks_one_sees_how_all_are_and_who_is_slow(open_notebook: OpenNotebook) -> None:
     # What DistributedDataParallel imports takes a second: forked ranks have it from here.
-    setup = SETUP + "\nimport torch._dynamo\n"
+    setup = TRAIN + "\nimport torch._dynamo\n"
     cell = launch(64, steps=20, pause=0.25, slow=20).replace(")", ", start_method='fork');")
     notebook = open_notebook([setup, cell])
     notebook.run(0)

@@ -137,22 +137,6 @@ def _said(cell: nbformat.NotebookNode) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
-def test_the_quickstart_learns_the_digits_on_two_ranks_and_counts_each_held_out_image_once():
-    values = values_of(
-        NOTEBOOKS / "00_quickstart.ipynb",
-        ranks="len(results)",
-        accuracies="[history[-1]['accuracy'] for history in results]",
-        evaluated="[epoch['evaluated'] for history in results for epoch in history]",
-    )
-    assert values["ranks"] == 2
-    assert set(values["evaluated"]) == {360}
-    first, second = values["accuracies"]
-    assert first == second >= 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.limit(240)
-@pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_a_run_that_is_killed_goes_on_and_its_losses_are_those_of_the_undisturbed_one():
     values = values_of(
         NOTEBOOKS / "02_checkpoints.ipynb",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fixtures.limits import PATIENCE
 from packaging.requirements import Requirement
 from structure.layers import imports_of
 
@@ -154,8 +155,8 @@ def test_the_source_distribution_passes_tests_of_its_own(distributions: Distribu
     (root,) = tmp_path.iterdir()
     tests = ["test_repo.py", "test_readme.py", "test_contributing.py", "test_layers.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--basetemp", str(tmp_path / "inner")]
-    command += ["-k", "not sessions", *(f"tests/structure/{name}" for name in tests)]  # which start a kernel
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    command += ["-k", "not run_as_cells", *(f"tests/structure/{name}" for name in tests)]  # which start a kernel
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=PATIENCE * 100, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr
     assert (root / ".ci" / "run").stat().st_mode & 0o111
 
