@@ -227,6 +227,8 @@ def test_ranks_train_as_the_file_of_the_notebook_says_and_not_as_that_of_their_m
     (tmp_path / "own.yaml").write_text("mixed_precision: bf16\n")
     assert notebook_launcher(train, progress="off") == [("bf16", None, host) for host in "abb"]
     assert notebook_launcher(train, progress="off", env={"ACCELERATE_MIXED_PRECISION": "no"})[2] == ("no", None, "b")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert notebook_launcher(train, progress="off")[2] == ("no", None, "b")
 
 
 def test_a_machine_that_is_silent_is_lost_and_named(

@@ -69,11 +69,14 @@ def rank_environ(
 def variables_of_file(given: Mapping[str, str]) -> dict[str, str]:
     """Return what the configuration file of this process says to an `Accelerator`, for ranks that do not read it.
 
+    Where the environment of this process says otherwise, that counts, as for ranks here.
+
     Args:
         given: the user's variables. They may name another file, which ranks read.
     """
     file = None if CONFIG_FILE in given else read_config()
-    return {} if file is None else file.as_variables(given)
+    said = {} if file is None else file.as_variables({**os.environ, **given})
+    return {name: os.environ.get(name) or value for name, value in said.items()}
 
 
 def working_directory() -> str:
