@@ -20,6 +20,7 @@ from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.remote.frames import (
     BEAT,
     MACHINE,
+    NUMBER,
     SEGMENT,
     Descriptor,
     FrameParser,
@@ -237,6 +238,8 @@ class Link:
             self.ahead = min(self.ahead, time.monotonic() - BEAT.unpack(frame.body)[0])
         elif frame.kind == Kind.SEGMENT:
             self.received.take(frame.body)
+        elif frame.kind == Kind.DROP:
+            os.close(self.received.pop(*NUMBER.unpack(frame.body)))
         elif frame.kind == Kind.HELLO:
             self.hello = json.loads(frame.body)
             self.ahead = time.monotonic() - self.hello["monotonic"]

@@ -112,7 +112,7 @@ class RemoteRank(RankHandle):
 
     def _take_message(self, events: RankEvents, body: bytes) -> None:
         descriptors, pickled = unpack_message(body)
-        fds = tuple(self.link.received.pop(number) for _, number in descriptors)
+        fds = tuple(os.dup(self.link.received.get(number)) for _, number in descriptors)
         if not self._is_readable:
             for fd in fds:
                 os.close(fd)
