@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+from remote.test_launches import wait_for
 from typing_extensions import override
 
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError, StartError
@@ -19,6 +20,8 @@ from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.protocol.output import StreamName
 from nb_accelerate.notebook.ranks.output.sinks import Sink
 from nb_accelerate.notebook.ranks.timeouts import NEVER
+from nb_accelerate.notebook.remote.frames import Kind
+from nb_accelerate.notebook.remote.link import Link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +56,18 @@ def test_cells_share_variables_collectives_and_output(pool: Pool, capfd: pytest.
     ]
     assert all(rank.memory > 10 << 20 for rank in pool.status())
     assert capfd.readouterr().out.splitlines()[0] == "here"
+
+
+def test_machines_stay_when_the_segments_of_large_values_are_dropped(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[int] = []
+    take = Link._take
+    monkeypatch.setattr(Link, "_take", lambda link, frame: came.append(frame.kind) or take(link, frame))
+    values = run(pool, "import torch\ntorch.ones(300_000) * rank")
+    assert [value.sum().item() for value in values] == [0, 300_000, 600_000]
+    wait_for(lambda: came.count(Kind.DROP) == 3)
+    assert run(pool, SUM) == [7.0] * 3
 
 
 class Order(Sink):

@@ -23,9 +23,9 @@ def _fast_imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """A cluster of two nodes; gives the address of its head."""
+    """A cluster of two nodes; gives the address of its head. One of them ends in `test_contracts.py`."""
     with two_nodes() as (address, processes), lasting([psutil.Process(process.pid) for process in processes]):
         yield address
 

@@ -44,9 +44,21 @@ def wait_for(is_there: Any, seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def test_values_and_output_come_from_both_nodes_and_nothing_of_ray(
-    machines: Machines, capfd: pytest.CaptureFixture[str]
+def test_launches_in_turn_have_the_same_hosts_and_nothing_of_ray_is_seen(
+    machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    values_and_output_come_from_both_nodes(capfd)
+    kept = actors()
+    assert len(kept) == 2
+    an_exception_comes_with_its_type_and_its_rank()
+    capfd.readouterr()
+    an_actor_that_is_killed_is_a_lost_machine_of_which_nothing_stays(tmp_path, capfd)
+    assert set(actors()) < set(kept)
+    close()
+    assert actors() == []
+
+
+def values_and_output_come_from_both_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     sent = torch.arange(100_000)
 
     def train(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -66,12 +78,9 @@ def test_values_and_output_come_from_both_nodes_and_nothing_of_ray(
     printed = capfd.readouterr()
     assert printed.out.splitlines() == [f"line {line}" for line in range(LINES)]
     assert printed.err == ""
-    assert len(actors()) == 2
-    close()
-    assert actors() == []
 
 
-def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> None:
+def an_exception_comes_with_its_type_and_its_rank() -> None:
     def train() -> None:
         if os.environ["RANK"] == "2":
             raise KeyError("no such key")
@@ -87,12 +96,12 @@ def waits(gate: str) -> None:
         time.sleep(0.01)
 
 
-def test_an_actor_that_is_killed_is_a_lost_machine_of_which_nothing_stays(
-    machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def an_actor_that_is_killed_is_a_lost_machine_of_which_nothing_stays(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launch = notebook_launcher(waits, (str(tmp_path / "gate"),), progress="off", block=False)
     wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 3)
-    actor = next(actor for actor in actors() if len(actor.children(recursive=True)) > 3)  # host, server, two ranks
+    [actor] = [actor for actor in actors() if actor.environ()["OWN"] == "b"]
     started = actor.children(recursive=True)
     actor.kill()
     began = time.monotonic()
@@ -123,7 +132,7 @@ def test_nobody_listens_once_all_hosts_have_come_and_none_is_taken_twice(cluster
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((listener.address, listener.port))
         first.close()
-        assert "ended with exit code 0" in first.why_ended()
+        assert re.search("its host, .* ended with exit code [01]", first.why_ended())
         assert os.read(second.reads, 24).startswith(b"\n--nb-accelerate-host")
         second.close()
     finally:
@@ -141,76 +150,30 @@ def test_a_command_that_ends_at_once_is_told_with_what_it_wrote(cluster: str) ->
         engine.close()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "said"),
-    [
-        (
-            ["127.0.0.2:3"],
-            r"127.0.0.2 .*has 2 CPUs in the cluster of Ray, and is to have 3 ranks.*Write hosts=\['.*:2'\]",
-        ),
-        (["127.0.0.2", "10.9.9.9"], r"hosts has '10.9.9.9', which is no node .* Its nodes are .*127.0.0.2.*127.0.0.3"),
-    ],
-)
-def test_what_the_cluster_does_not_have_is_named(cluster: str, hosts: list[str], said: str) -> None:
-    engine = RayEngine(EngineOptions(engine="ray", address=cluster, hosts=hosts))
-    with pytest.raises(StartError, match=said):
+def test_what_the_cluster_does_not_have_is_named(cluster: str) -> None:
+    engine = RayEngine(EngineOptions(engine="ray", address=cluster, hosts=["127.0.0.2:3"]))
+    with pytest.raises(StartError, match=r"127.0.0.2 .*has 2 CPUs in the cluster of Ray, and is to have 3 ranks"):
         engine.machines()
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "num_ranks", "reserved"),
-    [
-        ([], None, [(NODES[0], None), (NODES[1], None)]),
-        ([], 1, [(NODES[0], 1)]),
-        ([], 3, [(NODES[0], 2), (NODES[1], 1)]),
-        ([NODES[1]], 1, [(NODES[1], 1)]),
-        ([NODES[0], NODES[1]], 2, [(NODES[0], 1), (NODES[1], 1)]),
-    ],
-)
-def test_ranks_are_on_the_first_nodes_as_far_as_their_number_goes(
-    cluster: str, hosts: list[str], num_ranks: int | None, reserved: list[tuple[str, int | None]]
-) -> None:
-    engine = RayEngine(EngineOptions(engine="ray", address=cluster, hosts=hosts))
-    try:
-        machines = engine.machines(num_ranks)
-        assert [(engine.address(machine), machine.num_ranks) for machine in machines] == reserved
-    finally:
-        engine.close()
-
-
-def test_no_more_is_reserved_than_is_asked_for(cluster: str) -> None:
-    one, rest = (
+def test_no_more_is_reserved_than_is_asked_for_and_what_others_use_is_not_waited_for_long(cluster: str) -> None:
+    first, second, third = (
         RayEngine(EngineOptions(engine="ray", address=cluster, hosts=hosts))
-        for hosts in ([], [f"{NODES[0]}:1", NODES[1]])
+        for hosts in ([], [f"{NODES[1]}:1"], [f"{NODES[0]}:1"])
     )
     try:
-        assert [machine.num_ranks for machine in one.machines(1)] == [1]
-        assert [machine.num_ranks for machine in rest.machines(3)] == [1, 2]
-    finally:
-        one.close()
-        rest.close()
-
-
-def test_more_ranks_than_the_cluster_has_cores_are_refused(cluster: str) -> None:
-    engine = RayEngine(EngineOptions(engine="ray", address=cluster))
-    with pytest.raises(StartError, match=r"has 4 CPUs, and is to have 5 ranks.* Write num_processes=4"):
-        engine.machines(5)
-    engine.close()
-
-
-def test_what_others_use_is_not_waited_for_long(cluster: str) -> None:
-    options = EngineOptions(engine="ray", address=cluster, hosts=[f"{NODES[1]}:2"])
-    first, second = RayEngine(options), RayEngine(options)
-    try:
-        first.machines()
+        machines = first.machines(3)
+        assert [(first.address(machine), machine.num_ranks) for machine in machines] == [(NODES[0], 2), (NODES[1], 1)]
+        assert [machine.num_ranks for machine in second.machines()] == [1]
         with pytest.raises(
-            StartError, match=r"others use what these ranks need .* 2 CPUs were asked for, and 2 CPUs of"
+            StartError, match=r"others use what these ranks need .* 1 CPUs were asked for, and 0 GPUs and CPUs of"
         ):
-            second.machines()
+            third.machines()
     finally:
         first.close()
         second.close()
+        third.close()
 
 
 def test_another_version_of_ray_is_named_with_what_to_install(

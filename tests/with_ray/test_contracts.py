@@ -1,14 +1,86 @@
-"""What launches and cells do on any machines holds on the nodes of a cluster of Ray: `machines` are such nodes here."""
+"""What launches and cells do on any machines holds on the nodes of a cluster of Ray.
+
+The contracts of launches come in turn in one test, and those of cells in another, because hosts and ranks take ten
+processor seconds to start there. Those that end a machine come last. Left out are those of what the link to a machine
+does by itself, whatever the engine: commands to training loops, silence.
+"""
 
 from __future__ import annotations
 
-from remote.test_cells import *  # noqa: F403
-from remote.test_launches import (  # noqa: F401
-    test_a_host_or_its_server_that_is_killed_is_told,
-    test_a_machine_that_is_silent_is_lost_and_named,
-    test_a_rank_that_is_killed_is_named,
-    test_an_interrupt_ends_all_ranks,
-    test_nothing_stays_of_a_kernel_that_is_killed,
-    test_ranks_are_started_again,
-    test_training_is_steered_from_the_notebook,
-)
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from fixtures.ray_nodes import NODES
+from remote import test_cells as cells, test_launches as launches
+
+from nb_accelerate.errors import PoolError
+from nb_accelerate.notebook.launch import close
+from nb_accelerate.notebook.pool.options import CellOptions
+from nb_accelerate.notebook.pool.pool import Pool
+from nb_accelerate.notebook.pool.source import read_cell
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fixtures.engines import Machines
+
+
+@pytest.mark.limit(300)
+def test_launches(machines: Machines, tmp_path: Path) -> None:
+    def folder(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    launches.test_ranks_are_started_again(machines)
+    launches.test_an_interrupt_ends_all_ranks(machines, folder("interrupt"))
+    launches.test_a_rank_that_is_killed_is_named(machines, folder("killed"))
+    launches.test_a_host_or_its_server_that_is_killed_is_told(machines, folder("host"), "host")
+    close()  # the processor cores are reserved for the hosts that are kept
+    launches.test_nothing_stays_of_a_kernel_that_is_killed(machines, folder("kernel"))
+
+
+@pytest.mark.limit(300)
+def test_cells(machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pool = Pool()
+    pool.start()
+    try:
+        cells.test_cells_share_variables_collectives_and_output(pool, capfd)
+        cells.test_displays_stand_where_they_were_made_among_the_output(pool)
+        cells.test_a_cell_that_fails_leaves_ranks_that_meet_again(pool)
+        cells.test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool)
+        cells.test_an_interrupt_ends_a_cell_and_no_rank(pool)
+        for rank in (0, 2):
+            cells.test_a_rank_that_died_is_replaced_and_others_keep_their_variables(pool, rank)
+        cells.test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool, machines)
+        a_raylet_that_is_killed_is_named_at_once_and_nothing_stays_there(pool, machines, tmp_path / "gate")
+    finally:
+        pool.stop()
+
+
+def node_of(process: psutil.Process) -> str:
+    return process.environ()["OWN"]
+
+
+def a_raylet_that_is_killed_is_named_at_once_and_nothing_stays_there(
+    pool: Pool, machines: Machines, gate: Path
+) -> None:
+    """Kill that of the second machine, which all tests have: this is the last of them."""
+    [host] = [host for host in machines.hosts() if node_of(host) == "b"]
+    there = [host, *host.children(recursive=True)]
+    text = f"import time\nopen(f'{gate}.{{rank}}', 'w').close()\ntime.sleep(60)"
+    running = pool.begin(read_cell(text), CellOptions(progress="off"))
+    launches.wait_for(lambda: len([*gate.parent.glob(f"{gate.name}.*")]) == 3)
+    raylets = [one for one in psutil.Process().children(recursive=True) if one.name() == "raylet"]
+    [raylet] = [one for one in raylets if node_of(one) == "b"]
+    raylet.kill()
+    began = time.monotonic()
+    said = rf"rank [12] is lost: machine {NODES[1]} is lost: its raylet, the process of Ray on that node, has ended"
+    with pytest.raises(PoolError, match=said) as caught:
+        pool.finish(running)
+    told = time.monotonic() - began
+    _, alive = psutil.wait_procs(there, timeout=20)
+    print(f"told after {told:.2f} s, all ended after {time.monotonic() - began:.2f} s: {caught.value}")
+    assert alive == []
+    assert told < 15

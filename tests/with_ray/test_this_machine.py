@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 from remote.test_cells import SUM
 from with_ray.test_cluster import actors
 
-from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.errors import PoolError
-from nb_accelerate.notebook.launch import close, notebook_launcher
-from nb_accelerate.notebook.launch.engines.ray import RayEngine
+from nb_accelerate.notebook.launch import notebook_launcher
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
 from nb_accelerate.notebook.pool.pool import Pool
 from nb_accelerate.notebook.pool.source import read_cell
@@ -27,7 +24,8 @@ def listening() -> set[tuple[Any, ...]]:
     return {tuple(place.laddr) for place in found if place.status == psutil.CONN_LISTEN}
 
 
-def test_a_launch_is_quiet_and_listens_on_loopback_only_and_leaves_nothing(
+@pytest.mark.limit(300)
+def test_a_launch_and_cells_are_quiet_on_loopback_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NB_ACCELERATE_ENGINE", "ray")
@@ -42,49 +40,35 @@ def test_a_launch_is_quiet_and_listens_on_loopback_only_and_leaves_nothing(
         return int(os.environ["RANK"]), psutil.Process().nice(), places
 
     values = notebook_launcher(train, num_processes=3, progress="off")
-    close()
     assert [rank for rank, *_ in values] == [0, 1, 2]  # more than there are cores: nobody else is to get them
     assert {nice for _, nice, _ in values} == {psutil.Process().nice()}
     during = set.union(*(places for *_, places in values)) - others
     assert during
     assert {address.removeprefix("::ffff:") for address, _ in during} == {"127.0.0.1"}
     assert capfd.readouterr() == ("", "")
-    assert set(Path("/tmp").glob("nb-ray-*")) == folders
     assert [*tmp_path.iterdir()] == []
+    cells_run_there_too_and_an_end_of_actor_or_driver_is_told(capfd)
+    assert set(Path("/tmp").glob("nb-ray-*")) == folders
 
 
-def test_cells_run_there_too_and_a_lost_actor_is_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("NB_ACCELERATE_ENGINE", "ray")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def cells_run_there_too_and_an_end_of_actor_or_driver_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     options = CellOptions(wants_values=True, progress="off")
     pool = Pool()
-    pool.start(PoolOptions(num_processes=2))
+    pool.start(PoolOptions(num_processes=3))  # on the hosts of the launch
     try:
-        assert pool.run(read_cell(SUM), options, variables={}) == [3.0, 3.0]
-        assert capfd.readouterr() == ("3.0\n", "")
+        assert pool.run(read_cell(SUM), options, variables={}) == [7.0] * 3
+        assert capfd.readouterr() == ("7.0\n", "")
         [actor] = actors()
         actor.kill()
         with pytest.raises(PoolError, match="is lost: the actor of Ray that keeps its host has ended"):
             pool.run(read_cell("import time\ntime.sleep(60)"), options, variables={})
+        assert pool.restart() == [0, 1, 2]
+        capfd.readouterr()
+        assert pool.run(read_cell(SUM), options, variables={}) == [7.0] * 3
+        [driver] = [one for one in psutil.Process().children() if " ".join(one.cmdline()).endswith("ray_driver")]
+        started = driver.children(recursive=True)
+        driver.kill()
     finally:
         pool.stop()
-
-
-def test_no_file_stays_of_a_driver_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    folders = set(Path("/tmp").glob("nb-ray-*"))
-    engine = RayEngine(EngineOptions(engine="ray"))
-    try:
-        engine.machines(1)
-        assert engine._driver is not None
-        driver = psutil.Process(engine._driver._process.pid)
-        started = driver.children(recursive=True)
-        assert len(set(Path("/tmp").glob("nb-ray-*")) - folders) == 1
-        os.kill(driver.pid, signal.SIGKILL)
-    finally:
-        engine.close()
-    assert set(Path("/tmp").glob("nb-ray-*")) == folders
     _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == []

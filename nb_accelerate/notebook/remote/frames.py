@@ -80,7 +80,7 @@ class Kind(enum.IntEnum):
     SEGMENT = 12
     """Both ways: `NUMBER` of a segment, and the next piece of its content. Then comes a message with it."""
     DROP = 13
-    """To the host: `NUMBER` of a segment that no other message comes with."""
+    """Both ways: `NUMBER` of a segment that no other message comes with."""
     STDOUT = 14
     """From the host: what a rank has written to its stdout."""
     STDERR = 15

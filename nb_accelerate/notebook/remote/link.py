@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.remote import sender
-from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, FrameParser, Kind, LinkError, as_json
+from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, NUMBER, FrameParser, Kind, LinkError, as_json
 from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
 from nb_accelerate.notebook.remote.sender import FrameSender, Silence
 
@@ -215,6 +215,8 @@ class Link:
             self.ahead = min(self.ahead, time.monotonic() - BEAT.unpack(frame.body)[0])
         elif frame.kind == Kind.SEGMENT:
             self.received.take(frame.body)
+        elif frame.kind == Kind.DROP:
+            os.close(self.received.pop(*NUMBER.unpack(frame.body)))
         elif frame.kind == Kind.HELLO:
             self.hello = json.loads(frame.body)
             self.ahead = time.monotonic() - self.hello["monotonic"]

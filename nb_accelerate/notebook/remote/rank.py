@@ -100,7 +100,7 @@ class RemoteRank(RankHandle):
 
     def _take_message(self, events: RankEvents, body: bytes) -> None:
         numbers, pickled = unpack_message(body)
-        fds = tuple(map(self.link.received.pop, numbers))
+        fds = tuple(os.dup(self.link.received.get(number)) for number in numbers)
         if not self._is_readable:
             for fd in fds:
                 os.close(fd)

@@ -46,6 +46,8 @@ _LOOPBACK_ONLY = {
     "RAY_raylet_start_wait_time_s": "120",
     # By default 15, with which ranks get little of a machine on which something else runs, the kernel for one.
     "RAY_worker_niceness": "0",
+    # One for each processor core by default, of which none is used.
+    "RAY_prestart_worker_first_driver": "0",
 }
 """For a cluster of this machine alone."""
 

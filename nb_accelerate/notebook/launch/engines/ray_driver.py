@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,9 @@ _PLACE_TIMEOUT = 15.0
 
 _CONNECT_TIMEOUT = 5.0
 """Seconds for the head of a cluster to accept a connection."""
+
+_LOOK_INTERVAL = 0.1
+"""Seconds between two looks of an actor at what it waits for. Ray says only after seconds that a raylet has ended."""
 
 _END_TIMEOUT = 5.0
 """Seconds for hosts to end by themselves when their streams are closed."""
@@ -153,7 +157,7 @@ class Keeper:
             arguments: of the Python that runs this.
             secret: of the run, for its stdin: others can read a command line.
         """
-        environ = dict(os.environ)
+        raylet, environ = os.getppid(), dict(os.environ)
         # Ray has set it to the cores of this actor, by default to 1. What was there before is the machine's.
         if b"\0OMP_NUM_THREADS=" not in b"\0" + Path("/proc/self/environ").read_bytes():
             environ.pop("OMP_NUM_THREADS", None)
@@ -166,8 +170,15 @@ class Keeper:
                 stderr=said,
                 start_new_session=True,
             )
-            with contextlib.suppress(BrokenPipeError):
-                host.communicate(secret)
+            assert host.stdin is not None
+            with contextlib.suppress(BrokenPipeError), host.stdin:
+                host.stdin.write(secret)
+            while host.poll() is None:
+                if os.getppid() != raylet:
+                    host.kill()
+                    host.wait()
+                    return "its raylet, the process of Ray on that node, has ended"
+                time.sleep(_LOOK_INTERVAL)
             said.seek(0)
             lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][-5:]
         return f"its host, {sys.executable}, ended with exit code {host.returncode}: {'; '.join(lines) or 'no output'}"
