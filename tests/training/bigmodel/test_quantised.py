@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 import torch
 from accelerate.utils.bnb import get_keys_to_not_convert
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 import nb_accelerate.utils as ours
 from nb_accelerate.errors import ConfigError, MissingDependencyError
@@ -79,23 +79,34 @@ def test_a_threshold_for_4_bits_is_warned_of() -> None:
         ours.BnbQuantizationConfig(load_in_8bit=True, llm_int8_threshold=5.0)
 
 
-def llama(kind: Any, *, tied: bool) -> PreTrainedModel:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 20}
-    return kind.from_config(LlamaConfig(num_hidden_layers=1, tie_word_embeddings=tied, **sizes))  # type: ignore[no-any-return]
+def llama(kind: str, *, tied: bool) -> nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 20}
+    config = transformers.LlamaConfig(num_hidden_layers=1, tie_word_embeddings=tied, **sizes)
+    return getattr(transformers, kind).from_config(config)  # type: ignore[no-any-return]
+
+
+def gpt2() -> nn.Module:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20)
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @pytest.mark.parametrize(
-    "model",
+    "make",  # not above, where each worker of pytest-xdist would import transformers
     [
-        llama(AutoModelForCausalLM, tied=False),
-        llama(AutoModelForCausalLM, tied=True),
-        llama(AutoModel, tied=False),
-        AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20)),
-        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+        lambda: llama("AutoModelForCausalLM", tied=False),
+        lambda: llama("AutoModelForCausalLM", tied=True),
+        lambda: llama("AutoModel", tied=False),
+        gpt2,
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
     ],
     ids=["with a head", "tied", "without a head", "GPT-2", "plain"],
 )
-def test_the_same_modules_stay_as_they_are_by_default_as_in_accelerate(model: nn.Module) -> None:
+def test_the_same_modules_stay_as_they_are_by_default_as_in_accelerate(make: Callable[[], nn.Module]) -> None:
+    model = make()
     assert modules_not_to_quantise(model) == sorted(set(get_keys_to_not_convert(model)))
 
 
