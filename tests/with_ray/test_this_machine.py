@@ -65,7 +65,8 @@ def cells_run_there_too_and_an_end_of_actor_or_driver_is_told(capfd: pytest.Capt
         assert pool.restart() == [0, 1, 2]
         capfd.readouterr()
         assert pool.run(read_cell(SUM), options, variables={}) == [7.0] * 3
-        [driver] = [one for one in psutil.Process().children() if " ".join(one.cmdline()).endswith("ray_driver")]
+        [actor] = actors()
+        [driver] = [one for one in actor.parents() if one.ppid() == os.getpid()]
         started = driver.children(recursive=True)
         driver.kill()
     finally:
