@@ -144,7 +144,7 @@ def test_intel_gpus_are_reached_and_can_be_named_beside_better_ones() -> None:
     assert environ(plan_for(both, devices="xpu"), 0, ACCELERATE_USE_CPU="1") == environ(
         plan_for(both, devices="xpu"), 0, ACCELERATE_USE_CPU="false", NB_ACCELERATE_DEVICE="xpu"
     )
-    with pytest.raises(ConfigError, match="devices='mps', but there is no such device here"):
+    with pytest.raises(ConfigError, match="devices='mps', but there is no such device"):
         plan_for(both, devices="mps")
 
 
