@@ -151,7 +151,7 @@ def test_an_interrupt_ends_a_cell_and_no_rank(pool: Pool) -> None:
     pool.interrupt()
     with pytest.raises(KeyboardInterrupt):
         pool.finish(handle)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert run(pool, "os.getpid()") == pids
 
 
