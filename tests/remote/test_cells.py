@@ -111,14 +111,17 @@ def test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool: Pool
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_died_is_replaced_and_others_keep_their_variables(pool: Pool, rank: int) -> None:
+def test_a_rank_that_died_is_replaced_and_others_keep_their_variables(
+    pool: Pool, machines: Machines, rank: int
+) -> None:
     run(pool, f"{SUM}\nkept = rank + 10")
-    with pytest.raises(RankDiedError, match=f"rank {rank} on {'abb'[rank]} was ended by SIGKILL"):
+    with pytest.raises(RankDiedError, match=f"rank {rank} on {machines.names[rank > 0]} was ended by SIGKILL"):
         run(pool, f"import os\nif rank == {rank}:\n    os.kill(os.getpid(), {signal.SIGKILL})\ndist.barrier()")
     with pytest.raises(PoolError, match=f"%distributed restart {rank}"):
         run(pool, "pass")
     table = [line.split() for line in status_table(pool.status(), {}).splitlines()]
-    assert [line[:2] for line in table] == [["rank", "machine"], ["0", "a"], ["1", "b"], ["2", "b"]]
+    a, b = machines.names
+    assert [line[:2] for line in table] == [["rank", "machine"], ["0", a], ["1", b], ["2", b]]
     assert pool.restart(rank) == [rank]
     assert run(pool, SUM) == [7.0] * 3
     kept = run(pool, "globals().get('kept')")

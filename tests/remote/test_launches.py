@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed_is_named(machines: Machines, tmp_path: Path) -> N
     launch = launched(tmp_path)
     began = time.monotonic()
     os.kill(launch.ranks[1].pid, signal.SIGKILL)
-    with pytest.raises(RankDiedError, match="rank 1 on b was ended by SIGKILL"):
+    with pytest.raises(RankDiedError, match=f"rank 1 on {machines.names[1]} was ended by SIGKILL"):
         launch.result(timeout=30)
     assert time.monotonic() - began < 10
 
@@ -155,8 +155,12 @@ def test_a_host_or_its_server_that_is_killed_is_told(machines: Machines, tmp_pat
     launch = launched(tmp_path)
     ranks = [psutil.Process(rank.pid) for rank in launch.ranks]
     machines.kill({"host": machines.hosts, "server": machines.servers}[who]()[1])
-    said = " is lost: machine b is lost: " if who == "host" else " on b is lost: the process it was forked from has"
-    with pytest.raises(LaunchError, match=f"rank [12]{said}"):
+    name = machines.names[1]
+    how = {
+        "host": f" is lost: machine {name} is lost: ",
+        "server": f" on {name} is lost: the process it was forked from",
+    }
+    with pytest.raises(LaunchError, match=f"rank [12]{how[who]}"):
         launch.result(timeout=30)
     psutil.wait_procs(ranks, timeout=20)
     assert not any(rank.is_running() for rank in ranks)

@@ -7,7 +7,10 @@ does by itself, whatever the engine: commands to training loops, silence.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -22,8 +25,6 @@ from nb_accelerate.notebook.pool.pool import Pool
 from nb_accelerate.notebook.pool.source import read_cell
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fixtures.engines import Machines
 
 
@@ -38,7 +39,20 @@ def test_launches(machines: Machines, tmp_path: Path) -> None:
     launches.test_a_rank_that_is_killed_is_named(machines, folder("killed"))
     launches.test_a_host_or_its_server_that_is_killed_is_told(machines, folder("host"), "host")
     close()  # the processor cores are reserved for the hosts that are kept
-    launches.test_nothing_stays_of_a_kernel_that_is_killed(machines, folder("kernel"))
+    nothing_stays_of_a_kernel_that_is_killed(machines, folder("kernel") / "gate")
+
+
+def nothing_stays_of_a_kernel_that_is_killed(machines: Machines, gate: Path) -> None:
+    program = launches.KERNEL.format(tests=str(Path(__file__).parents[1]), gate=str(gate))
+    kernel = subprocess.Popen([sys.executable, "-c", program])
+    launches.wait_for(lambda: len([*gate.parent.glob("gate.*")]) == 3, seconds=60)
+    hosts = {psutil.Process(kernel.pid), *machines.hosts()}
+    started = hosts.union(*(process.children(recursive=True) for process in hosts))
+    assert len(started) >= 1 + 2 + 2 + 3 + 3  # kernel, hosts, servers, ranks, loaders
+    kernel.kill()
+    kernel.wait()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.limit(300)
@@ -52,7 +66,7 @@ def test_cells(machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[
         cells.test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool)
         cells.test_an_interrupt_ends_a_cell_and_no_rank(pool)
         for rank in (0, 2):
-            cells.test_a_rank_that_died_is_replaced_and_others_keep_their_variables(pool, rank)
+            cells.test_a_rank_that_died_is_replaced_and_others_keep_their_variables(pool, machines, rank)
         cells.test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool, machines)
         a_raylet_that_is_killed_is_named_at_once_and_nothing_stays_there(pool, machines, tmp_path / "gate")
     finally:
