@@ -276,7 +276,8 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
     options = _function_options(arguments)
     change = _change_of(arguments, options)
 
-    # Beside JupyterLab, jsonschema builds a parser of addresses, for two seconds. No notebook has one.
+    # Where JupyterLab is installed, jsonschema builds a parser for IRIs with it, which takes two seconds. Notebooks
+    # have no field of that format.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     from nb_accelerate.cli import notebook
 

@@ -141,7 +141,7 @@ def raised(error: BaseException) -> BaseException:
 class TestGenerated:
     @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(1000, 4000), marks=pytest.mark.slow)])
     def test_every_exception_is_told_of_with_its_type_and_line(self, seeds: range):
-        rank: Any = SimpleNamespace(rank=1, called="1")
+        rank: Any = SimpleNamespace(rank=1, label="1")
         for seed in seeds:
             error = raised(Programs(seed).error())
             name = vars(type)["__qualname__"].__get__(type(error))

@@ -189,7 +189,7 @@ def test_what_the_cell_of_a_launch_in_the_background_says_of_its_end_has_no_outp
             "{python} -c 'import pty, sys; pty.spawn(sys.argv[1:])' {command}",
             "It printed:\nnb_accelerate: the command allocates a terminal, which",
         ),
-        ("sh -c '{command} | { head -n 2; sleep 60; }'", "nothing was heard of it for 1 s: the command keeps back"),
+        ("sh -c '{command} | { head -n 2; sleep 60; }'", "nothing was heard of it for 1 s: the command buffers output"),
     ],
 )
 def test_a_command_with_a_terminal_and_one_that_keeps_back_what_ends_no_line_are_told_apart(

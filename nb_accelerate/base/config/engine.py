@@ -52,8 +52,8 @@ _INSTEAD = {
 _INSTEAD["k8s"] = _INSTEAD["kubernetes"]
 """What to write for names that users may take for engines."""
 
-_KEEPS_BACK = re.compile(r"(?:^|[\s/'\"])srun(?=\s)(?!.*\s(?:-\w*u|--unb))", re.DOTALL)
-"""A command that keeps back what does not end a line, until it is told not to."""
+_BUFFERS_LINES = re.compile(r"(?:^|[\s/'\"])srun(?=\s)(?!.*\s(?:-\w*u|--unb))", re.DOTALL)
+"""``srun`` without ``-u``, which buffers output until a line ends."""
 
 EXAMPLES = {"hosts": '["a:8", "b:8"]', "command_template": '"docker exec -i {host} {command}"'}
 """What to write for an option that is missing."""
@@ -91,10 +91,10 @@ class EngineOptions:
                 f"command_template={shown(self.command_template)} has no {{command}}, which is what runs on the "
                 f"machine. Write command_template={EXAMPLES['command_template']}"
             )
-        if _KEEPS_BACK.search(self.command_template or ""):
+        if _BUFFERS_LINES.search(self.command_template or ""):
             raise ConfigError(
-                f"command_template={shown(self.command_template)} has srun without -u: it would keep back what ends "
-                "no line, as most that a machine sends. Write srun -u"
+                f"command_template={shown(self.command_template)} has srun without -u, which buffers output until "
+                "a line ends, and most of what a machine sends has no line end. Write srun -u"
             )
 
     @classmethod

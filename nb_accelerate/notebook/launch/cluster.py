@@ -19,9 +19,9 @@ from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.launch.environ import variables_of_file, working_directory
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import software_here
+from nb_accelerate.notebook.launch.machine_plans import plan_machines
 from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, meet, meet_again
 from nb_accelerate.notebook.launch.own_modules import own_entries, own_modules, versions
-from nb_accelerate.notebook.launch.parts import plan_parts
 from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.base.seam import StoreSpec
+    from nb_accelerate.notebook.launch.machine_plans import MachinePlan
     from nb_accelerate.notebook.launch.meeting import Met
-    from nb_accelerate.notebook.launch.parts import PartPlan
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
@@ -49,7 +49,7 @@ class _Place:
     """A machine, and what ranks are told there."""
 
     link: Link
-    plan: PartPlan
+    plan: MachinePlan
     cwd: str = ""
     path: tuple[str, ...] = ()
     interface: str = ""
@@ -94,9 +94,9 @@ class Cluster(Placing):
         try:
             for link in self._hosts.links:
                 self._compare(link)
-            parts, self.plan = plan_parts(options, self._hosts.machines, [link.hello for link in self._hosts.links])
+            plans, self.plan = plan_machines(options, self._hosts.machines, [link.hello for link in self._hosts.links])
             self._places = [
-                self._placed(_Place(link=link, plan=part)) for link, part in zip(self._hosts.links, parts, strict=True)
+                self._placed(_Place(link=link, plan=plan)) for link, plan in zip(self._hosts.links, plans, strict=True)
             ]
             self.by_value = self._modules_to_send()
         except BaseException:

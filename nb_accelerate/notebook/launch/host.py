@@ -234,7 +234,7 @@ class Host:
 
     def _beat(self) -> bool:
         self.sent.drop_unused()
-        if self._silence.is_too_long():
+        if self._silence.count_beat():
             _end_process("silence", TimeoutError())
         return True
 

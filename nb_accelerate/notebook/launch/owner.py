@@ -108,5 +108,8 @@ def is_stopped(pid: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _process(pid: int) -> psutil.Process:
-    """Return a process to ask for its status only: making it anew would take twice as long as asking."""
+    """Return a process, for its status: to make the object reads as much of ``/proc`` as to ask it.
+
+    Not for signals: another process may have this id by now.
+    """
     return psutil.Process(pid)

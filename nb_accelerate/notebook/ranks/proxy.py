@@ -59,7 +59,7 @@ class RankProxy:
         self.steps: Mapping[str, int] = {}
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """Its number, with the name of its machine if that is another one than this: ``2 on b``."""
         machine = self.handle.machine
         is_said = not machine or f"machine {machine} " in self.handle.lost

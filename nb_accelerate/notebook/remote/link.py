@@ -248,10 +248,10 @@ class Link:
     def _beat(self) -> bool:
         """Return whether to send one: none before the host has begun to speak, since a terminal would print it."""
         self.sent.drop_unused()
-        if self._silence.is_too_long():
+        if self._silence.count_beat():
             why = "it is down, suspended or without network"
             if not self.hello:  # but the line before its first frame has come
-                why = "the command keeps back what ends no line, as srun does without -u"
+                why = "the command buffers output until a line ends, as srun does without -u"
             self._ring(f"nothing was heard of it for {sender.SILENCE_LIMIT:g} s: {why}")
         return self._parser.is_open
 

@@ -50,7 +50,7 @@ class Silence:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
-    def is_too_long(self) -> bool:
+    def count_beat(self) -> bool:
         """Count a beat, and return whether there were too many."""
         before, self._heard = self._heard, self._parser.heard if self._parser.is_open else 0
         self._beats = self._beats + 1 if 0 < before == self._heard and not self._poll.poll(0) else 0

@@ -37,7 +37,7 @@ def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str
     report = cause.failure[0].report
     others = [(rank, other) for rank, other in _reports(incidents) if not _is_same(other, report)]
     return [
-        f"Rank {rank.called} failed as well: {one_line(other)}"
+        f"Rank {rank.label} failed as well: {one_line(other)}"
         for rank, other in sorted(others, key=lambda one: one[0].rank)[:_MAX_OTHERS]
     ]
 
@@ -49,7 +49,7 @@ def lost_as_well(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
         for incident in incidents
         if incident.rank is not None and incident is not cause
     }
-    return [f"Rank {rank.called} is lost: {rank.why_lost}." for _, rank in sorted(lost.items()) if rank.why_lost]
+    return [f"Rank {rank.label} is lost: {rank.why_lost}." for _, rank in sorted(lost.items()) if rank.why_lost]
 
 
 def _is_same(report: ErrorReport, other: ErrorReport) -> bool:

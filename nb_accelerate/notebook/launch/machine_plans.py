@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartPlan(LaunchPlan):
+class MachinePlan(LaunchPlan):
     """The plan of one machine among several, each with ranks of its own number."""
 
     first_rank: int = 0
@@ -43,9 +43,9 @@ class PartPlan(LaunchPlan):
         )
 
 
-def plan_parts(
+def plan_machines(
     options: LaunchOptions, machines: Sequence[Machine], hellos: Sequence[Mapping[str, Any]]
-) -> tuple[list[PartPlan], LaunchPlan]:
+) -> tuple[list[MachinePlan], LaunchPlan]:
     """Return the plan of each machine, and one of all ranks together.
 
     Args:
@@ -74,8 +74,8 @@ def plan_parts(
         machines=tuple(machine.name for machine in machines),
         warnings=tuple(line for plan in plans for line in plan.warnings),
     )
-    parts = [
-        PartPlan(
+    of_machines = [
+        MachinePlan(
             **vars(plan),
             first_rank=sum(counts[:number]),
             all_ranks=sum(counts),
@@ -84,7 +84,7 @@ def plan_parts(
         )
         for number, plan in enumerate(plans)
     ]
-    return parts, whole
+    return of_machines, whole
 
 
 def _facts(machine: Machine, hello: Mapping[str, Any], *, prefers_cpu: bool | None) -> MachineFacts:
