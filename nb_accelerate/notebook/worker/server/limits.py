@@ -13,8 +13,8 @@ from nb_accelerate.errors import StartError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_FILES_OF_A_RANK = 15
-"""Descriptors that the kernel has open for each rank, at most."""
+_FILES_OF_A_RANK = 11
+"""Descriptors that the kernel has open for each rank while it starts, with those that the rank gets."""
 
 
 def limits() -> tuple[tuple[int, int], ...]:
