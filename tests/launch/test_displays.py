@@ -59,3 +59,30 @@ def test_figures_of_launched_functions_are_shown_once_for_each_rank(kernel: Kern
     assert "Figure(" not in cell.stdout
     cell = kernel.run("notebook_launcher(shows, num_processes=2, fold_output=False)").ok()
     assert sorted(html(cell)) == ["<b>first</b>"] * 2 + ["<b>second</b>"] * 2
+
+
+FORKED = """
+import asyncio, multiprocessing, time
+import torch.distributed, tqdm
+from tqdm.notebook import tqdm as in_notebook
+from nb_accelerate import notebook_launcher
+
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+
+async def one():
+    return 1
+
+def runs():
+    bars = in_notebook.display.__qualname__
+    return asyncio.run(one()), multiprocessing.active_children(), bars == tqdm.tqdm.display.__qualname__
+"""
+
+
+def test_a_fork_of_a_kernel_has_a_loop_of_its_own_no_child_of_the_kernel_and_bars_of_ranks(kernel: Kernel) -> None:
+    kernel.run(FORKED).ok()
+    try:
+        cell = kernel.run("notebook_launcher(runs, num_processes=2, start_method='fork')").ok()
+        assert cell.displays[-1] == {"text/plain": "[(1, [], True), (1, [], True)]"}
+    finally:
+        kernel.run("child.kill(); child.join()").ok()
