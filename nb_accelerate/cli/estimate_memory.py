@@ -33,14 +33,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     inference = parser.add_argument_group(
         "inference",
-        "Where device_map='auto' puts the weights in float16, 8 bits and 4 bits (bitsandbytes). No weights are "
-        "downloaded. Of this machine it counts what is free now; the other options put another in its place.",
+        "What the weights take in each dtype, and where device_map='auto' puts them: within what is free on this "
+        "machine, or within the sizes that are given. No weights are downloaded.",
     )
     inference.add_argument("--inference", action="store_true", help="where the weights fit, in place of training")
     for name, metavar, what in (
         ("gpu_memory", "SIZES", "of each GPU, as 15GiB,15GiB; 0B for none"),
         ("cpu_memory", "SIZE", "of the host, as 30GiB"),
-        ("disk", "SIZE", "free for files of weights, as 20GB"),
     ):
         action = inference.add_argument(f"--{name}", f"--{name.replace('_', '-')}", metavar=metavar, help=what)
         action.option_strings = [f"--{name.replace('_', '-')}"]
@@ -62,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from nb_accelerate.errors import ConfigError
 
-    others = ("batch_size", "sequence_length") if arguments.inference else ("gpu_memory", "cpu_memory", "disk")
+    others = ("batch_size", "sequence_length") if arguments.inference else ("gpu_memory", "cpu_memory")
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) is not None]
     if given:
         raise ConfigError(f"{given[0]} counts {'without' if arguments.inference else 'with'} --inference only")
@@ -80,8 +79,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _print_training(arguments: argparse.Namespace) -> None:
     import torch
 
+    from nb_accelerate.base.table import Table
+    from nb_accelerate.base.words import size
     from nb_accelerate.training.bigmodel.estimate import estimate_memory, largest_layer, make_model, token_inputs
-    from nb_accelerate.training.bigmodel.map_picture import size
 
     batch_size, sequence_length = arguments.batch_size, arguments.sequence_length
     inputs = None
@@ -102,66 +102,35 @@ def _print_training(arguments: argparse.Namespace) -> None:
         rows.append((precision, *("not asked" if number is None else size(number) for number in sizes)))
     if inputs is not None:
         print(f"activations of {batch_size} x {sequence_length} tokens")
-    _print_table((_COLUMNS, *rows))
+    print(Table(_COLUMNS, rows, right=_COLUMNS[1:]))
 
 
 def _print_inference(arguments: argparse.Namespace) -> None:
     import torch
 
+    from nb_accelerate.base.table import Table
+    from nb_accelerate.base.words import size
+    from nb_accelerate.training.bigmodel.device_map import planned_map
+    from nb_accelerate.training.bigmodel.device_memory import limits_for
     from nb_accelerate.training.bigmodel.estimate import make_model
-    from nb_accelerate.training.bigmodel.inference import PRECISIONS, estimate_fit, kv_cache
-    from nb_accelerate.training.bigmodel.map_picture import size
+    from nb_accelerate.training.bigmodel.sizes import CustomDtype, compute_module_sizes, convert_file_size_to_int
 
-    limits, disk = _machine(arguments)
+    limits = limits_for(None)
+    if arguments.gpu_memory:
+        gpus = map(convert_file_size_to_int, arguments.gpu_memory.split(","))
+        limits = {**dict(enumerate(gpus)), "cpu": limits.get("cpu", 0)}
+    if arguments.cpu_memory:
+        limits["cpu"] = convert_file_size_to_int(arguments.cpu_memory)
     model = make_model(arguments.model, torch.float16)
+    rows = []
+    for label, dtype in (("float16", torch.float16), ("int8", torch.int8), ("int4", CustomDtype.INT4)):
+        sizes = compute_module_sizes(model, dtype=dtype)
+        places = dict.fromkeys([*limits, "disk"], 0.0)
+        for name, device in planned_map(model, limits, dtype=dtype).items():
+            places[device] += sizes[name]
+        cells = (size(taken) if taken else "-" for taken in places.values())
+        rows.append((label, size(sizes[""]), *cells))
+    titles = ("dtype", "weights", *(f"GPU {device}" if isinstance(device, int) else device for device in places))
     number = sum(parameter.numel() for parameter in model.parameters())
     print(f"{type(model).__name__}: {number:,} parameters")
-    fits = [estimate_fit(model, precision, limits) for precision in PRECISIONS]
-    a_token = kv_cache(getattr(model, "config", None))
-    if a_token is not None:
-        print(f"KV cache: {size(1000 * a_token)} for 1,000 tokens of a sequence, in float16")
-    files = 2 * number
-    room = "more than" if files > disk else "within"
-    print(f"files: {size(files)} in 16 bits, {room} the {size(disk)} of disk that are free")
-    limits_shown = fits[0].shown.limits
-    titles = ("precision", "weights", *limits_shown, "disk", "largest visitor")
-    rows = [
-        (
-            fit.precision,
-            size(fit.weights),
-            *(fit.cells.get(place, "-") for place in (*limits_shown, "disk")),
-            size(fit.visitor) if fit.visitor else "-",
-        )
-        for fit in fits
-    ]
-    has = ("", "", *(f"of {size(limit)}" for limit in limits_shown.values()), f"of {size(disk)}", "")
-    _print_table((titles, has, *rows))
-    for fit in fits:
-        print(f"{fit.precision}: {fit.sentence}")
-
-
-def _machine(arguments: argparse.Namespace) -> tuple[dict[int | str, int], int]:
-    """Return the bytes of each device for a model, and those of the disk: of this machine, but for what is told."""
-    import shutil
-    from pathlib import Path
-
-    from nb_accelerate.training.bigmodel.device_memory import limits_for
-    from nb_accelerate.training.bigmodel.sizes import convert_file_size_to_int
-
-    gpus, host = arguments.gpu_memory, arguments.cpu_memory
-    limits = {} if gpus and host else limits_for(None)
-    if gpus:
-        told = map(convert_file_size_to_int, gpus.split(","))
-        limits = {**dict(enumerate(told)), "cpu": limits.get("cpu", 0)}
-    if host:
-        limits["cpu"] = convert_file_size_to_int(host)
-    if arguments.disk:
-        return limits, convert_file_size_to_int(arguments.disk)
-    return limits, shutil.disk_usage(Path.home()).free
-
-
-def _print_table(lines: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        numbers = (f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True))
-        print("  ".join((f"{first:<{widths[0]}}", *numbers)).rstrip())
+    print(Table(titles, rows, right=titles[1:]))

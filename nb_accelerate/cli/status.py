@@ -21,8 +21,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command is called alike)
+    from nb_accelerate.base.table import Table
+    from nb_accelerate.base.words import size
     from nb_accelerate.cli.running import find_runs
-    from nb_accelerate.notebook.display.words import size
 
     rows = [
         (
@@ -37,8 +38,6 @@ def _run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command 
     if not rows:
         print("nothing runs on this machine")
         return 0
-    rows.insert(0, ("pid", "ranks", "memory of a rank", "for", "what"))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  ".join((*(f"{text:>{width}}" for text, width in zip(row, widths, strict=False)), row[4])))
+    titles = ("pid", "ranks", "memory of a rank", "for", "what")
+    print(Table(titles, rows, right=titles[:4]))
     return 0

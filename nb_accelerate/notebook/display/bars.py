@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base import words
 from nb_accelerate.base.topology.rank_lists import named
-from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.view import BarLine
 
 if TYPE_CHECKING:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.display import words
+from nb_accelerate.base import words
+from nb_accelerate.base.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from nb_accelerate.base.progress_page import RankMemory, Sample
 
@@ -138,7 +139,8 @@ def _spreading(held: RankMemory, needed: int, ranks: int) -> list[str]:
 
 def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
     shown = [rank for number, rank in enumerate(held) if number < _MOST_ROWS or rank == failed]
-    lines = _aligned([("rank", *_COLUMNS), *((str(rank), *_sizes(_numbers(held[rank]))) for rank in shown)])
+    rows = [(str(rank), *_sizes(_numbers(held[rank]))) for rank in shown]
+    lines = repr(Table(("rank", *_COLUMNS), rows, right=("rank", *_COLUMNS))).splitlines()
     lines[1 + shown.index(failed)] += "  <- failed"
     more = len(held) - len(shown)
     return [f"  {line}" for line in (*lines, *([f"and {words.plural(more, 'more rank')}"] if more else []))]
@@ -151,8 +153,3 @@ def _numbers(held: RankMemory) -> tuple[int, ...]:
 
 def _sizes(numbers: Iterable[int]) -> list[str]:
     return [words.size(number) if number else "-" for number in numbers]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base import words
 from nb_accelerate.base.progress_page import Phase
-from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.findings.stuck import STALL
 
 if TYPE_CHECKING:

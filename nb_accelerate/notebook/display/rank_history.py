@@ -11,10 +11,10 @@ from operator import itemgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from nb_accelerate.base import words
 from nb_accelerate.base.progress_page import Collective, Phase, Sample
 from nb_accelerate.base.records.record import is_training_loss
 from nb_accelerate.errors.traceback_lines import line_in_cell
-from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.phase_times import PhaseTimes
 
 if TYPE_CHECKING:

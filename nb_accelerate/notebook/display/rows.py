@@ -9,9 +9,9 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base import words
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.base.topology.rank_lists import ranges
-from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.findings import stuck
 from nb_accelerate.notebook.display.pace import compiling
 from nb_accelerate.notebook.display.phase_times import in_words

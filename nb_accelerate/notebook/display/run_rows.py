@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nb_accelerate.notebook.display import words
+from nb_accelerate.base import words
 from nb_accelerate.notebook.display.rank_history import RankStatus
 from nb_accelerate.notebook.display.state import PanelState
 from nb_accelerate.notebook.display.view import Row, View

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.display import words
+from nb_accelerate.base import words
 from nb_accelerate.notebook.display.bars import bar_lines
 from nb_accelerate.notebook.display.findings.advice import Advice
 from nb_accelerate.notebook.display.findings.finding import RankWarnings

@@ -25,9 +25,9 @@ from typing_extensions import override
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.seam import PRELOADED
+from nb_accelerate.base.words import size
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.display.frontend import is_in_kernel
-from nb_accelerate.notebook.display.words import size
 from nb_accelerate.notebook.launch.environ import working_directory
 from nb_accelerate.notebook.launch.owner import Owner
 from nb_accelerate.notebook.protocol.channel import Channel

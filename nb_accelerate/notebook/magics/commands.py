@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
+from nb_accelerate.base.table import Table
 from nb_accelerate.base.topology.rank_lists import named
+from nb_accelerate.base.words import size
 from nb_accelerate.errors import ConfigError, PoolError
-from nb_accelerate.notebook.display.words import size
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.magics.args import ENGINE, POOL, RANKS, SHOW, LineParser
 from nb_accelerate.notebook.magics.plain import plain_errors
@@ -201,7 +202,8 @@ def status_table(ranks: Sequence[RankStatus], positions: Mapping[int, str]) -> s
     has_models = any(status.held.states for status in ranks)
     held_columns = ("peak", "parameters", "gradients", "optimizer") if has_models else ()
     machines = len({status.machine for status in ranks}) > 1
-    rows = [("rank", *(["machine"] if machines else []), "pid", "device", "memory", *held_columns, "state", "now")]
+    titles = ("rank", *(["machine"] if machines else []), "pid", "device", "memory", *held_columns, "state", "now")
+    rows = []
     for status in ranks:
         now = status.doing if status.state == "ended" else positions.get(status.rank, "")
         held = status.held
@@ -210,7 +212,5 @@ def status_table(ranks: Sequence[RankStatus], positions: Mapping[int, str]) -> s
         now = "" if now == "idle" else now
         place = [status.machine] if machines else []
         rows.append((str(status.rank), *place, str(status.pid or ""), status.device, *memory, status.state, now))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     sharding = sorted({status.held.sharding for status in ranks if status.held.sharding})
-    return "\n".join((*lines, *(f"models: {kind}" for kind in sharding)))
+    return repr(Table(titles, rows, notes=[f"models: {kind}" for kind in sharding]))

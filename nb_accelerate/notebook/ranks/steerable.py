@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page.commands import Command, CommandKind, check_text
 from nb_accelerate.base.topology.rank_lists import named
+from nb_accelerate.base.words import capitalized
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
-from nb_accelerate.notebook.display.words import capitalized
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
 

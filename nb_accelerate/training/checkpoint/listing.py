@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.table import Table
+from nb_accelerate.base.words import size
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.checkpoint.manifest import Verification, examine
 from nb_accelerate.training.checkpoint.names import MANIFEST_NAME
@@ -57,7 +58,7 @@ class CheckpointInfo:
             "-" if self.step is None else f"{self.step:,}",
             self._saved_after(),
             "" if self.saved_at is None else f"{self.saved_at.astimezone():%Y-%m-%d %H:%M:%S}",
-            f"{self.num_bytes / 1e6:,.1f} MB" if self.num_bytes >= 1e6 else f"{self.num_bytes / 1e3:,.1f} kB",
+            size(self.num_bytes),
             "" if shown is None else f"{shown} {self.metrics[shown]:.4g}",
             "yes" if self.is_whole else f"no: {self.damage[0]}",
         )
@@ -74,17 +75,14 @@ class Checkpoints(list[CheckpointInfo]):
     """A list of checkpoints that a cell shows as a table, the newest last."""
 
     def __repr__(self) -> str:
-        rows = [_COLUMNS, *(info.cells() for info in self)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        return repr(self._table)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in info.cells()) for info in self)
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return self._table._repr_html_()
+
+    @property
+    def _table(self) -> Table:
+        return Table(_COLUMNS, [info.cells() for info in self])
 
 
 def checkpoints(directory: str | os.PathLike[str], *, read: bool = False) -> Checkpoints:

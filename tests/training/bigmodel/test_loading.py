@@ -20,7 +20,6 @@ from nb_accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
-    show_map,
 )
 from nb_accelerate.errors import CheckpointError, ConfigError, PlacedModelError
 from nb_accelerate.training.bigmodel.mapped import files_of
@@ -349,11 +348,10 @@ def test_a_map_that_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_classes_that_a_model_says_stay_whole_do(tmp_path: Path) -> None:
-    """As in the map that `show_map` shows before."""
     model = empty()
     kind = type(model.blocks[0]).__name__
     model._no_split_modules = [kind]
-    device_map = show_map(model, "auto", max_memory={"cpu": 1000, "disk": "1GB"}).device_map
+    device_map = infer_auto_device_map(model, {"cpu": 1000, "disk": "1GB"}, [kind])
     model = load_checkpoint_and_dispatch(model, saved(trained(), tmp_path), "auto", {"cpu": 1000, "disk": "1GB"})
     assert model.hf_device_map == device_map
     assert "blocks" in device_map

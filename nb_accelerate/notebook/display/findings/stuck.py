@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from nb_accelerate.base import words
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.base.topology.rank_lists import named
-from nb_accelerate.notebook.display import words
 from nb_accelerate.notebook.display.findings.finding import Finding
 from nb_accelerate.notebook.display.rank_history import METHODS
 
