@@ -12,9 +12,9 @@ import pytest
 from fixtures.panels import Run
 from hypothesis import given, settings, strategies as st
 
+from nb_accelerate.base import words
 from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.base.topology import rank_lists
-from nb_accelerate.base import words
 from nb_accelerate.notebook.display.drawing import html, text
 from nb_accelerate.notebook.display.logged_values import ThinnedCurve
 from nb_accelerate.notebook.display.view import FailureSummary, View
