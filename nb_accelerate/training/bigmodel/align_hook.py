@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from nb_accelerate.training.bigmodel.placement import Placement
 
@@ -86,6 +87,7 @@ class AlignDevicesHook(ModelHook):
         self._placements: dict[torch.device, tuple[Schedule, Placement]] = {}
         self._numbered: tuple[Device, torch.device] | None = None
         self._input_devices: dict[int, torch.device | None] = {}  # by thread
+        self._of_state_dict: RemovableHandle | None = None
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -130,7 +132,12 @@ class AlignDevicesHook(ModelHook):
             move_tensor(module, name, device, self.weights_map)
         if self.offload:
             self._place(module, visiting)
+            self._of_state_dict = module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         return module
+
+    def _before_state_dict(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        for _, placement in () if keep_vars else self._placements.values():  # else for the names, or to load others
+            placement.check()
 
     def visits(self, module: nn.Module, name: str) -> bool:
         """Return whether a tensor of a module with ``offload`` rests elsewhere: not so buffers, by default."""
@@ -225,6 +232,8 @@ class AlignDevicesHook(ModelHook):
             if device.type != "meta":
                 move_tensor(module, name, device)
         self._placements.clear()
+        if self._of_state_dict is not None:
+            self._of_state_dict.remove()
         return module
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+_OWN_FILE = re.compile(r"weights-[0-9a-f]{32}\.safetensors")
+
 _BYTES_OF_FILE = 1 << 30
 """Of weights in one file: so much is converted to another dtype in memory at once."""
 
@@ -30,8 +34,8 @@ def weights_in_files(
 
     Args:
         weights: of the model, by name; on ``meta`` where they are in a file only.
-        folder: for an ``index.json``, which may be there, and the files that it names.
-        index: rows by name, as in ``index.json``, which it takes the place of.
+        folder: that they are written to. Its ``index.json`` may be of another model: it counts for what is on ``meta``.
+        index: rows by name, as in ``index.json``, for all weights that it has.
 
     Returns:
         The weights that are in files, by name. Others rest where they are.
@@ -46,8 +50,10 @@ def weights_in_files(
             f"device_map has {', '.join(sorted(homeless))} on the disk, and these weights are in no file yet. Give "
             "dispatch_model an offload_dir that they are written to."
         )
-    rows = dict(_index_of(folder) if index is None else index)
-    found = _mapped({name: rows[name] for name in weights if name in rows}, folder)
+    rows = _index_of(folder) if index is None else index
+    found = _mapped(
+        {name: rows[name] for name in weights if name in rows and (index is not None or weights[name].is_meta)}, folder
+    )
     converted = {name for name, weight in found.items() if weight.dtype != weights[name].dtype}
     unwritten = {
         name: found.get(name, weights[name])
@@ -99,8 +105,15 @@ def _written(weights: Mapping[str, tuple[Tensor, torch.dtype]], folder: Path) ->
         save_file(part, file)
         rows |= {name: _row(file, name, weights[name][1]) for name in names}
     rows |= {name: rows[first[id(weight), dtype]] for name, (weight, dtype) in weights.items()}
+    found = _mapped(rows, folder)
+    before = _index_of(folder)
     save_offload_index(rows, folder)
-    return _mapped(rows, folder)
+    after = {row.get("safetensors_file") for row in _index_of(folder).values()}
+    for old in {str(row.get("safetensors_file")) for row in before.values()} - after:
+        if Path(old).parent == folder.absolute() and _OWN_FILE.fullmatch(Path(old).name):
+            with contextlib.suppress(OSError):  # Windows keeps a file that is mapped; elsewhere its maps stay
+                Path(old).unlink()
+    return found
 
 
 def _row(file: Path, name: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from nb_accelerate.training.bigmodel.hooks import (
     add_hook_to_module,
     remove_hook_from_module,
 )
+from nb_accelerate.training.bigmodel.mapped import check_files
 from nb_accelerate.training.bigmodel.moving import numbered, owner_of, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_on_same_device,
@@ -71,8 +72,8 @@ def dispatch_model(
         device_map: devices by names of modules and tensors, ``""`` for the whole model; ``"disk"`` is one.
         main_device: where what visits is computed, and where inputs go first. By default the first GPU of the map.
         state_dict: weights of parts on the ``"cpu"``, by their names in the model. By default what they are now.
-        offload_dir: where weights of parts on the ``"disk"`` are, by its ``index.json``; those that no file has are
-            written there, and safetensors files that the model was loaded from are used as they are.
+        offload_dir: where weights of parts on the ``"disk"`` are written that no file has. Safetensors files that the
+            model was loaded from are used as they are; weights on ``meta`` are found by the folder's ``index.json``.
         offload_index: what is in files, in place of ``index.json``: ``safetensors_file`` and ``weight_name`` by name.
         offload_buffers: buffers of a state dict visit too. By default they stay on the device that computes.
         skip_keys: keyword arguments, and keys of outputs, that are not moved between devices.
@@ -85,6 +86,7 @@ def dispatch_model(
         CheckpointError: the disk has too little space, or a file is damaged.
     """
     _check(model, device_map)
+    check_files(tensor_at(model, name) for name in tensor_names(model))
     places: dict[str, Any] = {name: "disk" if at == "disk" else numbered(at) for name, at in device_map.items()}
     _remove_placement(model)
     devices = list(dict.fromkeys(places.values()))
@@ -246,7 +248,7 @@ def disk_offload(
 
     Args:
         model: changed in place.
-        offload_dir: where its weights are, by its ``index.json``; else where they are written to.
+        offload_dir: where its weights are written to; those on ``meta`` are there, by the folder's ``index.json``.
         execution_device: where it computes, by default the device it is on.
         offload_buffers: as for `dispatch_model`.
         preload_module_classes: as for `dispatch_model`.

@@ -66,6 +66,18 @@ def files_of(tensor: torch.Tensor) -> WeightFiles | None:
     return _owners.get(tensor.untyped_storage().data_ptr())
 
 
+def check_files(tensors: Iterable[Any]) -> None:
+    """Check the files of those of some objects that are views of any, before their numbers are read.
+
+    Raises:
+        CheckpointError: one has been changed or cut off.
+    """
+    for tensor in tensors:
+        files = files_of(tensor) if isinstance(tensor, torch.Tensor) else None
+        if files is not None:
+            files.check([files.name_of(tensor)])
+
+
 class WeightFiles(Mapping[str, torch.Tensor]):
     """The weights of safetensors files by name, without reading them.
 
@@ -224,7 +236,10 @@ class _File:
 
     def _stat(self) -> tuple[int, int]:
         """Return size and time of the file that was opened, also if its name belongs to another one now, or to none."""
-        now = os.fstat(self._descriptor)
+        try:
+            now = os.fstat(self._descriptor)
+        except OSError as error:  # removed on a network disk
+            raise CheckpointError(f"{self.path} cannot be read any more: {error.strerror}") from error
         return now.st_size, now.st_mtime_ns
 
     def check(self, names: Collection[str]) -> None:

@@ -75,6 +75,11 @@ class Placement(ABC):
     def join(self, staging: Staging) -> None:  # noqa: B027 - for those that are copied
         """Use the stream and the buffers of a schedule, which calls it first."""
 
+    def check(self) -> None:
+        """Check the files of the weights: reading one that was cut off would end the process by SIGBUS."""
+        if self._files is not None:
+            self._files.check(self.names)
+
     @abstractmethod
     def is_wanted(self, *, used: bool) -> bool:
         """Return whether the block should be fetched ahead. Called at each block, so it takes microseconds.
@@ -145,7 +150,7 @@ class Mapped(Placement):
         if self._was_absent and not self._has_fetched:
             self.fetch()
         self._has_fetched = False
-        self._files.check(self.names)  # else a file that was cut off would end the process by SIGBUS
+        self.check()
 
 
 class Staged(Placement):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.bigmodel.mapped import check_files
 from nb_accelerate.training.bigmodel.ties import device_of
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, has_checksums: bool 
     """
     from safetensors import SafetensorError
 
+    check_files(obj.values() if isinstance(obj, Mapping) else ())
     try:
         if isinstance(file, (str, os.PathLike)):
             # Opened here: torch would tell nothing of what the disk says.

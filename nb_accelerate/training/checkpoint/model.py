@@ -38,7 +38,7 @@ from nb_accelerate.training.checkpoint.names import (
     WEIGHTS_PATTERN_NAME,
     is_plain,
 )
-from nb_accelerate.training.checkpoint.placing import Checkpoint, check_folder, place, plan, scales_of
+from nb_accelerate.training.checkpoint.placing import Checkpoint, check_folder, convert_others, place, plan, scales_of
 from nb_accelerate.training.checkpoint.publishing import Staging, published, sync_all
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ def load_checkpoint_in_model(
         offload_buffers: changes nothing: buffers on ``"disk"`` are views like parameters.
         keep_in_fp32_modules: parts of names of weights that stay float32 where ``dtype`` is float16.
         offload_8bit_bnb: changes nothing: weights on ``"cpu"`` and ``"disk"`` stay as they are in their files.
-        strict: whether names have to be the same; else those that are missing are left as they are, and a line
-            says what was not used.
+        strict: whether names have to be the same; else lines say which weights the checkpoint lacks, whose numbers stay
+            as they are (in ``dtype``), and what was not used.
         full_state_dict: whether the file holds whole tensors, as all files that `Accelerator.save_model` writes do.
         broadcast_from_rank0: read on rank 0, and send what was read to the others. All ranks call it together.
 
@@ -168,9 +168,11 @@ def load_checkpoint_in_model(
     if strict:
         _compare(found, model, str(checkpoint), strict=True)
     _check_empty(found, model, now, str(checkpoint))
-    steps = plan(files, now, device_map, dtype, keep_in_fp32_modules or ())
+    float32 = keep_in_fp32_modules or ()
+    steps = plan(files, now, device_map, dtype, float32)
     check_folder(steps.values(), offload_folder)
     place(files, model, steps, offload_folder)
+    convert_others(model, steps, dtype, float32)
     retie_parameters(model, tied)
     _compare(found, model, str(checkpoint), strict=strict)  # once more: on `meta` it is not known which are tied
 
@@ -278,6 +280,13 @@ def _compare(found: AbstractSet[str], model: nn.Module, source: str, *, strict: 
             + (f" It lacks {_some(missing)}." if missing else "")
             + (f" It has {_some(extra)}, which the model has not." if extra else "")
             + " Make the model as it was when it was saved, or write strict=False."
+        )
+    if missing:
+        logger.warning(
+            "%s has no %s: this %s keeps its own. If they were trained, give all files of the checkpoint.",
+            source,
+            _some(missing),
+            kind,
         )
     if extra:
         logger.warning(

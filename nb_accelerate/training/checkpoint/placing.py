@@ -192,6 +192,15 @@ def place(
             _restore_states(model, part)
 
 
+def convert_others(
+    model: nn.Module, steps: Mapping[str, Step], dtype: str | torch.dtype | None, float32: Sequence[str]
+) -> None:
+    """Give weights that the checkpoint lacks the dtype that they would have from there."""
+    for name, now in model.state_dict(keep_vars=True).items():
+        if name not in steps and isinstance(now, torch.Tensor) and not now.is_meta:
+            now.data = now.data.to(_dtype_of(name, now, now, dtype, float32))
+
+
 def scales_of(name: str) -> str:
     """Return the name of the scales that bitsandbytes keeps beside a weight in 8 bits."""
     return f"{name.removesuffix('weight')}SCB"

@@ -10,6 +10,7 @@ from torch import nn
 
 from nb_accelerate.base.config.distributed import DistributedType
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.bigmodel.mapped import check_files
 from nb_accelerate.training.strategies.model_memory import describe_sharding, measure
 from nb_accelerate.training.strategies.unwrapping import extract_model_from_parallel
 
@@ -213,7 +214,9 @@ class Strategy:
         Without ``keep``, ranks only take part: they return an empty dict where weights are sharded.
         """
         del keep
-        return model.state_dict()
+        state = model.state_dict()
+        check_files(state.values())
+        return state
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **kwargs: Any) -> None:
         """Load whole weights, the same on all ranks, with arguments of `torch.nn.Module.load_state_dict`."""

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounter
 
 import nb_accelerate
 from nb_accelerate import big_modeling, init_empty_weights
-from nb_accelerate.errors import ConfigError, PlacedModelError
+from nb_accelerate.errors import CheckpointError, ConfigError, PlacedModelError
 from nb_accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
 from nb_accelerate.training.bigmodel.mapped import files_of
 
@@ -107,10 +107,51 @@ def test_weights_are_written_once_and_accelerate_reads_the_folder(tmp_path: Path
 
 def test_a_folder_that_accelerate_wrote_is_used(tmp_path: Path) -> None:
     accelerate.disk_offload(Placed(), tmp_path)
-    model = nb_accelerate.disk_offload(Placed(seed=1), tmp_path)
+    with init_empty_weights():
+        empty = Placed()
+    model = nb_accelerate.disk_offload(empty, tmp_path, execution_device="cpu")
     model.table = Placed().table
     assert torch.equal(model(tokens()), Placed()(tokens()))
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("before", ["dispatch_model", "disk_offload", "offload_state_dict", "accelerate"])
+@pytest.mark.parametrize("after", ["dispatch_model", "disk_offload", "safetensors", "bin", "float64", "without scale"])
+def test_a_model_has_its_own_weights_in_a_folder_of_another(tmp_path: Path, before: str, after: str) -> None:
+    folder, first, second = tmp_path / "folder", Placed(), Placed(seed=1)
+    with torch.no_grad():
+        second.scale += 1
+    if before == "accelerate":
+        accelerate.disk_offload(Placed(), folder)
+    elif before == "offload_state_dict":
+        nb_accelerate.utils.offload_state_dict(folder, first.state_dict())
+    else:
+        _offloaded(before, first, folder)
+    want = second(tokens())
+    if after in ("dispatch_model", "disk_offload"):
+        model = _offloaded(after, copy.deepcopy(second), folder)
+    else:
+        weights = {name: tensor for name, tensor in second.state_dict().items() if name not in ("head.weight", after)}
+        if after == "without scale":
+            weights.pop("scale")
+        file = tmp_path / ("model.bin" if after == "bin" else "model.safetensors")
+        (torch.save if after == "bin" else save_file)(weights, file)
+        model = Placed()
+        model.table = second.table
+        with torch.no_grad():
+            model.scale.copy_(second.scale)  # of a new head: the checkpoint may not have it
+        dtype = torch.float64 if after == "float64" else None
+        nb_accelerate.load_checkpoint_and_dispatch(model, file, {"": "disk"}, offload_folder=folder, dtype=dtype)
+    assert torch.equal(model(tokens()).float(), want) or after == "float64"
+    assert all(torch.equal(tensor.float(), second.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(first(tokens()), Placed()(tokens()))  # whose files may have been replaced
+    assert len(list(folder.glob("weights-?*.safetensors"))) <= 2
+
+
+def _offloaded(way: str, model: nn.Module, folder: Path) -> nn.Module:
+    if way == "disk_offload":
+        return nb_accelerate.disk_offload(model, folder)
+    return nb_accelerate.dispatch_model(model, {"": "disk"}, offload_dir=folder)
 
 
 @pytest.mark.parametrize("folder", [True, False])
@@ -315,8 +356,10 @@ def test_a_weight_that_no_file_has_is_named() -> None:
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     nb_accelerate.disk_offload(Placed(width=4), tmp_path)
-    with pytest.raises(ValueError, match=r"scale of a Placed has the shape"):
-        nb_accelerate.disk_offload(Placed(width=8), tmp_path)
+    with init_empty_weights():
+        wider = Placed(width=8)
+    with pytest.raises(ValueError, match=r"scale .*has the shape"):
+        nb_accelerate.disk_offload(wider, tmp_path)
 
 
 def test_too_little_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,10 +373,26 @@ def test_too_little_disk_is_found_before_anything_is_written(tmp_path: Path, mon
 def test_files_that_are_cut_off_are_an_error(tmp_path: Path) -> None:
     model = nb_accelerate.disk_offload(Placed(width=64), tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
+    weights, plain = dict(model.state_dict()), Placed(width=64)
+    for name in ("scale", "embedding.weight"):
+        plain.get_submodule(name.rpartition(".")[0]).get_parameter(name.rpartition(".")[2]).data = weights[name]
     with file.open("r+b") as cut:
         cut.truncate(1000)
-    with pytest.raises(RuntimeError, match="cut off"):
-        model(tokens())
+    accelerator = nb_accelerate.Accelerator(cpu=True)
+    for read in (
+        lambda: model(tokens()),
+        model.state_dict,
+        model.layers[1].state_dict,
+        lambda: accelerator.get_state_dict(plain),
+        lambda: accelerator.save_model(plain, tmp_path / "a"),
+        lambda: accelerator.save(weights, tmp_path / "b"),
+        lambda: nb_accelerate.dispatch_model(plain, {"": "cpu"}),
+    ):
+        with pytest.raises(CheckpointError, match="cut off"):
+            read()
+    assert list(model.state_dict(keep_vars=True))  # to load others
+    remove_hook_from_submodules(model)
+    assert list(model.state_dict())  # a plain one again
 
 
 def test_names_that_a_model_leaves_out_of_maps_are_left_where_they_are(tmp_path: Path) -> None:

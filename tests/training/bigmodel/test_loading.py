@@ -317,6 +317,23 @@ def test_weights_that_do_not_fit_are_named_and_nothing_changes(tmp_path: Path) -
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}])
+def test_a_weight_that_the_checkpoint_lacks_is_named_and_gets_the_dtype(
+    device_map: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {name: tensor.clone() for name, tensor in trained().state_dict().items() if name != "head.weight"}
+    del weights["shift"]
+    save_file(weights, tmp_path / "model.safetensors")
+    model = Model().eval()
+    before = model.shift.clone()
+    dtype = None if device_map is None else torch.float16
+    load_checkpoint_and_dispatch(model, tmp_path, device_map, offload_folder=tmp_path / "off", dtype=dtype)
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == ["shift"]
+    assert torch.equal(model.shift, before.to(dtype))
+    model.table = model.table.to(dtype)
+    assert model(TOKENS).dtype is (dtype or torch.float32)
+
+
 def test_weights_that_are_to_be_tied_are_said_to_be(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
