@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_move_while_others_wait_for_it_is_named():
     assert warning == "Rank 1 has not moved for 12 s; ranks 0, 2 and 3 wait for it in reduce."
     assert run.kinds == {"0, 2-3": "", "1": "late"}
     assert run.row(0).now == "waits in reduce"
-    assert run.row(1).now == "running"
+    assert run.row(1).now == "between steps"
     assert run.view.outlook == ("no step for 12 s",)
 
 
@@ -141,8 +141,13 @@ def test_what_a_rank_does_has_the_line_that_it_is_at_most_often_while_it_does_th
 
     def at(*where: tuple[Phase, int, str]) -> None:
         for phase, lineno, called in where:
-            line = CodeLine(number=next(numbers), phase=phase, filename="/data/train.py", lineno=lineno, called=called)
-            run.put([0], phase=phase, line=line)
+            run.put([0], phase=phase)
+            activity = run.ranks[0].sample.activity
+            filename = "/data/train.py"
+            line = CodeLine(
+                number=next(numbers), activity=activity, entered=-1, filename=filename, lineno=lineno, called=called
+            )
+            run.put([0], line=line)
             run.wait(1.0)
 
     at((Phase.FORWARD, 6, ""), (Phase.FORWARD, 7, ""), (Phase.FORWARD, 6, ""), (Phase.BACKWARD, 9, ""))
@@ -161,8 +166,9 @@ def test_what_comes_before_the_first_step_is_told():
     run = Run(1)
 
     def does(inside: str, **sample: Any) -> str:
-        line = CodeLine(number=next(numbers), phase=sample["phase"], filename="/train.py", lineno=6, inside=inside)
-        run.put(line=line, **sample)
+        run.put(**sample)
+        activity = run.ranks[0].sample.activity
+        run.put(line=CodeLine(number=next(numbers), activity=activity, filename="/train.py", lineno=6, inside=inside))
         run.wait(2.0)
         return run.row(0).now
 
@@ -194,8 +200,8 @@ def test_steps_after_a_resume_are_those_of_the_run_also_at_its_end():
 def at_line(run: Run, ranks: list[int], lineno: int, called: str = "") -> None:
     for number in range(1, 6):
         for rank in ranks:
-            phase = run.ranks[rank].sample.phase
-            line = CodeLine(number=number, phase=phase, filename="/data/train.py", lineno=lineno, called=called)
+            activity = run.ranks[rank].sample.activity
+            line = CodeLine(number=number, activity=activity, filename="/data/train.py", lineno=lineno, called=called)
             run.put([rank], line=line)
         run.look()
 
@@ -417,7 +423,7 @@ def test_with_the_number_of_epochs_known_the_bar_and_the_time_are_those_of_the_w
     run.begin_loop(total=10, epoch=2, epochs=3, loop=3, steps_before=80, evaluates=True)
     run.put(step=3, phase=Phase.EVALUATING)
     run.wait(2.0)
-    assert (run.row(0).step, run.row(0).now) == ("48 / 120", "evaluating 3 / 10")
+    assert (run.row(0).step, run.row(0).now) == ("48 / 120", "evaluation 3 / 10")
 
 
 def test_the_total_is_that_of_the_whole_run_before_its_first_backward():
@@ -473,3 +479,21 @@ def test_ranks_that_have_failed_alike_are_told_by_the_traceback_that_is_raised()
     assert rows((1,)) == 2, "what the other one did is news"
     assert rows((0, 1), details="ValueError: it is raised nowhere") == 2
     assert rows((0, 1), steps=5) == 2
+
+
+def test_while_an_evaluation_runs_the_step_is_that_of_the_training():
+    run = Run(2)
+    run.begin_loop(total=40, epoch=7)
+    run.train(4.0, rate=8.0)
+    run.begin_loop(total=8, epoch=7, loop=2, steps_before=40, evaluates=True)
+    run.put(step=3, phase=Phase.WAITING, waits_in=Collective.all_gather)
+    run.wait(1.0)
+    row = run.row(0)
+    assert (row.step, row.share, row.epoch, row.now) == ("40 / 40", 1.0, "7", "evaluation 3 / 8")
+    run.begin_loop(total=40, epoch=7, loop=3, steps_before=40, trains=False)
+    run.put(step=1, phase=Phase.FORWARD)
+    run.look()
+    assert run.row(0).step == "40 / 40", "the next epoch has begun when it trains"
+    run.put(step=2, phase=Phase.FORWARD, trains=True, epoch=8)
+    run.look()
+    assert (run.row(0).step, run.row(0).epoch) == ("2 / 40", "8")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nb_accelerate.base import progress_page as pages
-from nb_accelerate.base.progress_page import Collective, PageReader, Phase, ProgressPage, Sample, layout
+from nb_accelerate.base.progress_page import Activity, Collective, PageReader, Phase, ProgressPage, Sample, layout
 from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 
@@ -69,10 +69,11 @@ def test_a_loop_says_where_it_is(page: ProgressPage, memory: bytearray) -> None:
 def test_a_line_of_users_code_is_read_whole_or_not_at_all(page: ProgressPage, memory: bytearray) -> None:
     assert read(memory).line is None
     for number, filename in enumerate(("/tmp/ipykernel_1/2.py", "/" + 300 * "a" + "/train.py"), start=1):
-        page.note_line(phase=Phase.FORWARD, filename=filename, lineno=6, called="gather", inside="importing x")
+        moment = (7, Activity(Phase.WAITING, Collective.barrier, in_loop=True, evaluates=True))
+        page.note_line(moment, filename=filename, lineno=6, called="gather", inside="importing x")
         line = read(memory).line
         assert line is not None
-        assert (line.number, line.phase, line.lineno, line.called) == (number, Phase.FORWARD, 6, "gather")
+        assert (line.number, (line.entered, line.activity), line.lineno, line.called) == (number, moment, 6, "gather")
         assert line.inside == "importing x"
         assert filename.endswith(line.filename)
         assert line.filename.endswith(filename[-100:])

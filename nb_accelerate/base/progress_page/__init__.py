@@ -9,8 +9,8 @@ was after it was killed. A word is written in one piece; a reader may see words 
 of one.
 """
 
+from nb_accelerate.base.progress_page.activity import Activity, Collective, Phase
 from nb_accelerate.base.progress_page.code_line import CodeLine
-from nb_accelerate.base.progress_page.layout import Collective, Phase
 from nb_accelerate.base.progress_page.page import MAX_RECORD, ProgressPage, here, install
 from nb_accelerate.base.progress_page.rank_memory import RankMemory
 from nb_accelerate.base.progress_page.reader import PageReader
@@ -18,6 +18,7 @@ from nb_accelerate.base.progress_page.sample import Bar, Sample
 
 __all__ = [
     "MAX_RECORD",
+    "Activity",
     "Bar",
     "CodeLine",
     "Collective",

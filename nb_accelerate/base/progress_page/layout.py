@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import struct
+from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import code_line, rank_memory
+from nb_accelerate.base.progress_page.activity import Activity, Phase, collective_of, phase_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SIZE = 8192
 """Bytes: two pages of memory."""
@@ -82,37 +86,23 @@ assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= WARNING_AT
 assert WARNING_AT + WARNING.size <= LINE_AT
 assert LINE_AT + code_line.SIZE <= MEMORY_AT
 assert MEMORY_AT + rank_memory.SIZE <= COMMANDS_AT
-
-
-class Phase(enum.IntEnum):
-    """What a rank does."""
-
-    NOTHING = 0
-    RUNNING = 1
-    DATA = 2
-    FORWARD = 3
-    BACKWARD = 4
-    STEP = 5
-    EVALUATING = 6
-    SAVING = 7
-    WAITING = 8
-    ENDED = 9
-    PREPARING = 10
-    COMPILING = 11
-    TRAINING = 12  # forward and backward, where the program does not say which
-
-
 assert NANOSECONDS + len(Phase) <= SINCE
 
+_SURE = 2
+"""Steps after which a loop without a backward is no training."""
 
-class Collective(enum.IntEnum):
-    """Collectives in which ranks wait for each other."""
 
-    all_gather = 0
-    all_reduce = 1
-    broadcast = 2
-    scatter = 3
-    all_gather_object = 4
-    broadcast_object = 5
-    barrier = 6
-    backward = 7  # the exchange of gradients at its end
+def activity_of(words: Sequence[int]) -> Activity:
+    """Return what the words of a page say that its rank does."""
+    phase = phase_of(words[PHASE])
+    return Activity(
+        phase=phase,
+        waits_in=collective_of(words[WAITS_IN]) if phase is Phase.WAITING else None,
+        in_loop=bool(words[IN_LOOP]),
+        evaluates=not words[TRAINS] and (bool(words[EVALUATES]) or words[STEP] > _SURE),
+    )
+
+
+def entered(words: Sequence[int]) -> int:
+    """Return when the phase of a page began: what all phases before it took is known."""
+    return words[SINCE] + sum(words[NANOSECONDS:SINCE])

@@ -11,9 +11,9 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
+from nb_accelerate.base.progress_page.activity import Collective, Phase
 from nb_accelerate.base.progress_page.code_line import CodeLine
 from nb_accelerate.base.progress_page.commands import CommandReader
-from nb_accelerate.base.progress_page.layout import Collective, Phase
 from nb_accelerate.base.progress_page.phase_times import clock_of
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from nb_accelerate.base.progress_page.activity import Activity
     from nb_accelerate.base.progress_page.rank_memory import RankMemory
 
 
@@ -81,6 +82,11 @@ class ProgressPage:
     def phase(self) -> int:
         """Number of the `Phase` that is on."""
         return self._words[layout.PHASE]
+
+    @property
+    def moment(self) -> tuple[int, Activity]:
+        """When the phase that is on began, and what this process does."""
+        return layout.entered(self._words), layout.activity_of(self._words)
 
     def save_in_background(self, begins: bool) -> None:
         """Note that a checkpoint begins to be written in a thread, or that it is written. Any thread."""
@@ -232,11 +238,17 @@ class ProgressPage:
             at = layout.SCALARS_AT + index * layout.SCALAR.size
             layout.SCALAR.pack_into(self._memory, at, _cut(str(name), 24), value)
 
-    def note_line(self, *, phase: int, filename: str, lineno: int, called: str, inside: str) -> None:
-        """Note the line of the user's code that the main thread is at; see `CodeLine`. One other thread calls this."""
+    def note_line(self, moment: tuple[int, Activity], *, filename: str, lineno: int, called: str, inside: str) -> None:
+        """Note the line of the user's code at which the main thread was at a `moment`. One other thread calls this."""
         self._lines_noted += 1
         line = CodeLine(
-            number=self._lines_noted, phase=phase, filename=filename, lineno=lineno, called=called, inside=inside
+            number=self._lines_noted,
+            entered=moment[0],
+            activity=moment[1],
+            filename=filename,
+            lineno=lineno,
+            called=called,
+            inside=inside,
         )
         line.write(self._memory, layout.LINE_AT)
 

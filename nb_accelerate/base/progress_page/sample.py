@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
+from nb_accelerate.base.progress_page.activity import Activity, Phase
 from nb_accelerate.base.progress_page.code_line import CodeLine, text_of
 from nb_accelerate.base.progress_page.commands import training_state
-from nb_accelerate.base.progress_page.layout import Collective, Phase
 from nb_accelerate.base.progress_page.phase_times import seconds_in
 from nb_accelerate.base.progress_page.rank_memory import RankMemory
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from typing_extensions import Buffer
+
+    from nb_accelerate.base.progress_page.activity import Collective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,12 @@ class Sample:
     # Where its time goes, and where it is: not compared, because they differ from sample to sample.
     seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)
     line: CodeLine | None = field(default=None, compare=False)
+    entered: int = field(default=0, compare=False)  # when the phase began, by `time.monotonic_ns` of the rank
+
+    @property
+    def activity(self) -> Activity:
+        """What the rank does."""
+        return Activity(self.phase, self.waits_in, self.in_loop, self.evaluates)
 
     @property
     def steps(self) -> int:
@@ -88,12 +96,6 @@ class Sample:
         return self.steps_before + (self.step if self.in_loop and self.trains else 0)
 
 
-_T = TypeVar("_T")
-_SURE = 2
-"""Steps after which a loop without a backward is no training."""
-
-_COLLECTIVES = tuple(Collective)
-_PHASES = tuple(Phase)
 _ENDLESS = 1e18
 """Nothing counts so far."""
 
@@ -108,21 +110,21 @@ def read(memory: Buffer) -> Sample:
     epochs, epoch_of_run = words[layout.EPOCHS], words[layout.EPOCH_OF_RUN]
     has_epochs = 0 < epoch_of_run <= epochs
     now = time.monotonic_ns()
-    phase = _member(_PHASES, words[layout.PHASE]) or Phase.RUNNING
+    activity = layout.activity_of(words)
     return Sample(
         request=words[layout.REQUEST],
-        phase=phase,
+        phase=activity.phase,
         step=max(0, words[layout.STEP]),
         total=words[layout.TOTAL] if words[layout.TOTAL] >= 0 and words[layout.LOOP] else None,
         loop=words[layout.LOOP],
         trains=trains,
-        evaluates=not trains and (bool(words[layout.EVALUATES]) or words[layout.STEP] > _SURE),
-        in_loop=bool(words[layout.IN_LOOP]),
+        evaluates=activity.evaluates,
+        in_loop=activity.in_loop,
         epoch=epoch_of_run if has_epochs else words[layout.EPOCH if trains else layout.TRAINED_EPOCH],
         epochs=epochs if has_epochs else 0,
         steps_before=max(0, words[layout.STEPS_BEFORE]),
         rows=max(0, words[layout.ROWS]),
-        waits_in=_member(_COLLECTIVES, words[layout.WAITS_IN]) if phase is Phase.WAITING else None,
+        waits_in=activity.waits_in,
         collectives=words[layout.COLLECTIVES],
         memory=max(0, words[layout.MEMORY]),
         peak=max(0, words[layout.MEMORY_PEAK]),
@@ -135,6 +137,7 @@ def read(memory: Buffer) -> Sample:
         **training_state(memory),
         held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),
+        entered=layout.entered(words),
         num_workers=words[layout.WORKERS] - 1 if words[layout.WORKERS] > 0 else None,
         spans_epochs=bool(words[layout.SPANS_EPOCHS]),
         compiled=max(0, words[layout.COMPILED]),
@@ -142,10 +145,6 @@ def read(memory: Buffer) -> Sample:
         warning=_warning(memory),
         line=CodeLine.read(memory, layout.LINE_AT),
     )
-
-
-def _member(members: tuple[_T, ...], number: int) -> _T | None:
-    return members[number] if 0 <= number < len(members) else None
 
 
 def _scalars(memory: Buffer) -> dict[str, float]:

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from nb_accelerate.base import words
-from nb_accelerate.base.progress_page import Collective, Phase, Sample
+from nb_accelerate.base.progress_page import Activity, Collective, Phase, Sample
 from nb_accelerate.base.records.record import is_training_loss
 from nb_accelerate.errors.traceback_lines import line_in_cell
 from nb_accelerate.notebook.display.phase_times import PhaseTimes
@@ -77,7 +77,7 @@ class _Moment(NamedTuple):
     time: float
     loop: int
     step: int
-    phase: Phase
+    activity: Activity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,14 @@ class CodeLines:
         elif not self._recent or line.number != self._recent[-1].number:
             self._recent.append(line)
 
-    def at(self, phase: Phase) -> CodeLine | None:
-        """Return the line that it was at most often in a phase, the newest one of equals; None if in none."""
-        seen = [line for line in reversed(self._recent) if line.phase == phase]
+    def at(self, activity: Activity, entered: int) -> CodeLine | None:
+        """Return the line at which it did that most often, the newest one of equals; None if it was not seen so.
+
+        Args:
+            entered: when the current phase began. Lines that were read in it count alone, if there are any.
+        """
+        seen = [line for line in reversed(self._recent) if line.activity == activity]
+        seen = [line for line in seen if line.entered == entered] or seen
         counted = Counter((line.filename, line.lineno, line.called, line.inside) for line in seen)
         if not counted:
             return None
@@ -132,7 +137,7 @@ class RankHistory:
         self.lines = CodeLines()
         self.times = PhaseTimes()
         self.whole: tuple[int, int] | None = None
-        self._waited_in: Collective | None = None
+        self._trained: Sample | None = None  # the newest that trains
         self._progress = _progress(self.sample)
         self._moments: deque[_Moment] = deque()
 
@@ -157,6 +162,16 @@ class RankHistory:
         return self.step if self.whole is not None and self.whole[0] == self.whole[1] else self.sample.steps
 
     @property
+    def in_epoch(self) -> tuple[int, int | None]:
+        """Return batches of the epoch so far, and of how many; those of the training while an evaluation runs."""
+        sample, trained = self.sample, self._trained
+        if trained is None or sample.trains:
+            return sample.step, sample.total
+        # The loop may have taken steps since it was seen last, which it counts when it ends or another begins inside.
+        step = max(trained.step, sample.steps_before - trained.steps_before)
+        return step if trained.total is None else min(step, trained.total), trained.total
+
+    @property
     def loss(self) -> float | None:
         """The newest loss: one that was logged by that name, else what `backward` was called on."""
         for name, value in self.sample.scalars.items():
@@ -173,11 +188,11 @@ class RankHistory:
         self.status = status
         self.lines.add(sample.line)
         self.times.add(now, sample)
-        if sample.waits_in is not None:
-            self._waited_in = sample.waits_in
         self.whole = _whole(sample, self.whole)
+        if sample.trains:
+            self._trained = sample
         self._drop_cached()
-        self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
+        self._moments.append(_Moment(now, sample.loop, sample.step, sample.activity))
         while self._moments[0].time < now - _LONG:
             self._moments.popleft()
 
@@ -187,7 +202,7 @@ class RankHistory:
         self._drop_cached()
 
     def _drop_cached(self) -> None:
-        for name in ("_pace", "phase"):
+        for name in ("_pace", "activity", "line"):
             self.__dict__.pop(name, None)
 
     @property
@@ -231,44 +246,59 @@ class RankHistory:
         return (newest.step - oldest.step, seconds) if seconds > _SHORT else None
 
     @cached_property
-    def phase(self) -> Phase:
-        """Return the most frequent phase of the last `_RECENT` seconds."""
+    def activity(self) -> Activity:
+        """Return what it did most often in the last `_RECENT` seconds; of a loop that began later, since then.
+
+        The newest activity alone would flicker.
+        """
         if not self._moments:
-            return Phase.NOTHING
+            return Activity()
         newest = self._moments[-1]
-        if newest.phase in (Phase.ENDED, Phase.NOTHING):
-            return newest.phase
-        if self.sample.evaluates and newest.phase is Phase.FORWARD:
-            return Phase.EVALUATING
+        if newest.activity.phase in (Phase.ENDED, Phase.NOTHING):
+            return newest.activity
         since = newest.time - _RECENT
-        recent = Counter(phase for time, _, _, phase in reversed(self._moments) if time > since)
-        del recent[Phase.NOTHING]
-        return recent.most_common(1)[0][0]
+        loop = newest.activity[2:]
+        recent = [moment.activity for moment in reversed(self._moments) if moment.time > since]
+        return Counter(activity for activity in recent if activity[2:] == loop).most_common(1)[0][0]
+
+    @cached_property
+    def line(self) -> CodeLine | None:
+        """Return the line of the user's code to show: where it does `activity`; None if it was not seen there.
+
+        All that is said of a rank at a time comes from it: a phase and a line of two moments may never have met.
+        """
+        return self.lines.at(self.activity, self.sample.entered)
 
     @property
     def called(self) -> str:
         """Return the function for communication that the user's line has called, as it stands there; "" if none."""
-        line = self.lines.at(self.sample.phase)
-        return line.called if line is not None else ""
+        return self.line.called if self.line is not None else ""
 
     @property
     def doing(self) -> str:
         """Return in a few words what it does mostly: the phase, or the collective that it waits in."""
-        line = self.lines.at(self.phase)
+        line = self.line
+        phase, waits_in, in_loop, evaluates = self.activity
         inside = line.inside if line is not None else ""
         if inside == "compiling" or inside.startswith("importing "):
             return inside
-        if self.phase is Phase.RUNNING and inside:
+        sample = self.sample
+        if evaluates and sample.evaluates and sample.in_loop:
+            of = f" / {words.count(sample.total)}" if sample.total else ""
+            return f"evaluation {words.count(sample.step)}{of}"
+        if phase is Phase.RUNNING and in_loop:
+            return "between steps"
+        if phase is Phase.RUNNING and inside:
             return f"running {inside}"
-        if self.phase is not Phase.WAITING or self._waited_in is None:
-            return PHASES[self.phase]
-        called = line.called if line is not None and self._waited_in is not Collective.backward else ""
-        return f"waits in {called or METHODS[self._waited_in]}"
+        if waits_in is None:
+            return PHASES[phase]
+        called = line.called if line is not None and waits_in is not Collective.backward else ""
+        return f"waits in {called or METHODS[waits_in]}"
 
     @property
     def location(self) -> str:
         """Return the line of the user's code that it is at while it does that; "" if none is known."""
-        line = self.lines.at(self.phase)
+        line = self.line
         if line is None:
             return ""
         return line_in_cell(line.filename, line.lineno) or f"{PurePath(line.filename).name}:{line.lineno}"
@@ -285,7 +315,7 @@ class RankHistory:
         Its longest stay in one is left out: who was held up once is not slow.
         """
         current = self.sample.loop
-        in_loop = [(step, phase) for _, loop, step, phase in self._moments if loop == current]
+        in_loop = [(step, activity.phase) for _, loop, step, activity in self._moments if loop == current]
         stays = [(phase, len(list(same))) for (_, phase), same in groupby(in_loop)]
         if not stays:
             return {}

@@ -156,9 +156,10 @@ class Rows:
             return words.count(rank.steps), 1.0
         if rank.whole is not None:
             return _of_total(*rank.whole)
-        if sample.loop and sample.total is not None:
-            return _of_total(sample.step, sample.total)
-        return words.count(sample.step) if sample.loop else "", 1.0 if self.kinds[number] == "done" else None
+        step, total = rank.in_epoch
+        if sample.loop and total is not None:
+            return _of_total(step, total)
+        return words.count(step) if sample.loop else "", 1.0 if self.kinds[number] == "done" else None
 
     def seconds(self, rank: RankHistory) -> Mapping[Phase, float]:
         """Return where the time of a rank goes: lately, and of a run that has ended, from its first step on."""
@@ -243,12 +244,9 @@ class Rows:
         if sample.paused:
             return "paused"
         if number in self.stalled:
-            return f"waits in {rank.called}" if rank.called else doing
-        if rank.phase is Phase.RUNNING and sample.in_loop:
-            doing = "between steps"
-        elif rank.phase is Phase.EVALUATING and sample.total:
-            doing = f"evaluating {words.count(sample.step)} / {words.count(sample.total)}"
-        return f"{doing}, saving" if sample.saves and rank.phase is not Phase.SAVING else doing
+            collective = stuck.collective(rank)
+            return f"waits in {collective}" if collective else doing
+        return f"{doing}, saving" if sample.saves and sample.phase is not Phase.SAVING else doing
 
 
 def _of_total(done: int, total: int) -> tuple[str, float]:

@@ -71,23 +71,28 @@ def _serve(stacks: int, alarm: Alarm) -> None:
 
 def _say_where(stacks: int, asked: list[object]) -> None:
     """Answer requests for the stack, once for all that have come, and for the user's line."""
-    phase = here().phase
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way to it
     if "line" in asked:
-        _note_line(frame, phase)
-    answer = _listed(frame, has_one_thread=not _has_threads_of_users()) if "stack" in asked else b""
-    del frame  # it would keep the variables of a function alive
+        note_line()
+    answer = _listed(_frame(), has_one_thread=not _has_threads_of_users()) if "stack" in asked else b""
     while answer:
         answer = answer[os.write(stacks, answer) :]
 
 
-def _note_line(frame: FrameType | None, phase: int) -> None:
-    """Write the user's line to the progress page, unless the main thread went on to another phase meanwhile."""
+def note_line() -> None:
+    """Write the user's line to the progress page, unless the main thread enters a phase meanwhile."""
+    page = here()
+    moment = page.moment
+    frame = _frame()
     found = users_line(_frames(frame))
-    if found is not None and here().phase == phase:
+    inside = _inside(frame)
+    if found is not None and page.moment == moment:
         line, called = found
-        inside = _inside(frame)
-        here().note_line(phase=phase, filename=line.filename, lineno=line.lineno, called=called, inside=inside)
+        page.note_line(moment, filename=line.filename, lineno=line.lineno, called=called, inside=inside)
+
+
+def _frame() -> FrameType | None:
+    """Return the frame of the main thread. It keeps the variables of a function alive: let go of it."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way to it
 
 
 def _inside(frame: FrameType | None) -> str:

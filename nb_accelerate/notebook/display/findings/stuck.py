@@ -107,13 +107,17 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
 
 def _location(ranks: Ranks, numbers: Sequence[int], before: str = " ") -> str:
     """Return the collective that all of some ranks wait in, and the line at which most of them are."""
-    inside = {name for number in numbers if (name := _collective(ranks[number]))}
-    lines = Counter(location for number in numbers if (location := ranks[number].location))
-    parts = [f"in {name}" for name in inside if len(inside) == 1] + [line for line, _ in lines.most_common(1)]
+    if not numbers:
+        return ""
+    found = Counter((collective(ranks[number]), ranks[number].location) for number in numbers)
+    (name, line), _ = found.most_common(1)[0]
+    parts = [f"in {name}"] if name and len({name for name, _ in found}) == 1 else []
+    parts += [line] if line else []
     return before + ", ".join(parts) if parts else ""
 
 
-def _collective(rank: RankHistory) -> str:
+def collective(rank: RankHistory) -> str:
+    """Return the collective that a rank is in, as its line calls it; "" if it is in none."""
     inside = rank.sample.waits_in
     return rank.called or (METHODS[inside] if inside is not None else "")
 
