@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.table import Table
 from nb_accelerate.base.words import size
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.checkpoint.manifest import Verification, examine
+from nb_accelerate.training.checkpoint.checksums import Verification
+from nb_accelerate.training.checkpoint.manifest import examine
 from nb_accelerate.training.checkpoint.names import MANIFEST_NAME
 from nb_accelerate.training.checkpoint.publishing import published
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset
 
 from nb_accelerate.errors import CheckpointError
+from nb_accelerate.training.checkpoint.checksums import Verification
 from nb_accelerate.training.checkpoint.files import load_state_dict, read
 from nb_accelerate.training.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
 from nb_accelerate.training.checkpoint.host_copies import deep_copy
-from nb_accelerate.training.checkpoint.manifest import Verification, examine
+from nb_accelerate.training.checkpoint.manifest import examine
 from nb_accelerate.training.checkpoint.model import fit
 from nb_accelerate.training.checkpoint.names import (
     FSDP_MODEL_NAME,
@@ -62,6 +63,11 @@ class Checkpoint:
     asked_for: Path  # the folder that was given, for messages
     there: frozenset[str]
     manifest: Manifest | None
+    compared: Verification | None = None  # what compares its files while they are read
+
+    def read(self, name: str, **kwargs: Any) -> Any:
+        """Return what `torch.save` has written to a file of it, on the CPU. ``kwargs`` are those of `torch.load`."""
+        return read(self.folder / name, "cpu", if_trusted=IF_TRUSTED, compared=self.compared, **kwargs)
 
     def has_shards(self, folder: str) -> bool:
         """Return whether a folder of it holds parts that each rank has written."""
@@ -120,7 +126,7 @@ def read_checkpoint(
         checkpoint.folder, files, rank=this_rank.local_rank, num_ranks=this_rank.local_world_size
     ) as compared:
         try:
-            result.append(read(checkpoint))
+            result.append(read(replace(checkpoint, compared=compared)))
         except Exception as caught:  # it may be the damage that is about to be found
             error = caught
         damage = _found_on_all(gather_from_all_ranks(collectives, compared.result), folder)
@@ -203,7 +209,7 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
                 (part, path, {"nb_accelerate": {"epoch": manifest.epochs[part.loader], "position": position}})
             )
             continue
-        state = _read_optimizer(checkpoint, part) or read(path, "cpu", if_trusted=IF_TRUSTED, **kwargs)
+        state = _read_optimizer(checkpoint, part) or checkpoint.read(name, **kwargs)
         if part.check is not None:
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)
@@ -212,7 +218,7 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
     numbers, orders = None, []
     file = RANDOM_NUMBERS.format(rank)
     if file in checkpoint.there:
-        found = read(checkpoint.folder / file, "cpu", if_trusted=IF_TRUSTED)
+        found = checkpoint.read(file)
         check_random_numbers(str(checkpoint.folder / file), found)
         orders = [order and Order.decoded(order) for order in found.get("orders", ())]
         numbers = found if rank == this_rank.rank else None
@@ -237,7 +243,7 @@ def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
         parameters = [group["params"] for group in optimizer.param_groups]
         return read_optimizer(checkpoint.folder / part.folder, parameters, names)
     file = checkpoint.folder / part.file  # accelerate's, which may have collected it from shards
-    state = read(file, "cpu", if_trusted=IF_TRUSTED)
+    state = checkpoint.read(part.file)
     groups = state.get("param_groups") if isinstance(state, dict) else None
     is_named = groups and all(isinstance(name, str) for group in groups for name in group.get("params", (0,)))
     return numbered(state, names, str(file)) if is_named else None
@@ -329,7 +335,7 @@ def read_weights(
                 "it was saved, in the same order."
             )
         file = checkpoint.folder / name
-        saved = load_state_dict(file, {"": map_location})
+        saved = load_state_dict(file, {"": map_location}, compared=checkpoint.compared)
         tensors = fit(saved, model, str(file), strict=strict)
         check_shapes(
             str(file), {name: value.shape for name, value in tensors.items() if hasattr(value, "shape")}, model
