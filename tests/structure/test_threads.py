@@ -13,7 +13,7 @@ ALLOWED = {
     "notebook/worker/stack_writer.py": {"start_new_thread"},
     # Whoever has submitted something to a pool asks for its result.
     "training/bigmodel/mapped.py": {"ThreadPoolExecutor"},
-    "training/checkpoint/manifest.py": {"ThreadPoolExecutor"},
+    "training/checkpoint/checksums.py": {"ThreadPoolExecutor"},
     "training/checkpoint/placing.py": {"ThreadPoolExecutor"},
 }
 STARTING = {"Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "ThreadPool", "to_thread", "run_in_executor"}

@@ -13,7 +13,7 @@ from torch import nn
 
 from nb_accelerate import Accelerator
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.manifest import BLOCK
+from nb_accelerate.training.checkpoint.checksums import BLOCK
 from nb_accelerate.training.process import context
 
 PLACES = (0.0, 0.3, 0.5, 0.9, 1.0)
