@@ -38,7 +38,13 @@ def install(environment: Path, *arguments: str | Path) -> None:
         # As pip does, take the best version of all indexes.
         command = [uv, "pip", "install", "--python", python, "--index-strategy", "unsafe-best-match", *arguments]
         listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True).stdout
-        if subprocess.run(command, env=os.environ | variables(listed), check=False).returncode == 0:
+        with subprocess.Popen(
+            command, env=os.environ | variables(listed), stderr=subprocess.PIPE, text=True
+        ) as running:
+            for line in running.stderr or ():
+                if not line.startswith((" + ", " - ", " ~ ")):  # a line a package
+                    print(line, end="", file=sys.stderr, flush=True)
+        if running.returncode == 0:
             return
     subprocess.run([*pip, "install", "--no-compile", *arguments], check=True)
 

@@ -37,7 +37,9 @@ class Story:
     def __init__(self, count: int) -> None:
         self.lines: list[str] = []
         self.everybody = tuple(range(count))
-        self.merge: Merge[str] = Merge(range(count), self.show, hold=0.3, kind=self.kind)
+        self.merge: Merge[str] = Merge(
+            range(count), self.show, hold=0.3, last=lambda item: item.startswith("Out"), kind=self.kind
+        )
 
     @staticmethod
     def kind(item: str) -> str | None:
@@ -54,6 +56,29 @@ class Story:
 
 
 class TestMerge:
+    def test_a_value_is_shown_once_however_far_apart_ranks_return_it(self):
+        story = Story(3)
+        story.say(0, "a", "Out: 1")
+        story.say(1, "a", "Out: 1", when=5.0)
+        story.merge.flush(60.0)
+        assert story.lines == ["ranks 0-1: a"]
+        story.say(2, "a", "b", when=90.0)
+        story.merge.flush(99.0)
+        assert story.lines == ["ranks 0-1: a", "rank 2: a", "rank 2: b"]
+        assert story.merge.due == float("inf")
+        story.say(2, "Out: 1", when=120.0)
+        assert story.lines[3:] == ["Out: 1"]
+
+    def test_values_that_differ_are_shown_when_all_ranks_have_ended(self):
+        story = Story(2)
+        story.say(0, "Out: 1")
+        story.merge.flush(60.0)
+        story.say(1, "Out: 2", when=61.0)
+        story.merge.flush(90.0)
+        assert story.lines == []
+        story.merge.finish()
+        assert story.lines == ["rank 0: Out: 1", "rank 1: Out: 2"]
+
     def test_what_all_say_is_shown_once_and_at_once(self):
         story = Story(2)
         story.say(0, "a", "b")

@@ -21,7 +21,7 @@ from nb_accelerate.training.accelerator.phases import time_forward
 from nb_accelerate.training.accelerator.unprepared import check_owned
 from nb_accelerate.training.data import check_lengths, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
-from nb_accelerate.training.process.notes import note
+from nb_accelerate.training.process.notes import note_once
 from nb_accelerate.training.state import GradientState
 from nb_accelerate.training.strategies import ModelRequest
 from nb_accelerate.training.strategies.unwrapping import innermost
@@ -306,7 +306,7 @@ class PreparingMixin(CoreMixin):
         )
         core.prepared.schedulers.append(prepared)
         if prepared.repeats > 1 and prepared.step_with_optimizer and core.process.topology.is_main:
-            note(
+            note_once(
                 f"{type(scheduler).__name__} advances {prepared.repeats} times at each optimizer step, once for each "
                 "process, as schedules for one process need (once, if it is stepped once an epoch). To have it advance "
                 "once: Accelerator(scheduler_steps_per_process=False)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 
@@ -20,3 +21,9 @@ def note(line: str) -> None:
         print(line)  # noqa: T201 - a logger writes to stderr, which notebooks show in red
     else:
         logger.warning(line)
+
+
+@functools.cache
+def note_once(line: str) -> None:
+    """Show a line of information, the first time in this process."""
+    note(line)

@@ -77,6 +77,7 @@ class Merge(Generic[T]):
         hold: seconds that an item waits for an equal one of the other ranks; infinity waits until `finish`. Ranks
             that do the same are milliseconds apart.
         apart: whether an item of the first rank waits for no other one and is compared with none.
+        last: whether an item is the last of its rank. It waits for all ranks until `finish`, however long they take.
         kind: returns what an item has in common with those that are counted with it; None for one that is not counted.
     """
 
@@ -87,17 +88,21 @@ class Merge(Generic[T]):
         *,
         hold: float,
         apart: Callable[[T], bool] = lambda _: False,
+        last: Callable[[T], bool] = lambda _: False,
         kind: Callable[[T], Hashable | None] = lambda _: None,
     ) -> None:
         self._show = show
         self._hold = hold
         self._apart = apart
+        self._last = last
         self._waiting: dict[int, _Queue[T]] = {rank: _Queue(kind) for rank in sorted(ranks)}
 
     @property
     def due(self) -> float:
         """`time.monotonic` at which `flush` has something to do."""
-        return min(queue.since for queue in self._waiting.values()) + self._hold
+        queues = self._waiting.values()
+        waiting = (queue.since for queue in queues if not (queue.items and self._last(queue.items[0])))
+        return min(waiting, default=float("inf")) + self._hold
 
     def add(self, rank: int, items: Sequence[T], now: float) -> None:
         """Take items of a rank, which came now."""
@@ -107,7 +112,7 @@ class Merge(Generic[T]):
     def flush(self, now: float) -> None:
         """Show items that have waited for `hold` seconds."""
         while self.due <= now:
-            self._show_block()
+            self._show_block(self._before_last)
 
     def finish(self) -> None:
         """Show everything."""
@@ -145,11 +150,14 @@ class Merge(Generic[T]):
                 queue.shown.clear()
         self._show(tuple(self._waiting), [queue.take(agreed) for queue in queues])
 
-    def _show_block(self) -> None:
+    def _before_last(self, queue: _Queue[T]) -> int:
+        return next((number for number, item in enumerate(queue.items) if self._last(item)), len(queue.items))
+
+    def _show_block(self, at_most: Callable[[_Queue[T]], int] = lambda queue: len(queue.items)) -> None:
         """Show what comes before the next item that all ranks have: of each rank in turn, equal blocks once."""
         blocks: dict[tuple[T, ...], tuple[list[int], list[list[T]]]] = {}
         for (rank, queue), length in zip(self._waiting.items(), self._lengths_until_equal(), strict=True):
-            said = queue.show(length)
+            said = queue.show(min(length, at_most(queue)))
             if said:
                 ranks, items = blocks.setdefault(tuple(said), ([], []))
                 ranks.append(rank)

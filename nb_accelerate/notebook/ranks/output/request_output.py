@@ -88,7 +88,9 @@ class RequestOutput:
         self._is_in_line = False
         hold = NEVER if style == "group" else hold
         apart = _never if style == "group" or prefix is not None else _is_for_all
-        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=hold, apart=apart, kind=_without_figures)
+        self._merge: Merge[_Item] = Merge(
+            self._ranks, self._show, hold=hold, apart=apart, last=_is_value, kind=_without_figures
+        )
 
     @property
     def due(self) -> float:
@@ -241,6 +243,11 @@ def _as_message(display: Display) -> dict[str, Any]:
     if own is not None:
         found["transient"]["display_id"] = str(own)
     return {**found, "wait": bool(content.get("wait"))}
+
+
+def _is_value(item: _Item) -> bool:
+    """Return whether an item is the value of a cell's last line: the answers of all ranks are waited for anyway."""
+    return isinstance(item, _Shown) and item.kind == "result"
 
 
 def _is_for_all(item: _Item) -> bool:
