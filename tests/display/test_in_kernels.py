@@ -198,7 +198,7 @@ def test_one_button_ends_the_run_and_another_one_opens_those_that_training_can_o
     assert everything(notebook, code.replace("5.0", "2.5")).rows_of_buttons == [["Interrupt", "More"]]
     first, *rows = everything(notebook, code, presses="More").rows_of_buttons
     assert first == ["Interrupt", "More"]
-    assert [*first, "Stacks", "Log", "Pause"] in [row[:5] for row in rows]
+    assert [*first, "Stacks", "Log"] in rows
     assert not any("Save" in row for row in rows), "there is no folder"
 
 
@@ -219,7 +219,7 @@ def train_in_epochs(seconds):
             break
 notebook_launcher(train_in_epochs, (4.0,), 2, progress='widget')"""
     sent = everything(notebook, cell, presses="More")
-    assert ["Interrupt", "More", "Stacks", "Log", "Pause", "Save", "Stop after epoch"] in sent.rows_of_buttons
+    assert ["Interrupt", "More", "Stacks", "Log", "Save now", "Stop after this epoch"] in sent.rows_of_buttons
 
 
 def test_in_a_cell_without_a_prepared_loader_no_button_steers(notebook: Kernel) -> None:

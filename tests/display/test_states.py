@@ -47,23 +47,6 @@ def test_after_its_end_time_stands_still():
     assert run.view == ended
 
 
-def test_a_pause_is_said_however_long_it_takes():
-    run = Run(2)
-    run.begin_loop()
-    run.train(2.0)
-    rate = run.state._pace.rate
-    run.put(paused=True, phase=Phase.FORWARD)
-    run.wait(30.0)
-    assert [row.now for row in run.view.rows] == ["paused"] * 2
-    run.wait(20.0)
-    assert (run.view.is_paused, run.view.outlook) == (True, ("paused",))
-    run.put(paused=False)
-    run.look()
-    assert not run.view.is_paused
-    assert run.state._pace.rate == pytest.approx(rate), "the pause does not count"
-    assert [row.kind for row in run.view.rows] == [""] * 2
-
-
 def test_a_failure_is_shown_where_it_happened():
     run = Run(3)
     run.begin_loop()

@@ -408,7 +408,7 @@ class TestNotebook:
         assert [row.split()[0] for row in rows[1:]] == ["rank", "0", "1"]
         assert all("idle" in row for row in rows[2:])
 
-    def test_training_in_the_background_is_paused_and_stopped(self, notebook: Kernel):
+    def test_training_in_the_background_is_stopped_after_an_epoch(self, notebook: Kernel):
         notebook.run(
             "handle = get_ipython().run_cell_magic('distributed', '--background', '''\n"
             "import torch\n"
@@ -425,7 +425,7 @@ class TestNotebook:
             "        count += 1\n"
             "''')"
         ).ok()
-        notebook.run("handle.pause()\nassert handle.is_paused\nhandle.resume()\nhandle.stop_after_epoch()").ok()
+        notebook.run("handle.stop_after_epoch()").ok()
         notebook.run("handle.result(60)").ok()
         found = notebook.run("%%distributed --out counts\ncount, epoch").ok() and notebook.run("counts").ok()
         (count, epoch), other = eval(found.value)

@@ -21,7 +21,6 @@ from fixtures.ranks import RunRanks
 from nb_accelerate import notebook_launcher
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import LaunchError, RemoteError
-from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
 from nb_accelerate.notebook.worker.connections import connections
 
 LIMIT = 5.0
@@ -149,20 +148,6 @@ def test_whatever_a_save_in_the_background_raises_ends_it_on_all_ranks(run_ranks
 
     told = run_ranks(save, str(tmp_path / "state"))
     assert told == ["CheckpointError: on rank 1: SystemExit: 3", "SystemExit: 3"]
-
-
-def test_a_button_whose_thread_fails_says_so() -> None:
-    class Page:
-        def read(self) -> Any:
-            raise OSError(5, "on purpose")
-
-    said: list[str] = []
-    handle = SimpleNamespace(page=Page())
-    rank = SimpleNamespace(rank=0, handle=handle, is_gone=False)
-    request: Any = SimpleNamespace(ranks=[rank], waiting=[rank], callbacks=[], done=threading.Event())
-    pause: Any = steering_actions(request, 1, note=said.append, say=said.append)[0]
-    pause.do().join(20)
-    assert said == ["the command could not be given (OSError: [Errno 5] on purpose)"]
 
 
 def test_whoever_awaits_a_launch_learns_of_its_end_although_another_event_loop_is_closed() -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 def test_a_list_of_frames_has_those_of_users_and_of_libraries_and_none_of_our_own() -> None:
     package = os.path.dirname(nb_accelerate.__file__)
-    ours = f'  File "{package}/accelerator/steering.py", line 156 in _wait\n'
+    ours = f'  File "{package}/accelerator/training.py", line 156 in _wait\n'
     torchs = f'  File "{torch.__file__}", line 3 in forward\n'
     users = '  File "/train.py", line 7 in train\n'
     head = "Current thread 0x0000000000000001 (most recent call first):\n"

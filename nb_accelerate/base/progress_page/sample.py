@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.progress_page import layout
 from nb_accelerate.base.progress_page.activity import Activity, Phase
 from nb_accelerate.base.progress_page.code_line import CodeLine, text_of
-from nb_accelerate.base.progress_page.commands import training_state
+from nb_accelerate.base.progress_page.commands import ended_after
 from nb_accelerate.base.progress_page.phase_times import seconds_in
 from nb_accelerate.base.progress_page.rank_memory import RankMemory
 
@@ -64,12 +64,6 @@ class Sample:
     compiled: int = 0  # programs, for the device, in loops
     compiling: float = 0.0  # seconds that took
     warning: str = ""
-
-    # What the loop says to those who would give it a command.
-    paused: bool = False
-    takes_commands: bool = False  # a loop over a prepared loader has begun, or an optimizer has taken a step
-    has_folder: bool | None = None  # numbered checkpoints have one
-    has_epoch_loop: bool | None = None  # a loop over epochs is on that can be ended after an epoch
 
     # Values.
     memory: int = 0  # bytes of the device in use
@@ -134,7 +128,7 @@ def read(memory: Buffer) -> Sample:
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
         saves=bool(words[layout.SAVES]),
         other_group=bool(words[layout.OTHER_GROUP]),
-        **training_state(memory),
+        ended_after=ended_after(memory),
         held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),
         entered=layout.entered(words),

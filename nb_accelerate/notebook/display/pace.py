@@ -25,17 +25,11 @@ class Pace:
     """The steps of a run from its first one on: what came before it comes once, and says nothing about the rest."""
 
     def __init__(self) -> None:
-        self._paused = 0.0
-        self._added_at: float | None = None
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
 
-    def add(self, now: float, steps: int, *, is_paused: bool = False) -> None:
-        """Take the number of training steps at the time `now`; time in which training is paused does not count."""
-        if is_paused and self._added_at is not None:
-            self._paused += now - self._added_at
-        self._added_at = now
-        now -= self._paused
+    def add(self, now: float, steps: int) -> None:
+        """Take the number of training steps at the time `now`."""
         if steps and self._first is None:
             self._first = (now, steps)
         if steps and (self._last is None or steps > self._last[1]):
@@ -75,8 +69,6 @@ def outlook(ranks: Ranks, pace: Pace, now: float) -> tuple[str, ...]:
     """Return what is to be expected of a run that goes on: time left and samples per second, or what it waits for."""
     if compiles := compiling(ranks.values(), now):
         return (compiles,)
-    if all(rank.sample.paused for rank in ranks.values()):
-        return ("paused",)
     quiet = now - max(rank.moved_at for rank in ranks.values())
     in_loop = any(rank.sample.in_loop for rank in ranks.values())
     if in_loop and quiet > STALL:

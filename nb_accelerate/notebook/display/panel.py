@@ -52,10 +52,6 @@ DELAY = 1.0
 """Seconds before a panel appears: what is over by then needs none."""
 
 
-PAUSE, RESUME = "Pause", "Resume"
-"""Titles of the button that pauses training, and of the same one while it is paused."""
-
-
 @dataclass(frozen=True)
 class Action:
     """A button that the source of a panel gives it; `Controls` adds those that only show something."""

@@ -384,7 +384,6 @@ def _progress(sample: Sample) -> tuple[object, ...]:
         sample.loop,
         sample.step,
         sample.phase,
-        sample.paused,
         sample.collectives,
         tuple((bar.count, bar.ended) for bar in sample.bars),
     )

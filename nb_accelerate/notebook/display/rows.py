@@ -196,7 +196,7 @@ class Rows:
         )
 
     def _location(self, rank: RankHistory) -> str:
-        is_on = rank.status.state == "running" and not self.has_ended and not rank.sample.paused
+        is_on = rank.status.state == "running" and not self.has_ended
         return rank.location if is_on else ""
 
     def _gpu(self, numbers: Sequence[int]) -> str:
@@ -241,8 +241,6 @@ class Rows:
         is_first = sample.in_loop and sample.step <= 1 and not sample.steps_before
         if is_first and doing in _OF_FIRST_BATCH:
             doing = f"first batch: {doing}"
-        if sample.paused:
-            return "paused"
         if number in self.stalled:
             collective = stuck.collective(rank)
             return f"waits in {collective}" if collective else doing

@@ -74,7 +74,7 @@ class PanelState:
         for finding in self._findings:
             finding.observe(self.ranks, now)
         steps = int(median(rank.sample.steps for rank in self.ranks.values()))
-        self._pace.add(now, steps, is_paused=self._is_paused)
+        self._pace.add(now, steps)
         loss = mean_loss(self.ranks)
         if loss is not None:
             self._losses.add(*loss)
@@ -123,7 +123,6 @@ class PanelState:
         return View(
             state=self._state,
             facts=self._facts,
-            is_paused=self._is_paused,
             elapsed=words.duration(now - self._began),
             outlook=() if has_ended else outlook(ranks, self._pace, now),
             summary=summary(ranks, self._pace.rate, self._rows_per_batch) if has_ended else (),
@@ -145,10 +144,6 @@ class PanelState:
         """Return whether all ranks have failed with the error that is raised, so that rows would only repeat it."""
         failure = self._failure
         return failure is not None and bool(failure.what) and not failure.details and {*failure.ranks} == {*makes.ranks}
-
-    @property
-    def _is_paused(self) -> bool:
-        return self._ended is None and all(rank.sample.paused for rank in self.ranks.values())
 
     def _sentences(self, now: float, *, is_advice: bool) -> tuple[str, ...]:
         return tuple(

@@ -111,7 +111,6 @@ class View:
     state: PanelStatus
     facts: Facts
     elapsed: str
-    is_paused: bool = False  # all its ranks wait until they are told to go on
     outlook: tuple[str, ...] = ()  # how long it will take, samples a second
     summary: tuple[str, ...] = ()  # of a run that has ended
     peak: str = ""  # most memory that a rank used, when it has ended

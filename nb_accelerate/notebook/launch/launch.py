@@ -40,8 +40,7 @@ from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.request_panel import RequestView, make_panel
 from nb_accelerate.notebook.ranks.status import RankStatus, state_of
-from nb_accelerate.notebook.ranks.steerable import Steerable
-from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
+from nb_accelerate.notebook.ranks.steerable import Steerable, steering_actions
 from nb_accelerate.notebook.ranks.steps import StepKind, call_steps, quit_steps
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
 from nb_accelerate.notebook.ranks.waiting import goes_on_if_interrupted, interrupts_call, wait
@@ -80,9 +79,9 @@ class Launch(Steerable):
     Examples:
         ```python
         launch = notebook_launcher(train, num_processes=2, block=False)
-        launch.set_learning_rate(1e-4)
-        launch.save_checkpoint("runs/by_hand")
-        launch.pause()
+        launch.save_checkpoint()
+        launch.stop_after_epoch()
+        launch.result()
         ```
     """
 
@@ -143,13 +142,11 @@ class Launch(Steerable):
         ]
 
     def status(self) -> str:
-        """Return what the panel says: ``"starting"``, ``"running"``, ``"paused"`` or how the launch ended.
+        """Return what the panel says: ``"starting"``, ``"running"`` or how the launch ended.
 
         That is ``"done"``, ``"failed"``, ``"interrupted"``, or ``"stopped"`` by `stop` or the button of that name.
         """
         if not self._done.is_set():
-            if self.is_paused:
-                return "paused"
             return "running" if any(rank.state != "starting" for rank in self.ranks) else "starting"
         if self._error is None:
             return "done"
@@ -207,11 +204,11 @@ class Launch(Steerable):
         wait(self._done)
 
     @override
-    def _steered(self) -> tuple[Request | None, int]:
+    def _steered(self) -> Request | None:
         request = next(iter(self._requests), None)
         if request is not None and request.done.is_set() and not self._done.is_set():
             request = None  # the launch ends, or starts its ranks again
-        return request, self._plan.world_size
+        return request
 
     def __await__(self) -> Generator[Any, None, Values]:
         """Wait for the values in a coroutine, and return them; see `result`."""
@@ -422,7 +419,7 @@ class Launch(Steerable):
         facts = facts_of(self._name, self._plan, config)
         actions = (
             Action("Interrupt", "raise KeyboardInterrupt in every rank", self.interrupt),
-            *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),
+            *steering_actions(request, self._note),
         )
         numbers = [rank.rank for rank in request.ranks]
         display_id = self._display_id if is_first else ""

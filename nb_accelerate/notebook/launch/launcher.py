@@ -165,8 +165,8 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         devices: ``"cpu"`` or another type of device (``"cuda"``, ``"xla"``, ``"xpu"``, ``"mps"``), or numbers of the
             GPUs to use, one rank each. None is all that are visible, of the best type there is.
         timeout: seconds from this call after which the launch is stopped, all its attempts together. None is no limit.
-        block: False returns a `Launch` at once, and the cell ends; several launches may run. Training in it can be
-            paused, saved, given another learning rate, and stopped after its epoch.
+        block: False returns a `Launch` at once, and the cell ends; several launches may run. A checkpoint of its
+            training can be saved, and it can be stopped after its epoch.
         progress: ``"widget"`` shows a panel of the ranks, and ``"text"`` a line now and then. ``"auto"`` is
             the one that can be seen here. ``"off"`` shows nothing.
         env: environment variables of the ranks, on top of those of this process.

@@ -24,7 +24,7 @@ from typing_extensions import override
 from nb_accelerate.base.records import Curve
 from nb_accelerate.base.records.kept import note_run
 from nb_accelerate.base.records.record import is_training_loss
-from nb_accelerate.errors import ConfigError, DeadlineError
+from nb_accelerate.errors import DeadlineError
 from nb_accelerate.notebook.display.frontend import is_in_kernel
 from nb_accelerate.notebook.display.logged_values import LoggedValues, ThinnedCurve
 from nb_accelerate.notebook.display.panel import Action, PanelSource
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nb_accelerate.base.config.launch import LaunchOptions
-    from nb_accelerate.base.progress_page.commands import Command
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.display.panel import Panel
     from nb_accelerate.notebook.display.view import PanelStatus
@@ -156,10 +155,6 @@ class Sweep(Launch):
         if not 0 <= rank < len(self._runs):
             raise LookupError(f"rank={rank!r}: this sweep has runs 0 to {len(self._runs) - 1}")
         return self._texts[rank].output.text if rank in self._texts else ""
-
-    @override
-    def _give(self, command: Command, timeout: float) -> list[str]:
-        raise ConfigError("runs of a sweep are not steered together. To end them all: .interrupt()")
 
     @override
     def _attempts(self) -> Values:

@@ -14,7 +14,7 @@ from nb_accelerate.notebook.protocol.messages import RunCell
 from nb_accelerate.notebook.ranks.failing.errors import said_of
 from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.request_panel import RequestView, make_panel
-from nb_accelerate.notebook.ranks.steering_buttons import steering_actions
+from nb_accelerate.notebook.ranks.steerable import steering_actions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,7 +93,7 @@ def _panel(
     front_end = "off" if options.quiet else choose_front_end(options.progress)
     hint = "raise KeyboardInterrupt on every rank; variables stay"
     stop = Action("Interrupt", hint, lambda: group.loop.interrupt(request))
-    steering = steering_actions(request, plan.num_processes, note=output.note, say=output.say)
+    actions = (stop, *steering_actions(request, output.note))
     for rank in request.ranks:
         rank.handle.page.want_rows(front_end != "off")
     name = (cell_name(source.filename) or "cell").replace("Cell In[", "cell ").rstrip("]")
@@ -101,7 +101,7 @@ def _panel(
     numbers = [rank.rank for rank in request.ranks]
     if len(numbers) < plan.num_processes:
         facts = replace(facts, setup=(f"{label(numbers)} of {plan.num_processes}", *facts.setup[1:]))
-    return make_panel(facts, numbers, sink, RequestView(request, (stop, *steering)), front_end)
+    return make_panel(facts, numbers, sink, RequestView(request, actions), front_end)
 
 
 def tell_failure(request: Request, say: Callable[[str], object]) -> None:

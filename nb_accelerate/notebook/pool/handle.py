@@ -76,8 +76,8 @@ class CellHandle(Steerable):
         return self._outcome
 
     @override
-    def _steered(self) -> tuple[Request | None, int]:
-        return self.request, self._pool.world_size
+    def _steered(self) -> Request | None:
+        return self.request
 
     def __repr__(self) -> str:
         ranks = label([rank.rank for rank in self.request.ranks])

@@ -81,7 +81,6 @@ class Request:
         taken: kinds of the steps that have acted on a rank.
         callbacks: called just before it is done. An error in one is shown to the user or logged, and otherwise ignored.
         take_note: called just before it is done, after `callbacks`. An error in it fails the request.
-        steering: held by whoever steers its training, since its ranks take one command at a time.
         done: set when every rank has answered or ended, or the loop has ended.
     """
 
@@ -115,7 +114,6 @@ class Request:
     is_unwanted: bool = False
     oom_kills_before: int = 0
     input_requests: InputRequests = field(default_factory=InputRequests)
-    steering: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
     _step_ends: float = NEVER
     _again_at: float = NEVER

@@ -1,295 +1,130 @@
-"""Steer training that runs: give the ranks of a request commands that all obey after the same optimizer step.
-
-::
-
-    caller's thread                                        ranks, see `training.accelerator.steering`
-    the greatest step of all, and some to come  -> page -> agree, each at its next batch
-    all have agreed -> it holds                 -> page -> obey after that step
-    one has gone past it, or is too late        -> page -> go on; once more, with more steps to come
-    answers                                     <- page <-
-
-The loop over ranks takes no part: pages are shared memory.
-"""
+"""Steer training that runs: save a checkpoint now, end after this epoch. See `base.progress_page.commands`."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.progress_page.commands import Command, CommandKind, check_text
-from nb_accelerate.base.topology.rank_lists import named
-from nb_accelerate.base.words import capitalized
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
-from nb_accelerate.notebook.protocol.interrupts import interrupts_later
-from nb_accelerate.notebook.ranks.output.sinks import sink_here
+from nb_accelerate.notebook.display.panel import Action
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from nb_accelerate.base.progress_page.commands import CommandState, CommandWriter
     from nb_accelerate.notebook.ranks.request import Request
 
-_INTERVAL = 0.002
-"""Seconds between two readings of what the ranks say."""
+_INTERVAL = 0.02
+"""Seconds between two looks at a page: memory that is shared tells no events."""
 
-_START_INTERVAL = 0.02
-"""Seconds between two checks whether ranks have been started."""
-
-_AHEAD = 0.05
-"""Seconds of steps between the newest one and that after which a command is obeyed: ranks agree meanwhile, and none has
-to wait for another."""
-
-_FIRST_HOLD, _LONGEST_HOLD = 0.5, 20.0
-"""Seconds that a rank which has come to the step may wait for the others to agree; doubled with each attempt."""
-
-_NAMES = {
-    CommandKind.PAUSE: "pause",
-    CommandKind.RESUME: "resume",
-    CommandKind.SAVE: "save",
-    CommandKind.LEARNING_RATE: "set learning rate",
-    CommandKind.STOP: "stop after epoch",
-}
-"""What commands are called in messages: as on their buttons."""
-
-_numbers = itertools.count(1)  # of all commands of this process
+_NO_LOOP = (
+    "This training cannot be steered: it has no loop over epochs that obeys. Write it as "
+    "`for epoch in accelerator.epochs(3)`, or with accelerator.resumable(loader, epochs=3)."
+)
 
 
 class Steerable(ABC):
-    """Steer training that runs in the background: all ranks obey after the same optimizer step.
-
-    The training loop is one over a loader, or with an optimizer, that an `Accelerator` has prepared. Methods return
-    when all ranks have obeyed, and say so. From the notebook's machine only; not with ranks on several.
-    """
+    """Training that runs in the background. It obeys in loops of `Accelerator.epochs` and `Accelerator.resumable`."""
 
     @abstractmethod
-    def _steered(self) -> tuple[Request | None, int]:
-        """Return the request whose ranks are steered, and how many ranks train together.
-
-        The request is None before it began, and between two attempts.
-        """
+    def _steered(self) -> Request | None:
+        """Return the request whose ranks are steered; None before it began, and between two attempts."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, at most `timeout` seconds, and return whether it has come."""
 
-    def pause(self, *, timeout: float = 60.0) -> None:
-        """Have training wait before its next batch, until `resume`. Other commands are obeyed meanwhile.
+    def save_checkpoint(self, *, timeout: float = 600.0) -> Path:
+        """Save the next numbered checkpoint of the project now, on all ranks, and return its folder.
+
+        In a loop over `Accelerator.resumable` that is after one of the next batches, in one over `Accelerator.epochs`
+        at the end of the epoch.
 
         Args:
-            timeout: seconds for all ranks to come to the same step.
-
-        Raises:
-            DeadlineError: they did not come; the command was withdrawn.
-            LaunchError: training does not run.
-            ConfigError: it cannot be steered.
-        """
-        self._give(Command(kind=CommandKind.PAUSE), timeout)
-        self._show_here("training is paused")
-
-    def resume(self, *, timeout: float = 60.0) -> None:
-        """Let training go on after `pause`. It raises the same errors.
-
-        Args:
-            timeout: seconds for all ranks to go on.
-        """
-        self._give(Command(kind=CommandKind.RESUME), timeout)
-        self._show_here("training goes on")
-
-    def save_checkpoint(self, folder: str | os.PathLike[str] | None = None, *, timeout: float = 600.0) -> Path:
-        """Save a checkpoint now, as `Accelerator.save_state` does, and return its folder.
-
-        Args:
-            folder: where; by default the next numbered folder of the project.
-            timeout: seconds for all ranks to come to the same step and to save.
+            timeout: seconds until it is saved.
 
         Raises:
             CheckpointError: it could not be saved. Training goes on.
-            DeadlineError: as for `pause`, and LaunchError and ConfigError.
+            ConfigError: training has no such loop, or the project no folder.
+            LaunchError: training has ended before.
+            DeadlineError: it was not saved in time.
         """
-        text = "" if folder is None else str(Path(folder).expanduser().absolute())
-        try:
-            check_text(text)
-        except ValueError as error:
-            raise ConfigError(f"folder={str(folder)!r} is too long: {error}.") from None
-        return Path(self._give(Command(kind=CommandKind.SAVE, text=text), timeout)[0])
-
-    def set_learning_rate(self, rate: float, *, timeout: float = 60.0) -> None:
-        """Change the learning rate.
-
-        It is that of the first parameter group; those of others change by the same factor. Schedules go on from there,
-        but not `OneCycleLR`, `CyclicLR` and `SequentialLR`, which set their own rates again.
-
-        Args:
-            rate: the new one, above 0.
-            timeout: as for `pause`.
-
-        Raises:
-            ConfigError: it is not a learning rate; or the one before is 0; and as for `pause`.
-            DeadlineError: as for `pause`, and LaunchError.
-        """
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
-            raise ConfigError(f"rate={rate!r} is not a learning rate. Write a number above 0.")
-        before = float(self._give(Command(kind=CommandKind.LEARNING_RATE, value=float(rate)), timeout)[0])
-        self._show_here(f"the learning rate is {rate:g}; it was {before:g}")
+        deadline = time.monotonic() + timeout
+        request, page = self._page_of_loop(deadline)
+        number = time.monotonic_ns()  # of which there is one
+        page.save(number)
+        while (state := _look(page, number)) is None or state.answer is None:
+            if state is None or not state.loop or request.done.wait(_INTERVAL):
+                raise LaunchError("Training ended before it came to save: nothing was saved.")
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"Training has not come to save within {timeout:g} s. It saves when it does.")
+        if state.has_failed:
+            raise CheckpointError(state.answer)
+        return Path(state.answer)
 
     def stop_after_epoch(self, *, timeout: float = 60.0) -> None:
-        """Have training end when the current epoch does.
-
-        The loop over epochs is `Accelerator.epochs` or `Accelerator.resumable`, which then saves its last checkpoint.
+        """Have training end when the current epoch does. `Accelerator.resumable` then saves its last checkpoint.
 
         Args:
-            timeout: as for `pause`.
+            timeout: seconds until the loop over epochs begins, if it has not.
 
         Raises:
-            ConfigError: it is another loop; and as for `pause`.
-            DeadlineError: as for `pause`, and LaunchError.
+            ConfigError: training has no loop that obeys.
+            LaunchError: training has ended.
+            DeadlineError: the loop has not begun in time.
         """
-        self._give(Command(kind=CommandKind.STOP), timeout)
-        self._show_here("training ends after this epoch")
+        self._page_of_loop(time.monotonic() + timeout)[1].stop()
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether training waits for `resume`."""
-        request, _ = self._steered()
-        if request is None or request.done.is_set():
-            return False
-        try:
-            return all(rank.handle.page.read().paused for rank in request.ranks)
-        except ValueError:  # it was closed: the ranks have just ended
-            return False
-
-    def _show_here(self, text: str) -> None:
-        """Show a line where the method was called."""
-        sink = sink_here()
-        sink.write(sink.own_stream, f"{text}\n")
-        sink.close()
-
-    def _give(self, command: Command, timeout: float) -> list[str]:
-        deadline = time.monotonic() + timeout
-        while (steered := self._steered())[0] is None:
+    def _page_of_loop(self, deadline: float) -> tuple[Request, CommandWriter]:
+        """Wait for a loop that obeys, and return its request and the page of a rank."""
+        while not self.wait(_INTERVAL):
+            request = self._steered()
+            if request is not None and request.ranks:
+                page = request.ranks[0].handle.page
+                state = _look(page.commands)
+                if state is not None and state.loop:
+                    return request, page.commands
+                if state is not None and page.read().steps:
+                    raise ConfigError(_NO_LOOP)
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{_named(command)}: the ranks have not been started within {timeout:g} s.")
-            if self.wait(_START_INTERVAL) and self._steered()[0] is None:
-                raise LaunchError(f"{_named(command)}: the launch has ended before its ranks were started.")
-        request, world_size = steered
-        assert request is not None
-        if request.done.is_set():
-            raise LaunchError(
-                f"{_named(command)}: {request.wording.what} has ended already, so there is no training to steer. Start "
-                "it again, and give the command while it runs."
-            )
-        if len(request.ranks) != world_size:
-            raise ConfigError(
-                f"{_named(command)}: {len(request.ranks)} of {world_size} ranks are here, and only all together can be "
-                "steered: ranks on other machines, and those that do not run this cell, would obey at another step."
-            )
-        if not request.steering.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise DeadlineError(f"{capitalized(_named(command))}: another command has not ended within {timeout:g} s.")
-        try:
-            return _GivenCommand(request, command, timeout, deadline).give()
-        finally:
-            request.steering.release()
+                raise DeadlineError("The ranks have begun no loop over epochs in time, and nothing was asked of them.")
+        raise LaunchError("Training has ended already. Start it again, and steer it while it runs.")
 
 
-def _named(command: Command) -> str:
-    return _NAMES[command.kind]
+def steering_actions(request: Request, say: Callable[[str], object]) -> tuple[Action, ...]:
+    """Return the buttons of a panel that steer the ranks of a request. The ranks say what they have done."""
+    page = request.ranks[0].handle.page
+
+    def obeys() -> int:
+        state = _look(page.commands)
+        return 0 if state is None or request.done.is_set() else state.loop
+
+    def ask(write: Callable[[], object], least: int) -> None:
+        if obeys() < least:
+            say("training has no loop over epochs any more that could obey")
+        else:
+            write()
+
+    def stop() -> None:
+        page.commands.stop()
+        say("training ends after this epoch")
+
+    return (
+        Action(
+            "Save now",
+            "save a checkpoint after a batch of resumable, or at the end of the epoch",
+            lambda: ask(lambda: page.commands.save(time.monotonic_ns()), 2),
+            lambda: obeys() > 1,
+        ),
+        Action("Stop after this epoch", "end training when this epoch does", lambda: ask(stop, 1), lambda: obeys() > 0),
+    )
 
 
-class _GivenCommand:
-    """A command that is given to all ranks, again with another step if they do not agree on one."""
-
-    def __init__(self, request: Request, command: Command, timeout: float, deadline: float) -> None:
-        self._request = request
-        self._command = command
-        self._timeout = timeout
-        self._deadline = deadline
-        self._pages: dict[int, CommandWriter] = {rank.rank: rank.handle.page.commands for rank in request.ranks}
-
-    def give(self) -> list[str]:
-        """Return the answers of all ranks, in their order."""
-        hold = _FIRST_HOLD
-        while not self._is_agreed(number := next(_numbers), hold):
-            hold = min(2 * hold, _LONGEST_HOLD)
-        return self._answers(number)
-
-    def _states(self, number: int) -> Sequence[CommandState]:
-        """Return what all ranks say. Raises LaunchError if one of them has come to its end, and not answered."""
-        request = self._request
-        has_ended = request.done.is_set() or request.step is not None or bool(request.answers)
-        try:
-            states = [page.look(number) for page in self._pages.values()]
-            if not has_ended or all(state.answer is not None for state in states):
-                return states
-        except ValueError:  # the pages were closed: all has ended
-            pass
-        raise LaunchError(
-            f"{_named(self._command)}: training ended before its next batch, so the command had no effect."
-        )
-
-    def _is_agreed(self, number: int, hold: float) -> bool:
-        """Write the command to all pages, and return whether all ranks obey it; else it is withdrawn from all.
-
-        Args:
-            hold: seconds that a rank which has come to the step may wait for others, which may wait for it elsewhere.
-        """
-        before = max(state.steps for state in self._states(0))
-        time.sleep(_AHEAD)
-        states = self._states(number)
-        newest = max(state.steps for state in states)
-        # A step to come, before which every rank looks at its page; there is none while training is paused.
-        after = newest if all(state.is_paused for state in states) else newest + 1 + (newest - before)
-        holds, waits_since = False, 0.0
-        try:
-            for page in self._pages.values():
-                page.write(number, self._command, after=after)
-            while True:
-                states = self._states(number)
-                if all(state.has_agreed for state in states):
-                    holds = True
-                    return True
-                now = time.monotonic()
-                if now > self._deadline:
-                    late = [rank for rank, state in zip(self._pages, states, strict=True) if not state.has_agreed]
-                    what = f"{named(late)} began no batch of training" if late else "the ranks came to no step together"
-                    raise DeadlineError(
-                        f"{capitalized(what)} within {self._timeout:g} s. The command ({_named(self._command)}) was "
-                        "withdrawn."
-                    )
-                if any(not state.is_there or (state.steps > after and not state.has_agreed) for state in states):
-                    return False
-                if any(state.steps >= after and state.has_agreed for state in states):
-                    waits_since = waits_since or now
-                    if now - waits_since > hold:
-                        return False
-                time.sleep(_INTERVAL)
-        finally:
-            with interrupts_later():  # a rank that is told nothing would wait for its decision
-                for page in self._pages.values():
-                    with contextlib.suppress(ValueError):  # it was closed: the rank has ended
-                        page.decide(number, holds=holds)
-
-    def _answers(self, number: int) -> list[str]:
-        while True:
-            try:
-                states = self._states(number)
-            except LaunchError:
-                if self._command.kind in (CommandKind.RESUME, CommandKind.STOP):
-                    return []  # after which training may end sooner than somebody looks again
-                raise
-            if all(state.answer is not None for state in states):
-                break
-            if time.monotonic() > self._deadline:
-                what = _named(self._command)
-                raise DeadlineError(f"Ranks do this ({what}), and have not ended it within {self._timeout:g} s.")
-            time.sleep(_INTERVAL)
-        failed = [state.answer for state in states if state.has_failed]
-        if failed:
-            error = CheckpointError if self._command.kind is CommandKind.SAVE else ConfigError
-            raise error(failed[0])
-        return [state.answer or "" for state in states]
+def _look(page: CommandWriter, number: int = 0) -> CommandState | None:
+    """Return what a rank says; None if its page was closed, because it has ended."""
+    try:
+        return page.look(number)
+    except ValueError:
+        return None

@@ -250,7 +250,7 @@ class Accelerator(
             page=here(),
             losses=LossReport(here(), process.kind, memory),
             equal_losses=EqualLosses(strategy, shared.loops, reads_later=process.kind.reads_later),
-            steering=Steering(here().commands, shared, prepared, recording.project, self._save_on_command),
+            steering=Steering(strategy.collectives, prepared),
             memory=memory,
             prepared=prepared,
             dynamo=dynamo,

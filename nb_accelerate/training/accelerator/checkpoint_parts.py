@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
-from nb_accelerate.base.progress_page.commands import NO_FOLDER
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint.fitting import check_optimizer, check_scheduler
@@ -186,7 +185,7 @@ class CheckpointPartsMixin(CoreMixin):
     def _numbered_folders(self) -> Path:
         project_dir = self.core.recording.project.project_dir
         if project_dir is None:
-            raise ConfigError(NO_FOLDER)
+            raise ConfigError("Numbered checkpoints need a folder: Accelerator(project_dir=...).")
         return Path(project_dir).expanduser() / "checkpoints"
 
 

@@ -39,8 +39,8 @@ class CheckpointSchedule:
         self._steps_since = 0
         self._received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
-        self._asks = core.collectives.world_size > 1 and (
-            bool(signals) or (interval is not None and interval.unit == "seconds")
+        self._asks = core.steering.asks or (
+            core.collectives.world_size > 1 and (bool(signals) or (interval is not None and interval.unit == "seconds"))
         )
         self.is_due = False
         self.is_asked_to_end = False
@@ -82,6 +82,7 @@ class CheckpointSchedule:
             self.is_due |= self._step - self._saved_at_step >= interval.amount
         self._steps_to_question -= 1
         if not self._asks:
+            self._core.steering.note([self._core.steering.own])
             self._decide(self._time_is_over(), self._received is not None)
         elif self._steps_to_question <= 0:
             self._ask()
@@ -128,10 +129,13 @@ class CheckpointSchedule:
         now = time.monotonic()
         seconds_per_step = (now - self._asked_at) / max(self._steps_since, 1)
         steps = min(max(int(_ASK_EVERY / max(seconds_per_step, 1e-9)), 1), _MOST_STEPS)
-        told = self._core.collectives.all_gather_object((steps, self._time_is_over(), self._received is not None))
+        steering = self._core.steering
+        own = (steps, self._time_is_over(), self._received is not None, steering.own)
+        told = self._core.collectives.all_gather_object(own)
         self._asked_at, self._steps_since = now, 0
         self._steps_to_question = told[0][0]
-        self._decide(told[0][1], any(signalled for _, _, signalled in told))
+        self._decide(told[0][1], any(signalled for _, _, signalled, _ in told))
+        steering.note(asked for *_, asked in told)
 
     def _decide(self, time_is_over: bool, signalled: bool) -> None:
         self.is_due |= time_is_over or signalled

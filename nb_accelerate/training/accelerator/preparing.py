@@ -203,7 +203,6 @@ class PreparingMixin(CoreMixin):
         time_forward(prepared)
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
-        core.steering.begin()
         core.equal_losses.begin()
         return prepared
 
@@ -229,7 +228,6 @@ class PreparingMixin(CoreMixin):
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
                 owns_gradients=core.strategy.owns_gradients,
-                after_step=core.steering.after_step,
             )
             if isinstance(optimizer, AcceleratedOptimizer):
                 prepared = optimizer

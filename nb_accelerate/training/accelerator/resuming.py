@@ -41,7 +41,7 @@ class ResumingMixin(CheckpointMixin):
     def epochs(self, number: int, *, start: int = 0) -> Iterator[int]:
         """Yield the numbers of epochs, as ``range(start, number)`` does, and have the panel say how long all will take.
 
-        It stops after an epoch if the notebook says so: ``launch.stop_after_epoch()``.
+        It obeys the notebook at the end of an epoch: ``launch.save_checkpoint()``, ``launch.stop_after_epoch()``.
 
         Examples:
             ```python
@@ -63,18 +63,35 @@ class ResumingMixin(CheckpointMixin):
         """
         check_whole("number", number, at_least=0)
         check_whole("start", start, at_least=0)
-        return self._counted(start, number)
+        return self._epochs_that_obey(start, number)
+
+    def _epochs_that_obey(self, start: int, number: int) -> Iterator[int]:
+        for epoch in self._counted(start, number):
+            yield epoch
+            self.core.steering.agree()
+            self._save_if_asked()
 
     def _counted(self, start: int, number: int) -> Iterator[int]:
-        for epoch in self.core.steering.epochs(range(start, number)):
-            here().tell_epoch(epoch + 1, number)
-            yield epoch
+        steering, page = self.core.steering, here()
+        with steering.loop(can_save=self.core.recording.project.project_dir is not None):
+            for epoch in range(start, number):
+                page.tell_epoch(epoch + 1, number)
+                yield epoch
+                if steering.stops:
+                    if epoch + 1 < number:
+                        page.commands.note_end(epoch + 1, number)
+                    break
 
-    def _save_on_command(self, folder: str) -> Path:
-        """Save a checkpoint in a folder; "" for the next numbered one of the project. All processes call it."""
-        saved = self._save(Path(folder), self.core.collectives) if folder else self._save_numbered()
-        assert isinstance(saved, Path)  # a handle comes from saves in the background
-        return saved
+    def _save_if_asked(self) -> None:
+        """Save if the notebook has asked for it, and the window of accumulated gradients is closed."""
+        if self.core.accumulation.sync_gradients:
+
+            def save() -> Path:
+                saved = self._save_numbered()
+                assert isinstance(saved, Path)  # a handle comes from saves in the background
+                return saved
+
+            self.core.steering.save_if_asked(save, is_main=self.core.process.topology.is_main)
 
     def resumable(
         self, dataloader: DataLoaderShard, epochs: int, *, resume: bool | None = None
@@ -207,6 +224,7 @@ class ResumingMixin(CheckpointMixin):
                 if inspect.getgeneratorstate(batches) == inspect.GEN_SUSPENDED:  # left by a break
                     batches.close()
                     dataloader.leave_epoch()
+                steering.agree()
                 schedule.end_epoch(epoch, is_last=steering.stops or epoch == epochs - 1)
                 self._save_if_due(schedule)
                 if interval is None and not project.signals and epoch == first < epochs - 1:
@@ -231,6 +249,7 @@ class ResumingMixin(CheckpointMixin):
                 self._save_if_due(schedule)
 
     def _save_if_due(self, schedule: CheckpointSchedule) -> None:
+        self._save_if_asked()
         if schedule.is_due and self.core.accumulation.sync_gradients:
             self._save_numbered(async_save=self.core.recording.project.async_save and not schedule.is_asked_to_end)
             schedule.saved()

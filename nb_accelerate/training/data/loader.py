@@ -152,9 +152,6 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
         evaluates = not torch.is_grad_enabled()
-        between_batches = self._loops.between_batches
-        if not evaluates:
-            between_batches(self)
         self.epochs.announce()
         page = here()
         enter, step = page.enter, page.step
@@ -202,7 +199,6 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 else:
                     yield current if late is None else late(current)
                 end_step(position, current)
-                between_batches(self)
                 current = upcoming
                 enter(reads)
             progress.end_of_dataloader = True

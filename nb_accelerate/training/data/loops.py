@@ -13,7 +13,7 @@ from typing_extensions import override
 from nb_accelerate.training.data.plan.plan import GroupRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 
 class RunningLoop:
@@ -39,11 +39,10 @@ class RunningLoops:
     """The loops over loaders that are running, innermost last.
 
     `active` is the innermost, and `beside` has others that advance together with it: those of ``zip`` over several
-    loaders. `between_batches` is called with a loader before the first batch of a loop that computes gradients, and
-    between two; `when_a_loop_begins` before a loop is added.
+    loaders.
     """
 
-    __slots__ = ("_loops", "_positions", "active", "beside", "between_batches", "when_a_loop_begins")
+    __slots__ = ("_loops", "_positions", "active", "beside")
 
     def __init__(self) -> None:
         self.__setstate__(None)
@@ -54,8 +53,6 @@ class RunningLoops:
 
     def __setstate__(self, _: object) -> None:
         """Begin anew."""
-        self.between_batches: Callable[[Any], None] = _nothing
-        self.when_a_loop_begins: Callable[[], None] = _nothing
         self._loops: list[RunningLoop] = []
         self._positions: dict[int, int] = {}  # of loops, by id, when one outside of them advanced last
         self.active: RunningLoop | None = None
@@ -63,7 +60,6 @@ class RunningLoops:
 
     def begin(self, loop: RunningLoop) -> None:
         """Add a loop that begins."""
-        self.when_a_loop_begins()
         self._loops.append(loop)
         self.active, self.beside = loop, ()
 
@@ -122,10 +118,6 @@ class RunningLoops:
     def remainder(self) -> int:
         """The ``remainder`` of the active loop; -1 outside loops."""
         return -1 if self.active is None else self.active.remainder
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, where nobody trains."""
 
 
 class LoaderView:

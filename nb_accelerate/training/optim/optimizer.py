@@ -31,7 +31,6 @@ class OptimizerTraining:
     complete_gradients: Callable[[bool], None] | None = None
     drop_gradients: Callable[[], None] | None = None  # those kept elsewhere than in ``parameter.grad``
     owns_gradients: bool = False  # `drop_gradients` drops all: the optimizer's own ``zero_grad`` is not called
-    after_step: Callable[[], None] | None = None
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -115,8 +114,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             taken = self.accelerated_step(closure)
             self.num_steps += 1
             page.enter(_RUNNING)
-            if self._training.after_step is not None:
-                self._training.after_step()
             return taken
         return None
 

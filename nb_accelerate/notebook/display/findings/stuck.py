@@ -36,7 +36,7 @@ def stalled_ranks(ranks: Ranks, now: float) -> set[int]:
 
 def _has_begun(rank: RankHistory) -> bool:
     sample = rank.sample
-    if rank.status.state not in ("running", "stopped") or sample.paused or sample.phase is Phase.COMPILING:
+    if rank.status.state not in ("running", "stopped") or sample.phase is Phase.COMPILING:
         return False
     return sample.in_loop or sample.phase is Phase.WAITING or any(not bar.ended for bar in sample.bars)
 

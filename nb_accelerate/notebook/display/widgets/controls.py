@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.diagnostics.stacks import listed
 from nb_accelerate.notebook.display.drawing import html
-from nb_accelerate.notebook.display.panel import PAUSE, RESUME, Action
+from nb_accelerate.notebook.display.panel import Action
 from nb_accelerate.notebook.display.widgets import asides
 from nb_accelerate.notebook.display.widgets.shell_channel import answer_widgets
 
@@ -96,9 +96,6 @@ class Controls:
 
     def draw(self, view: View) -> None:
         """Bring them up to date."""
-        for action, button in self._others:
-            if action.title == PAUSE:
-                button.description = RESUME if view.is_paused else PAUSE
         if self._is_open and time.monotonic() >= self._check_actions_at:
             self._show_row()
         if self._again.is_asked_for:
