@@ -163,37 +163,6 @@ def test_a_click_is_answered_within_a_second_while_the_cell_waits_for(notebook: 
         notebook.run("%distributed stop").ok()
 
 
-TRAINS = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from nb_accelerate import Accelerator
-
-def steps():
-    accelerator = Accelerator()
-    model = torch.nn.Linear(1, 1)
-    loader = DataLoader(TensorDataset(torch.zeros(100000, 1)), batch_size=1)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters()), loader)
-    for (x,) in loader:
-        accelerator.backward(model(x).sum())
-        optimizer.step()
-        time.sleep(0.01)
-"""
-
-
-def test_pause_is_answered_within_a_second_and_training_goes_on_by_the_same_button(notebook: Kernel) -> None:
-    notebook.run(TRAINS).ok()
-    page = Page(notebook, "notebook_launcher(steps, (), 2, progress='widget')")
-    page.until(lambda one: '<span class="nba-total">' in str(one["content"].get("data")))
-    for then in ("Resume", "Pause"):
-        began = time.monotonic()
-        page.idle(page.press("Pause"))
-        assert time.monotonic() - began < 1
-        changed = page.until(lambda one: "description" in one["content"].get("data", {}).get("state", {}))
-        assert changed["content"]["data"]["state"]["description"] == then
-    notebook.interrupt()
-    page.idle(page.cell)
-
-
 def test_of_300_clicks_at_once_none_is_lost(notebook: Kernel, end: Path) -> None:
     page = Page(notebook, WAITS["a launch"].format(end=str(end)))
     notebook_clicks = [page.press(title) for title in itertools.islice(itertools.cycle(("Stacks", "Log")), 300)]

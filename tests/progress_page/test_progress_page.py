@@ -310,20 +310,6 @@ def mapped(fd: int) -> object:
         os.close(fd)
 
 
-def test_what_training_could_obey_is_known_once_it_is_noted(page: ProgressPage, memory: bytearray) -> None:
-    def said() -> tuple[bool | None, bool | None]:
-        sample = read(memory)
-        return sample.has_folder, sample.has_epoch_loop
-
-    assert said() == (None, None)
-    for there, is_on in ((False, False), (True, False), (False, True), (True, True)):
-        page.commands.note_folder(there)
-        page.commands.note_epoch_loop(is_on)
-        assert said() == (there, is_on)
-    page.begin_request()
-    assert said() == (None, None)
-
-
 def test_that_a_loop_over_epochs_was_ended_is_known_until_the_next_call(page: ProgressPage, memory: bytearray) -> None:
     assert read(memory).ended_after is None
     page.commands.note_end(1, 25)
