@@ -22,20 +22,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="Hashable")
 
+_MAX_UNCOUNTED = 1 << 15
+"""Items of a rank that are kept in memory after they were shown."""
+
 
 class _Queue(Generic[T]):
     """Items of one rank that were not shown yet. Times are kept for batches of items, not for each."""
 
     def __init__(self, kind: Callable[[T], Hashable | None]) -> None:
         self.items: deque[T] = deque()
-        self.shown: Counter[Hashable] = Counter()
         self._kind = kind
+        self._counted: Counter[Hashable] = Counter()
+        self._uncounted: list[T] = []
         self._batches: deque[tuple[int, float]] = deque()
 
     @property
     def since(self) -> float:
         """`time.monotonic` at which the first of them came; infinity if there is none."""
         return self._batches[0][1] if self._batches else float("inf")
+
+    @property
+    def shown(self) -> Counter[Hashable]:
+        """How many of each kind were shown since the last item that all ranks had."""
+        self._counted.update(kind for kind in map(self._kind, self._uncounted) if kind is not None)
+        self._uncounted.clear()
+        return self._counted
 
     def add(self, items: Sequence[T], when: float) -> None:
         if items:
@@ -54,7 +65,9 @@ class _Queue(Generic[T]):
     def show(self, number: int) -> list[T]:
         """Remove, count and return the first `number` of them."""
         taken = self.take(number)
-        self.shown.update(kind for kind in map(self._kind, taken) if kind is not None)
+        self._uncounted += taken  # it takes longer than all else, and is of use only where ranks have an item in common
+        if len(self._uncounted) > _MAX_UNCOUNTED:
+            _ = self.shown
         return taken
 
     def take(self, number: int) -> list[T]:
@@ -172,6 +185,8 @@ class Merge(Generic[T]):
         The same place on all ranks is preferred. Otherwise it is the item that the last of them reaches first.
         """
         queues = list(self._waiting.values())
+        if not set(queues[0].items).intersection(*(queue.items for queue in queues[1:])):
+            return [len(queue.items) for queue in queues]
         first_positions: dict[tuple[T, int], dict[int, int]] = {}
         for position, column in enumerate(zip_longest(*(queue.numbered() for queue in queues))):
             if column.count(column[0]) == len(column):
