@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fixtures.panels import Run
 
-from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.base.progress_page import CodeLine, Phase
 from nb_accelerate.notebook.display.drawing import html, text
 from nb_accelerate.notebook.display.findings.advice import Advice
 from nb_accelerate.notebook.display.phase_times import in_words
@@ -51,6 +51,23 @@ def test_of_a_loader_of_which_nothing_is_known_nothing_is_advised() -> None:
 
 def test_time_for_checkpoints_is_said() -> None:
     assert said({"saving": 50}, {"saving": 49}).startswith("Saving took 33 % of the time. Try save_state(..., async_")
+
+
+def test_time_for_the_users_own_code_between_steps_is_said_with_its_line() -> None:
+    assert said({"running": 150}, {"running": 10, "waiting": 145}) == (
+        "60 % of the time went to your own code between the steps."
+    )
+    run = Run(1)
+    run.begin_loop(step=2)
+    run.put(phase=Phase.RUNNING)
+    activity = run.ranks[0].sample.activity
+    run.put(line=CodeLine(number=1, activity=activity, entered=5, filename="/data/train.py", lineno=23))
+    run.put(step=1)
+    run.look()
+    run.put(step=600, seconds={**WELL, Phase.RUNNING: 300.0})
+    run.look()
+    (sentence,) = Advice(8).sentences(run.state.ranks, run.now)
+    assert sentence.endswith("between the steps, most often train.py:23.")
 
 
 def test_a_device_that_is_busy_does_not_wait_for_data() -> None:

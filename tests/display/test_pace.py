@@ -105,9 +105,12 @@ def test_what_is_left_is_left_of_this_epoch_as_nobody_knows_how_many_there_are()
     run.begin_loop(total=800)
     run.train(10.0, rate=8.0)
     assert "1:30 left of this epoch" in run.view.outlook
-    run.begin_loop(loop=2, total=80, evaluates=True)
+    run.begin_loop(loop=2, total=400, evaluates=True)
     run.train(4.0, rate=8.0)
-    assert "0:06 left of this evaluation" in run.view.outlook
+    assert "0:46 left of this evaluation" in run.view.outlook
+    run.begin_loop(loop=3, total=80)
+    run.train(4.0, rate=8.0)
+    assert not any("left" in part for part in run.view.outlook), "an epoch of ten seconds is over at once"
 
 
 def test_a_bar_around_the_loop_tells_what_is_left_of_all():
@@ -127,14 +130,14 @@ def test_a_bar_around_the_loop_tells_what_is_left_of_all():
 
 def test_the_slowest_rank_says_how_long_it_takes():
     run = Run(2)
-    run.begin_loop(total=160)
+    run.begin_loop(total=320)
 
     def each() -> None:
         run.step_of([0], rate=16.0)
         run.step_of([1], rate=8.0)
 
     run.wait(4.0, each)
-    assert run.view.outlook[0] == "0:16 left of this epoch"
+    assert run.view.outlook[0] == "0:36 left of this epoch"
 
 
 def test_the_rank_that_works_while_the_others_wait_is_the_slow_one():

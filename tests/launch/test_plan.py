@@ -43,6 +43,11 @@ def chips(number: int, **state: str) -> dict[str, Any]:
     return {"accelerators": (VisibleDevices(kind=XLA, names=tuple(map(str, range(number))), **state),)}
 
 
+def test_many_ranks_on_a_core_are_announced():
+    assert plan({"num_cpus": 2}, num_processes=120).brief == "120 processes on CPU, 60 on each core"
+    assert plan({"num_cpus": 2}, num_processes=8).brief == "8 processes on CPU"
+
+
 STARTED = "the XLA runtime was started in this notebook"
 
 

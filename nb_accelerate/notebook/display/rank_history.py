@@ -28,6 +28,9 @@ _WINDOW = 4.0
 _SHORT = 0.4
 """Seconds of samples that are too few to compute a rate."""
 
+_LONG_EPOCH = 30.0
+"""Seconds of an epoch, or an evaluation, from which on its end is shown where that of the run is not known."""
+
 _LONG = 10.0
 """Seconds for which samples are kept, and from which the shares of phases are computed."""
 
@@ -298,10 +301,12 @@ class RankHistory:
     @property
     def location(self) -> str:
         """Return the line of the user's code that it is at while it does that; "" if none is known."""
-        line = self.line
-        if line is None:
-            return ""
-        return line_in_cell(line.filename, line.lineno) or f"{PurePath(line.filename).name}:{line.lineno}"
+        return _place(self.line)
+
+    @property
+    def line_between_steps(self) -> str:
+        """Return the line of the user's code at which it was most often lately between steps; "" if none is known."""
+        return _place(self.lines.at(Activity(Phase.RUNNING, in_loop=True), entered=0))
 
     @property
     def samples_in_loop(self) -> int:
@@ -345,7 +350,8 @@ class RankHistory:
             left = f"{words.duration((sample.total - sample.step) / self.rate)} left"
             if sample.spans_epochs:
                 return f"about {left}"
-            return f"{left} of this {'evaluation' if sample.evaluates else 'epoch'}"
+            if sample.total / self.rate >= _LONG_EPOCH:
+                return f"{left} of this {'evaluation' if sample.evaluates else 'epoch'}"
         return None
 
     def own_share(self) -> float | None:
@@ -376,6 +382,12 @@ def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | 
         return None
     total = sample.epochs * sample.total
     return min((sample.epoch - 1) * sample.total + sample.step, total), total
+
+
+def _place(line: CodeLine | None) -> str:
+    if line is None:
+        return ""
+    return line_in_cell(line.filename, line.lineno) or f"{PurePath(line.filename).name}:{line.lineno}"
 
 
 def _progress(sample: Sample) -> tuple[object, ...]:

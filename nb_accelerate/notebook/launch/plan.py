@@ -27,6 +27,10 @@ _LITTLE_SHARED_MEMORY = 128 << 20
 _PROCESSOR = VisibleDevices(kind=CPU, names=())
 
 
+_FEW_ON_A_CORE = 4
+"""Ranks. With more of them, to start takes long enough to say why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """A launch, ready to be started."""
@@ -38,6 +42,7 @@ class LaunchPlan:
     kind: DeviceKind
     device_names: tuple[str, ...]  # the device of each rank of this machine, by local rank; empty on the processor
     num_threads: int  # intra-op threads of each rank
+    num_cpus: int = 0  # cores of this machine; 0 if not known
     loopback: str
     mixed_precision: str  # what `Accelerator()` takes in the ranks by default
     is_kind_asked_for: bool = False  # ranks are told the type of their device, because they might choose another one
@@ -112,6 +117,8 @@ class LaunchPlan:
         """The plan in a few words: ``2 processes on CPU, bf16``; with the start method if there is a reason for it."""
         number = f"{self.num_processes} process{'es' if self.num_processes > 1 else ''}"
         parts = [f"{', '.join(self.runs) or number} on {self._where}"]
+        crowd = self.num_processes // (self.num_cpus or self.num_processes)
+        parts += [f"{crowd} on each core"] if crowd > _FEW_ON_A_CORE else []
         parts += [f"{self.method.name} ({self.reason})"] if self.reason else []
         parts += [self.mixed_precision] if self.mixed_precision != "no" else []
         return ", ".join(parts)
@@ -171,6 +178,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
         is_kind_asked_for=options.devices == devices.kind.name,
         visibility=visibility,
         num_threads=1 if method.copies_notebook else shared_out,
+        num_cpus=facts.num_cpus,
         loopback=facts.loopback,
         mixed_precision=options.mixed_precision,
         can_fork=any(

@@ -1,4 +1,4 @@
-"""One sentence about what slowed a run down, and what to try: loading data, or saving."""
+"""One sentence about what slowed a run down, and what to try: loading data, saving, or code between the steps."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ _LEAST_STEPS = 20
 
 _WORTH_SAYING = 0.1
 """Least part of the time that advice is about."""
+
+_MOST_OF_IT = 0.5
+"""Part of the time from which on code that is neither the model nor the loader is named."""
 
 _BUSY = 80
 """Percent of its time in which a device computes that has not waited for data."""
@@ -52,6 +55,11 @@ class Advice(Finding):
         if saving >= _WORTH_SAYING:
             share = words.percent(100 * saving)
             return (f"Saving took {share} of the time. Try save_state(..., async_save=True), or save less often.",)
+        between, number = _most(ranks, Phase.RUNNING)
+        if between >= _MOST_OF_IT:
+            line = ranks[number].line_between_steps
+            where = f", most often {line}" if line else ""
+            return (f"{words.percent(100 * between)} of the time went to your own code between the steps{where}.",)
         return ()
 
 
