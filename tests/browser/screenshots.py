@@ -97,7 +97,7 @@ _SWEEP = ", sweep=[dict(lr=lr) for lr in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.
 STATES = {
     "first-step": State(2, "", "forward", False),
     "running": State(2, "", "2 / 30", False),
-    "epoch-2-of-3": State(2, "steps=200, epochs=3, pause=0.1", "2 / 3", False),
+    "epoch-2-of-3": State(2, "steps=200, epochs=3, pause=0.1", "2 of 3", False),
     "ranks-8": State(8, "", "2 / 30", False),
     "ranks-16": State(16, "pause=0.2", "1 / 30", False, launch=", start_method='fork'"),
     "ranks-64": State(64, "pause=0.5", "1 / 30", False, launch=", start_method='fork'"),
@@ -105,7 +105,7 @@ STATES = {
     "each-of-8": State(8, "", "2 / 30", False, opened="nba-each"),
     "each-of-64": State(64, "pause=0.5", "1 / 30", False, opened="nba-each", launch=", start_method='fork'"),
     "stacks": State(2, "", "2 / 30", False, opened="Stacks"),
-    "log": State(2, "steps=5, pause=0.1, epochs=60", "12 / 60", False, opened="Log"),
+    "log": State(2, "steps=5, pause=0.1, epochs=60", "12 of 60", False, opened="Log"),
     "done": State(2, "steps=40, epochs=2", "✓", True),
     "slow": State(8, "pause=0.1", "slower than the", False),
     "stuck": State(8, "", "for it in", False),

@@ -262,7 +262,7 @@ def test_a_loop_over_all_epochs_tells_how_far_the_run_is_also_while_it_evaluates
     run.begin_loop(total=300, epochs=3, epoch=1, spans_epochs=True)
     run.train(10.0, rate=8.0)
     assert run.row(0).step == "80 / 300"
-    assert run.row(0).epoch == "1 / 3"
+    assert run.row(0).epoch == "1 of 3"
     assert run.view.outlook[0] == "about 0:27 left"
     run.begin_loop(loop=2, total=10, evaluates=True, spans_epochs=False, steps_before=80)
     run.wait(1.0)

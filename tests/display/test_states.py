@@ -397,7 +397,7 @@ def test_with_the_number_of_epochs_known_the_bar_and_the_time_are_those_of_the_w
     run = Run(2)
     run.begin_loop(total=40, epoch=1, epochs=3)
     run.train(4.0, rate=8.0)
-    assert (run.row(0).step, run.row(0).epoch) == ("32 / 120", "1 / 3")
+    assert (run.row(0).step, run.row(0).epoch) == ("32 / 120", "1 of 3")
     assert run.row(0).share == pytest.approx(32 / 120)
     assert run.view.outlook[0] == "about 0:11 left"
     run.begin_loop(total=40, epoch=2, epochs=3, loop=2, steps_before=40)

@@ -147,3 +147,10 @@ def test_output_of_launches_and_cells_is_captured_where_a_cell_captures_its_own(
     )
     cell = notebook.run(f"with contextlib.redirect_stderr(err):\n    {magic}").ok()
     assert (cell.stdout, cell.stderr, cell.displays) == ("printed\n", "", [{"text/plain": "rich"}])
+
+
+def test_a_widget_of_a_rank_says_what_to_use_instead(notebook: Kernel):
+    cell = run(notebook, "import ipywidgets\nslider = ipywidgets.IntSlider()\ndisplay(slider)\nslider")
+    said = [data for data in cell.ok().displays if "nb_accelerate.progress" in data.get("text/plain", "")]
+    assert len(said) == 2
+    assert not any("widget-view" in kind for data in said for kind in data)

@@ -186,7 +186,7 @@ class Rows:
             kind=kinds.pop() if len(kinds) == 1 else "",
             share=share,
             step=step,
-            epoch=f"{sample.epoch} / {sample.epochs}" if sample.epochs else str(sample.epoch or ""),
+            epoch=f"{sample.epoch} of {sample.epochs}" if sample.epochs else str(sample.epoch or ""),
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss=_losses([rank.loss for rank in ranks if rank.loss is not None]),
             memory=words.size(memory) if memory else "",

@@ -62,6 +62,14 @@ def _not_here(*_: str) -> NoReturn:
     raise PoolError("this runs on a rank already: %distributed and %%distributed are for the notebook")
 
 
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
+_NO_WIDGETS = (
+    "A widget of a rank cannot be shown: widgets belong to the notebook's process. On ranks, use tqdm or "
+    "nb_accelerate.progress for a bar, display(HTML(...)) or matplotlib for the rest."
+)
+
+
 class DisplaySender(DisplayPublisher):
     """Sends what ``display``, ``update_display`` and ``clear_output`` are given."""
 
@@ -77,7 +85,7 @@ class DisplaySender(DisplayPublisher):
         **_: Any,
     ) -> None:
         kind = "update_display_data" if update else "display_data"
-        content = {"data": data, "metadata": metadata or {}, "transient": transient or {}}
+        content = {"data": _without_widgets(data), "metadata": metadata or {}, "transient": transient or {}}
         RankShell.port.show(kind, content)
 
     @override
@@ -115,7 +123,13 @@ class _ValueHook(DisplayHook):
         pass
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        RankShell.port.show("result", {"data": format_dict, "metadata": md_dict or {}, "transient": {}})
+        data = _without_widgets(format_dict)
+        RankShell.port.show("result", {"data": data, "metadata": md_dict or {}, "transient": {}})
+
+
+def _without_widgets(data: dict[str, Any]) -> dict[str, Any]:
+    """Return what is displayed; of a widget, which the front end looks for in the notebook's process, what to write."""
+    return {"text/plain": _NO_WIDGETS} if _WIDGET in data else data
 
 
 class _CellCompiler(CachingCompiler):

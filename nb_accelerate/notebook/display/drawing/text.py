@@ -45,7 +45,7 @@ def line(view: View) -> str:
     if row is not None and row.step:
         share = "" if row.share is None else f" ({100 * row.share:.0f} %)"
         # With the number of epochs, the step is that of the whole run.
-        epoch = f"{',' if '/' in row.epoch else ' of'} epoch {row.epoch}" if row.epoch else ""
+        epoch = f"{',' if 'of' in row.epoch else ' of'} epoch {row.epoch}" if row.epoch else ""
         parts.append(f"step {row.step.replace(' ', '')}{share}{epoch}")
         parts += [f"{row.rate} it/s"] if row.rate not in ("", "-") else []
         parts += [f"loss {row.loss}"] if row.loss else []
