@@ -80,7 +80,7 @@ def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
     notebook = ""
     with contextlib.suppress(psutil.Error):
         notebook = owner.environ().get("JPY_SESSION_NAME", "")
-    is_notebook = bool(notebook) or any("ipykernel" in word for word in owner.cmdline())
+    is_notebook = bool(notebook) or is_interactive(owner.cmdline())
     return Run(
         pid=owner.pid,
         processes=tuple(ranks),
@@ -89,6 +89,19 @@ def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
         seconds=time.time() - began,
         what=_printable(_short(notebook) if notebook else " ".join(map(_short, owner.cmdline()))),
         is_notebook=is_notebook,
+    )
+
+
+def is_interactive(command: list[str]) -> bool:
+    """Return whether a command line is that of a kernel, of IPython or of Python at its prompt, and of no script."""
+    program, *words = command or [""]
+    names = [Path(word).name for word in (program, *words[:1])]
+    return (
+        any("ipykernel" in word for word in words)
+        or any(name.startswith(("ipython", "jupyter")) for name in names)
+        or words[:2] == ["-m", "IPython"]
+        or "-i" in words[:1]
+        or not words
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from fixtures.kernels import Kernel
 
 from nb_accelerate.cli import main
-from nb_accelerate.cli.running import _printable, find_runs
+from nb_accelerate.cli.running import _printable, find_runs, is_interactive
 
 
 @pytest.fixture
@@ -46,6 +46,23 @@ def test_a_command_is_shown_and_ended(job: tuple[subprocess.Popen[str], list[int
     program.wait(10)  # its exit code went to whoever waited first, which was the command above
     assert not any(map(psutil.pid_exists, ranks))
     assert not [run for run in find_runs() if run.pid == program.pid]
+
+
+@pytest.mark.parametrize(
+    ("command", "lives_on"),
+    [
+        ("python -m ipykernel_launcher -f k.json", True),
+        ("/usr/bin/python3 /usr/local/bin/ipython", True),
+        ("python -m IPython --pylab", True),
+        ("python", True),
+        ("python -i train.py", True),
+        ("python train.py --ipython no", False),
+        ("python -m train", False),
+        ("python /env/bin/nb-accelerate launch train.py", False),
+    ],
+)
+def test_what_somebody_types_into_lives_on_when_its_ranks_are_ended(command: str, lives_on: bool):
+    assert is_interactive(command.split()) is lives_on
 
 
 def test_only_runs_can_be_stopped(capsys: pytest.CaptureFixture[str]):

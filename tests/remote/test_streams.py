@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,13 +18,16 @@ import pytest
 from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.launch.engines import open_engine
+from nb_accelerate.notebook.launch.engines.engine import Machine
 from nb_accelerate.notebook.launch.engines.failures import explained
 from nb_accelerate.notebook.launch.engines.ssh import SshEngine
 from nb_accelerate.notebook.remote.frames import MACHINE, MAGIC, FrameParser, FrameWriter, Kind
+from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.streams import CommandStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from fixtures.sshd import Sshd
 
@@ -88,6 +93,50 @@ def test_frames_of_every_byte_go_through_ssh_both_ways_and_no_login_text_among_t
     assert parser.preamble == b"Welcome\n"
 
 
+@pytest.mark.parametrize(
+    ("configured", "used"),
+    [
+        ("ControlMaster auto", "controlmaster false"),
+        ("ControlMaster yes", "controlmaster false"),
+        ("ExitOnForwardFailure yes", "exitonforwardfailure no"),
+        ("Tunnel yes", "tunnel false"),
+        ("ForwardAgent yes", "forwardagent no"),
+        ("ForwardX11 yes", "forwardx11 no"),
+        ("PermitLocalCommand yes", "permitlocalcommand no"),
+        ("RequestTTY force", "requesttty false"),
+        ("ForkAfterAuthentication yes", "forkafterauthentication no"),
+        ("StdinNull yes", "stdinnull no"),
+        ("SessionType none", "sessiontype default"),
+        ("BatchMode no", "batchmode yes"),
+    ],
+)
+def test_no_option_of_the_users_configuration_changes_whose_process_it_is(
+    configured: str, used: str, tmp_path: Path
+) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("needs ssh of OpenSSH")
+    (tmp_path / "config").write_text(f"Host *\n    {configured}\n")
+    ssh, *options = SshEngine(EngineOptions(engine="ssh", hosts=["a"]))._argv(Machine(name="a"), ["true"])
+    command = [ssh, "-G", "-F", str(tmp_path / "config"), *options]
+    asked = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert used in asked.stdout.splitlines()
+
+
+def test_a_login_of_the_user_lives_on_when_ours_has_ended(sshd: Sshd) -> None:
+    shared = f"ControlMaster auto\nControlPath {sshd.folder}/%n\nControlPersist no\n"
+    (sshd.folder / "config").write_text(shared + (sshd.folder / "config").read_text())
+    with contextlib.closing(start("a", ECHO)) as stream:
+        read_some(stream)
+        login = subprocess.Popen(["ssh", "a", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert login.stdin is not None
+        assert login.stdout is not None
+        assert login.stdout.readline() == "Welcome\n"
+    print("still here", file=login.stdin, flush=True)
+    assert login.stdout.readline() == "still here\n"
+    login.communicate()
+    assert login.returncode == 0
+
+
 def test_nothing_is_opened_and_nothing_stays(sshd: Sshd) -> None:
     (sshd.folder / "config").write_text(
         f"LocalForward {free_port()} localhost:1\nRemoteCommand false\nRequestTTY force\n"
@@ -131,6 +180,29 @@ def test_how_a_command_has_ended_is_said(script: str, said: str, monkeypatch: py
     monkeypatch.setattr("nb_accelerate.notebook.remote.streams._PATIENCE", 2.0 if "seq" in script else 0.5)
     template = f'sh -c "{script}" {{command}}'
     assert failure_of("a", engine="command", command_template=template) == said
+
+
+def test_a_command_that_prints_for_ever_and_is_no_host_is_ended() -> None:
+    link = Link(CommandStream("a", ["sh", "-c", "while :; do echo a line; done"]))
+    with pytest.raises(StartError, match=r"has not answered within 0\.1 s"):
+        link.open(0.1)
+    link.close()
+
+
+def test_an_interrupt_ends_the_wait_for_a_host_that_does_not_end() -> None:
+    hello = FrameWriter().frame(Kind.HELLO, MACHINE, b'{"monotonic": 0}')
+    speaks = f"import os, time; os.write(1, {MAGIC!r} + {b''.join(hello)!r}); time.sleep(1000)"
+    stream = CommandStream("a", [sys.executable, "-c", speaks])
+    link = Link(stream)
+    link.open(SECONDS)
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            link.close()
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert link.lost == "was closed"
 
 
 def test_a_command_that_does_not_hand_on_its_stdin_is_told_so() -> None:

@@ -275,13 +275,22 @@ class Link:
         """End the host and all that it has started. Can be repeated."""
         if self._is_closed:
             return
-        with interrupts_later():
+        try:
             if not self.lost:
                 self.quit()
-                self._sender.close()
-                self._await_end()
+                # What never was a host, a command that prints for ever say, is not waited for.
+                self._sender.close(drop=not self.hello)
+                if self.hello:
+                    self._await_end()
+        finally:  # an interrupt ends the wait, and no more than that
+            with interrupts_later():
+                self._end()
+
+    def _end(self) -> None:
+        if not self._is_closed:
+            if not self.lost:
                 self.lost = "was closed"
-                self._stream.close()
+                self._stream.close(at_once=not self.hello)
             self._is_closed = True
             self.sent.close()
             self.received.close()
@@ -289,10 +298,11 @@ class Link:
             os.close(self._bell_write)
 
     def _await_end(self) -> None:
-        """Wait until the host has ended what it has started, as long as it is heard."""
+        """Wait until the host has ended what it has started."""
         poll = select.poll()
         poll.register(self._stream.reads, select.POLLIN)
-        while poll.poll(_CLOSE_TIMEOUT * 1000):
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        while poll.poll(1000 * max(0.0, deadline - time.monotonic())) and time.monotonic() < deadline:
             try:
                 if not os.read(self._stream.reads, 1 << 20):
                     return

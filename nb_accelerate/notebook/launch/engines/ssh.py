@@ -21,10 +21,23 @@ _OPTIONS = (
     "-oConnectTimeout=30",
     "-oServerAliveInterval=5",
     "-oServerAliveCountMax=3",
+    # Of a connection that is there already it may be a client: then a second factor is asked for once. It must not
+    # become the master that the user's own logins share, since it is ended when the launch ends.
+    "-oControlMaster=no",
     "-oClearAllForwardings=yes",  # no port is opened, and none that is in use is an error
+    "-oExitOnForwardFailure=no",
+    "-oTunnel=no",
+    "-oForwardAgent=no",
+    "-oForwardX11=no",
+    "-oPermitLocalCommand=no",
     "-oRemoteCommand=none",  # with one, ours would be refused
+    # OpenSSH knows these since 8.7: it would go into the background, read no input, or run no command.
+    "-oIgnoreUnknown=ForkAfterAuthentication,StdinNull,SessionType",
+    "-oForkAfterAuthentication=no",
+    "-oStdinNull=no",
+    "-oSessionType=default",
 )
-"""ssh takes what it finds first: these come before those of ``~/.ssh/config``, where users say all others."""
+"""ssh takes what it finds first: these come before those of ``~/.ssh/config``, where users set all others."""
 
 
 class SshEngine(CommandEngine):
