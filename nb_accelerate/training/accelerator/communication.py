@@ -98,8 +98,8 @@ class CommunicationMixin(CoreMixin):
             use_gather_object: pickle ``input_data``, a list, even if it holds tensors (of unequal shapes, say).
 
         Raises:
-            ValueError: the loader has ``even_batches=False``, and processes have different numbers of rows at the end
-                of the data. It is raised at the first batch if that is known then.
+            ValueError: the loader has ``even_batches=False``, and processes have, or may have, different numbers of
+                rows at the end of the data. It is raised at the first batch.
         """
         collectives = self.core.data_collectives
         ranks = collectives.world_size

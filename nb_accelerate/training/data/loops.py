@@ -26,7 +26,7 @@ class RunningLoop:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether it is known that ranks will have, or have, different numbers of rows."""
+        """Whether ranks have, or may have at the end, different numbers of rows."""
         return False
 
     @property

@@ -142,21 +142,49 @@ def test_every_kind_of_loader_is_gathered_exactly(run_ranks):
     assert run_ranks(all_kinds) == [expected, expected]
 
 
+class WithoutLength:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
 def test_a_loader_whose_ranks_will_differ_in_rows_is_refused_by_gather_for_metrics_at_the_first_batch(run_ranks):
     def ask():
         uneven = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
         for batch in uneven.prepare(DataLoader(range(16), batch_size=4)):
             uneven.gather_for_metrics(batch)  # all are full
-        for number, batch in enumerate(uneven.prepare(DataLoader(range(13), batch_size=4))):
-            try:
-                uneven.gather_for_metrics(batch)
-            except ValueError as error:
-                return number, str(error)
-        return None
 
-    for number, text in run_ranks(ask):
-        assert number == 0
-        assert "even_batches=True" in text
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(range(25))
+
+        class Sized(Stream):
+            def __len__(self):
+                return 25
+
+        unsized = BatchSampler(WithoutLength(range(25)), 4, drop_last=False)
+        found = []
+        for loader, dispatch in (
+            (DataLoader(range(13), batch_size=4), False),
+            (DataLoader(range(13), batch_size=4), True),
+            (DataLoader(range(25), batch_sampler=unsized), False),
+            (DataLoader(Stream(), batch_size=4), False),
+            (DataLoader(Stream(), batch_size=4), True),
+            (DataLoader(Sized(), batch_size=4), False),
+            (DataLoader(Sized(), batch_size=4), True),
+        ):
+            uneven.dataloader_config = DataLoaderConfiguration(even_batches=False, dispatch_batches=dispatch)
+            for number, batch in enumerate(uneven.prepare(loader)):
+                try:
+                    uneven.gather_for_metrics(batch)
+                except ValueError as error:
+                    found.append((number, "even_batches=True" in str(error)))
+                    break
+        return found
+
+    assert run_ranks(ask) == 2 * [[(0, True)] * 7]
 
 
 def test_gather_for_metrics_returns_single_values_of_all_processes_and_warns_where_rows_are_repeated(run_ranks):

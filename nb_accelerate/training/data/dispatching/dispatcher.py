@@ -43,6 +43,7 @@ from nb_accelerate.training.data.plan.plan import part_bounds, rows_of_ranks
 from nb_accelerate.training.data.plan.samplers import innermost_sampler
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.data.reading.reader import CollectiveReader, ReadState
+from nb_accelerate.training.data.reading.source import numbers_drawn
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.process.devices import device_kind
 
@@ -146,11 +147,26 @@ class DispatchingReader(CollectiveReader):
             return False
         if size is None:
             return 0 < batches % self.per_batch <= rank
-        source = self.source
-        sized: Any = source.loader.dataset if source.reads_in_order else innermost_sampler(source.sampler)
-        real = len(sized) % (size * self.per_batch)
+        real = self._rows_of_last_group(size)
         first, end = part_bounds(real, self._ranks, even=False)[rank]
         return real > 0 and first == end
+
+    def _rows_of_last_group(self, size: int) -> int:
+        """Return how many rows an incomplete last group has; a TypeError if that cannot be told."""
+        source = self.source
+        sized: Any = source.loader.dataset if source.reads_in_order else innermost_sampler(source.sampler)
+        return len(sized) % (size * self.per_batch)
+
+    @property
+    @override
+    def is_uneven(self) -> bool:
+        size = self._batch_rows
+        if self.even_batches or self._drops_last:
+            return False
+        try:
+            return super().__len__() % self.per_batch > 0 if size is None else self._rows_of_last_group(size) > 0
+        except TypeError:
+            return True
 
     @property
     def _drops_last(self) -> bool:
@@ -182,10 +198,10 @@ class DispatchingReader(CollectiveReader):
             except Exception as error:
                 batches = raise_on_next(error)  # the others have to be told
         loader = self.source.loader
-        draws_seed = batches is None or (shares and loader.generator is None)
-        if draws_seed and not (loader.persistent_workers and epoch):
-            # iter(loader) draws a base seed for workers, on rank 0 only. Drawing one here keeps random states equal.
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        if batches is None or (shares and loader.generator is None):
+            # iter(loader) draws seeds, on rank 0 only. Drawing as many here keeps random states equal.
+            for _ in range(numbers_drawn(loader, epoch)):
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return self._receive() if batches is None else self._send(batches, random_state)
 
     def _opened(self, epoch: int, *, resumed: bool) -> Iterator[Any]:

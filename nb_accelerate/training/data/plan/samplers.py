@@ -215,10 +215,17 @@ class BatchSamplerShard(RankSampler, BatchSampler):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether it is known that ranks will have different numbers of rows of the last group."""
-        if self.even_batches or not self._plannable:
+        """Whether ranks may have different numbers of rows of the last group, as far as can be told."""
+        if self.even_batches:
             return False
-        return self._plan(len(self.sampler)).remainder > 0  # type: ignore[arg-type]
+        if self._plannable:
+            return self._plan(len(self.sampler)).remainder > 0  # type: ignore[arg-type]
+        if self.split_batches:
+            return True
+        try:
+            return not self.drop_last and self.total_length % self.num_processes > 0
+        except TypeError:  # a sampler without a length
+            return True
 
     def __len__(self) -> int:
         return max(self._num_batches() - self.start, 0)

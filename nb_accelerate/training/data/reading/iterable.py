@@ -165,8 +165,17 @@ class IterableDatasetShard(IterableDataset[Any]):
 class MarkingShard(IterableDatasetShard):
     """Like `IterableDatasetShard`, but rows of an incomplete last group are yielded as `LastRow`."""
 
-    is_uneven = False  # not known before the end
     end = IterationEnd()  # nothing is known of it here: the `LastRow` objects carry the numbers
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks may have different numbers of rows of the last group, as far as can be told."""
+        if self.even_batches or self.drop_last:
+            return False
+        try:
+            return len(self.dataset) % (self.rows_per_batch * self.num_processes) > 0  # type: ignore[arg-type]
+        except TypeError:
+            return True
 
     @override
     def _last_rows(self, rows: list[Any], real: int) -> list[Any]:

@@ -81,7 +81,7 @@ class Reader:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether it is known that ranks will have different numbers of rows at the end of the data."""
+        """Whether ranks may have different numbers of rows at the end: that they will, or that cannot be told."""
         return self.shard is not None and self.shard.is_uneven
 
     @property
@@ -190,6 +190,11 @@ class CollectiveReader(Reader):
     @even.setter
     def even(self, value: bool) -> None:
         self.even_batches = value
+
+    @property
+    @override
+    def is_uneven(self) -> bool:
+        return not self.even_batches
 
 
 def skip(batches: Iterator[Any], number: int) -> None:

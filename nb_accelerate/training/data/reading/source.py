@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch.utils.data import BatchSampler, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    IterDataPipe,
+    Subset,
+    TensorDataset,
+    dataloader as torch_dataloader,
+    default_collate,
+)
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from nb_accelerate.errors import CheckpointError
@@ -84,13 +94,15 @@ class TorchSource:
         """Begin an epoch, and return its batches. Arguments are those of `Reader.read`."""
         loader = self.loader
         if not (epoch and loader.persistent_workers and loader._iterator is None):  # noqa: SLF001 - torch's
-            return accelerated(iter(loader), loader)
+            with reading_alone(loader):
+                return accelerated(iter(loader), loader)
         # Workers that stay are started in a later epoch because training is resumed. They are seeded without drawing
         # the number for it: an uninterrupted run drew it in its first epoch.
         own, loader.generator = loader.generator, torch.Generator()
         try:
             loader.generator.manual_seed((torch.initial_seed() + epoch) % 2**63)
-            return iter(loader)
+            with reading_alone(loader):
+                return iter(loader)
         finally:
             loader.generator = own
 
@@ -134,6 +146,32 @@ class TorchSource:
                 f"A loader cannot load this position ({type(error).__name__}: {error}). Pass what state_dict() of such "
                 "a loader returned. A position of torchdata's loader needs use_stateful_dataloader=True."
             ) from error
+
+
+@contextlib.contextmanager
+def reading_alone(loader: DataLoader[Any]) -> Iterator[None]:
+    """Let torch begin to read a datapipe as if this process had no group.
+
+    With one it makes another group, sends a seed around, and gives each rank a part of the data: all ranks would have
+    to begin together. Here rank 0 reads all of it for them.
+    """
+    if not isinstance(loader.dataset, IterDataPipe):
+        yield
+        return
+    module: Any = torch_dataloader
+    before, module.dist = module.dist, SimpleNamespace(is_available=lambda: False, ProcessGroup=())
+    try:
+        yield
+    finally:
+        module.dist = before
+
+
+def numbers_drawn(loader: DataLoader[Any], epoch: int) -> int:
+    """Return how many random numbers torch draws when it begins to read a loader."""
+    begins = not (loader.persistent_workers and epoch)  # and draws a seed for workers
+    if not isinstance(loader.dataset, IterDataPipe):
+        return int(begins)
+    return (3 if loader.num_workers else 2) if begins else 1  # seeds of shuffles: workers get theirs at each reset
 
 
 def accelerated(batches: Any, loader: DataLoader[Any]) -> Iterator[Any]:
