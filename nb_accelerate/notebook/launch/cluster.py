@@ -26,6 +26,7 @@ from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup
 from nb_accelerate.notebook.remote.environments import compare
+from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.rank import RemoteRank
 from nb_accelerate.notebook.remote.segments import LISTENER
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.rendezvous import Meet
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
     from nb_accelerate.notebook.ranks.handle import RankHandle
-    from nb_accelerate.notebook.remote.link import Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,7 @@ class Cluster(Placing):
             for link in self._hosts.links:
                 self._compare(link)
             plans, self.plan = plan_machines(options, self._hosts.machines, [link.hello for link in self._hosts.links])
-            self._places = [
-                self._placed(_Place(link=link, plan=plan)) for link, plan in zip(self._hosts.links, plans, strict=True)
-            ]
+            self._places = self._placed(plans)
             self.by_value = self._modules_to_send()
         except BaseException:
             self.close()
@@ -127,23 +125,29 @@ class Cluster(Placing):
             raise StartError(f"machine {link.name}: {'. '.join(differences.obstacles)}")
         self.notes += [f"machine {link.name}: {warning}" for warning in differences.warnings]
 
-    def _placed(self, place: _Place) -> _Place:
-        """Ask which of the folder and the search path of this process are there too."""
+    def _placed(self, plans: Sequence[MachinePlan]) -> list[_Place]:
+        """Ask each machine which of the folder and the search path of this process are there too."""
         cwd, path = working_directory(), own_entries()
-        found = place.link.ask("place", cwd=cwd, path=path, check=self._check)
-        if cwd and found["cwd"] != cwd:
-            self.notes.append(f"{place.link.name} has no folder {cwd}: ranks there work in {found['cwd']}")
-        if found["missing"]:
-            self.notes.append(
-                f"{place.link.name} does not have these folders of sys.path: {', '.join(found['missing'])}"
-            )
-        return replace(place, cwd=found["cwd"], path=tuple(found["path"]))
+        links = self._hosts.links
+        answers = Link.ask_all([(link, "place", {"cwd": cwd, "path": path}) for link in links], check=self._check)
+        places = []
+        for link, plan, found in zip(links, plans, answers, strict=True):
+            if cwd and found["cwd"] != cwd:
+                self.notes.append(f"{link.name} has no folder {cwd}: ranks there work in {found['cwd']}")
+            if found["missing"]:
+                self.notes.append(f"{link.name} does not have these folders of sys.path: {', '.join(found['missing'])}")
+            places.append(_Place(link=link, plan=plan, cwd=found["cwd"], path=tuple(found["path"])))
+        return places
 
     def _modules_to_send(self) -> tuple[ModuleType, ...]:
         modules = own_modules(own_entries())
         files, found = versions(modules), set[str]()
-        for place in self._places:
-            names = place.link.ask("others", files=files, path=place.path, check=self._check)["names"]
+        places = self._places
+        answers = Link.ask_all(
+            [(place.link, "others", {"files": files, "path": place.path}) for place in places], check=self._check
+        )
+        for place, answer in zip(places, answers, strict=True):
+            names = answer["names"]
             if names:
                 self.notes.append(
                     f"{place.link.name} does not have {', '.join(sorted(names))} as here: functions and classes of "

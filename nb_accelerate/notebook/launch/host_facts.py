@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,17 @@ def routes(others: list[str]) -> dict[str, Any]:
     return {"addresses": found}
 
 
-def reach(name: str, address: str, port: int) -> dict[str, Any]:
-    """Connect to another machine, and return the address and interface of this one on the way there."""
+def reach(places: list[tuple[str, str, int]]) -> dict[str, Any]:
+    """Connect to other machines, of which the names, addresses and ports are given, all at once.
+
+    Returns the address and interface of this one on the way to each, in their order.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, len(places))) as pool:
+        found = list(pool.map(_way_to, *zip(*places, strict=True)))
+    return next((way for way in found if "error" in way), {"ways": found})
+
+
+def _way_to(name: str, address: str, port: int) -> dict[str, Any]:
     try:
         with socket.create_connection((address, port), timeout=_PROBE_TIMEOUT) as probe:
             own = probe.getsockname()[0]

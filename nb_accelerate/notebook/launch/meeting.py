@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.errors import StartError
+from nb_accelerate.notebook.remote.link import Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from nb_accelerate.notebook.remote.link import Link
 
 LOOPBACK = "127.0.0.1"
 
@@ -59,8 +58,7 @@ def meet(links: Sequence[Link], addresses: Sequence[str], port: int, check: Call
     for address in addresses:
         try:
             met, own = _listening(links, address, port, check)
-            for link, its_own in zip(links[1:], own, strict=True):
-                _try_to_reach(link, its_own, links, check)
+            _try_all_others(links, own, check)
         except StartError as error:
             if any(link.lost for link in links):
                 raise
@@ -82,20 +80,23 @@ def _listening(
     first, *others = links
     listening = first.ask("listen", address=address, port=port, check=check)
     port = listening["port"]
-    reached = [link.ask("reach", name=first.name, address=address, port=port, check=check) for link in others]
-    interfaces = [one["interface"] for one in (listening, *reached)]
-    return Met(address, port, tuple(interfaces)), tuple(one["own"] for one in reached)
+    places = [(first.name, address, port)]
+    reached = Link.ask_all([(link, "reach", {"places": places}) for link in others], check=check)
+    ways = [listening, *(answer["ways"][0] for answer in reached)]
+    return Met(address, port, tuple(way["interface"] for way in ways)), tuple(way["own"] for way in ways[1:])
 
 
-def _try_to_reach(link: Link, address: str, links: Sequence[Link], check: Callable[[], object]) -> None:
-    port = link.ask("listen", address=address, port=0, check=check)["port"]
+def _try_all_others(links: Sequence[Link], own: Sequence[str], check: Callable[[], object]) -> None:
+    """Have all machines but the first listen, at the addresses in `own`, and each try all others at once."""
+    others = links[1:]
     try:
-        for other in links:
-            if other is not link:
-                other.ask("reach", name=link.name, address=address, port=port, check=check)
+        listen = [(link, "listen", {"address": address, "port": 0}) for link, address in zip(others, own, strict=True)]
+        ports = [answer["port"] for answer in Link.ask_all(listen, check=check)]
+        places = [(link.name, address, port) for link, address, port in zip(others, own, ports, strict=True)]
+        tried = [(link, [place for to, place in zip(others, places, strict=True) if to is not link]) for link in links]
+        Link.ask_all([(link, "reach", {"places": places}) for link, places in tried if places], check=check)
     finally:
-        if not link.lost:
-            link.ask("hush", check=check)
+        Link.ask_all([(link, "hush", {}) for link in others if not link.lost], check=check)
 
 
 def _outward(link: Link) -> dict[str, str]:

@@ -23,7 +23,7 @@ from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegment
 from nb_accelerate.notebook.remote.sender import FrameSender, Silence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from nb_accelerate.notebook.ranks.sources import Sources
     from nb_accelerate.notebook.remote.frames import Frame
@@ -96,7 +96,14 @@ class Link:
         Raises:
             StartError: it cannot do it, or does not answer in time.
         """
-        number = self.query(what, lambda answer: self._answers.update({answer["number"]: answer}), **arguments)
+        return self.answer_to(self.put(what, **arguments), seconds, check)
+
+    def put(self, what: str, **arguments: Any) -> int:
+        """Put a question to the host, and return its number, for `answer_to`."""
+        return self.query(what, lambda answer: self._answers.update({answer["number"]: answer}), **arguments)
+
+    def answer_to(self, number: int, seconds: float, check: Callable[[], object]) -> dict[str, Any]:
+        """Wait for the answer to a question that was `put`. Raises what `ask` raises."""
         deadline = time.monotonic() + seconds
         while number not in self._answers:
             left = deadline - time.monotonic()
@@ -111,6 +118,17 @@ class Link:
         if "error" in answer:
             raise StartError(f"machine {self.name}: {answer['error']}")
         return answer
+
+    @staticmethod
+    def ask_all(
+        questions: Iterable[tuple[Link, str, dict[str, Any]]],
+        *,
+        seconds: float = 30.0,
+        check: Callable[[], object] = lambda: None,
+    ) -> list[dict[str, Any]]:
+        """Ask several hosts at the same time, as `ask` does, and return their answers in this order."""
+        asked = [(link, link.put(what, **arguments)) for link, what, arguments in questions]
+        return [link.answer_to(number, seconds, check) for link, number in asked]
 
     def query(self, what: str, then: Callable[[dict[str, Any]], object], **arguments: Any) -> int:
         """Ask the host something, and have `then` called with the answer, where it is read. Returns a number for it."""
