@@ -228,17 +228,19 @@ class TestNames:
             "    if id(addressed) == here: break\nprint(id(addressed) == here)"
         )
         assert "True" in notebook.run(f"%%distributed\n{magic}{code}").ok().stdout
-        notebook.run("addressed = [2]").ok()
         cell = notebook.run("%%distributed\naddressed").ok()
         assert texts(cell) == ["[]"]
         notebook.run("%distributed push addressed").ok()
         notebook.run("%%distributed\ndel addressed, here, tries").ok()
 
-    def test_what_the_ranks_bound_is_theirs_and_that_is_said_once(self, notebook: Kernel):
-        notebook.run("%%distributed\ntheirs = 'ranks'").ok()
-        notebook.run("theirs = 'notebook'").ok()
+    def test_what_the_ranks_bound_later_is_theirs_and_that_is_said_once_if_the_notebooks_changes(
+        self, notebook: Kernel
+    ):
+        notebook.run("theirs = ['notebook']").ok()
+        notebook.run("%%distributed\ntheirs = ['ranks']").ok()
+        notebook.run("theirs.append(1)").ok()
         cell = notebook.run("%%distributed\nprint(theirs)").ok()
-        assert cell.stdout == "ranks\n"
+        assert cell.stdout == "['ranks']\n"
         assert "the ranks have their own theirs" in cell.stderr
         imports = "import torch, time; from torch.utils.data import Dataset; from functools import reduce"
         notebook.run(imports).ok()
@@ -246,7 +248,7 @@ class TestNames:
         assert notebook.run("%%distributed\ntorch.ones(1), time.monotonic(), Dataset, reduce").ok().stderr == ""
         assert notebook.run("%%distributed\nprint(theirs)").ok().stderr == ""
         notebook.run("%distributed push theirs").ok()
-        assert notebook.run("%%distributed\nprint(theirs)").ok().stdout == "notebook\n"
+        assert notebook.run("%%distributed\nprint(theirs)").ok().stdout == "['notebook', 1]\n"
 
     def test_what_a_pushed_function_uses_travels_when_it_is_used(self, notebook: Kernel):
         notebook.run("OFFSET = 3\ndef inner(): return OFFSET\ndef pushed_function(): return inner()").ok()
@@ -292,7 +294,7 @@ class TestNames:
         cell = notebook.run("%%distributed\nprint(mine - rank)").ok()
         assert (cell.stdout, cell.stderr) == ("5\n", "")
 
-    def test_a_pulled_model_is_a_copy_of_what_the_ranks_go_on_with(self, notebook: Kernel):
+    def test_a_pulled_model_stands_for_the_one_that_the_ranks_go_on_with(self, notebook: Kernel):
         notebook.run("import torch\npulled = torch.nn.Linear(1, 1, bias=False)").ok()
         notebook.run("%%distributed\nwith torch.no_grad(): pulled.weight.fill_(3)\nkept = pulled").ok()
         notebook.run("%distributed pull pulled").ok()
@@ -301,17 +303,22 @@ class TestNames:
         assert (cell.stdout, cell.stderr) == ("True True\n", "")
         notebook.run("pulled.weight.data.fill_(5)").ok()
         cell = notebook.run("%%distributed\nprint(pulled.weight.item())").ok()
-        assert cell.stdout == "3.0\n"
-        assert "the ranks have their own pulled" in cell.stderr
+        assert (cell.stdout, cell.stderr) == ("5.0\n", "")
 
     def test_what_the_notebook_calls_like_names_of_ranks(self, notebook: Kernel):
         notebook.run("import torch\ndevice, rank = torch.device('cpu'), 5").ok()
         cell = notebook.run("%%distributed\nprint(rank, device)").ok()
         assert cell.stdout == "[rank 0] 0 cpu\n[rank 1] 1 cpu\n"
-        assert "the ranks have their own rank; what the notebook calls rank was not sent to them\n" in cell.stderr
+        advice = cell.stderr.partition("Give it another name: ")[2].strip()
+        notebook.run(advice).ok()
+        assert notebook.run(f"%%distributed\nprint({advice.split()[0]})").ok().stdout == "5\n"
         assert "device" not in cell.stderr  # it is the same
         notebook.run("device = 'cuda'").ok()
-        assert "the ranks have their own device" in notebook.run("%%distributed\nprint(device)").ok().stderr
+        assert "device is the ranks' own" in notebook.run("%%distributed\nprint(device)").ok().stderr
+        notebook.run("%distributed push rank").ok()
+        cell = notebook.run("%%distributed\nprint(rank)").ok()
+        assert (cell.stdout, cell.stderr) == ("5\n", "")
+        notebook.run("%%distributed\nrank = int(__import__('os').environ['RANK'])").ok()
         notebook.run("del device, rank").ok()
 
     def test_a_scheduler_that_is_sent_knows_the_step_of_its_optimizer(self, notebook: Kernel):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nb_accelerate.notebook.pool.names import free_names, names_in
+from nb_accelerate.notebook.pool.names import names_in, names_of
 from nb_accelerate.notebook.pool.source import read_cell
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def check_library(paths: list[Path]) -> int:
                 continue
             count += 1
             try:
-                found = free_names(part)
+                found, _ = names_of(part)
             except Exception as error:
                 pytest.fail(f"{path}: {type(error).__name__}: {error}\n{ast.unparse(part)[:2000]}")
             if part is tree:

@@ -21,7 +21,7 @@ from nb_accelerate.notebook.magics.commands import COMMANDS
 from nb_accelerate.notebook.magics.names import words_for
 from nb_accelerate.notebook.pool.group import breaks_group
 from nb_accelerate.notebook.pool.plan import plan_cell
-from nb_accelerate.notebook.pool.variables import NamespaceSync, Sent
+from nb_accelerate.notebook.pool.variables import Before, NamespaceSync, Sent
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
 from nb_accelerate.notebook.ranks.failing.hang import verdict
 from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
@@ -198,20 +198,27 @@ class TestNamespaceSync:
 
     def test_what_a_rank_bound_is_its_own_until_it_is_pushed(self):
         sync = NamespaceSync()
-        sync.bound(["x"])
-        assert sync.owns("x")
+        sync.bound({"x": Before(lambda: 1)})
+        assert sync.owns("x", 1)
+        assert not sync.owns("x", 2)  # the notebook has bound it later
         sent(sync, Numbers(), x=1)
         assert sync.has("x", 1)
-        assert not sync.owns("x")
+        assert not sync.owns("x", 1)
 
-    def test_what_a_rank_deleted_is_sent_again(self):
+    def test_what_a_rank_deleted_later_is_not_there(self):
         sync = NamespaceSync()
         sent(sync, Numbers(), x=1)
-        sync.unbound(["x"])
-        assert not sync.has("x", 1)
+        sync.unbound({"x": Before(lambda: 1)})
+        assert (sync.owns("x", 1), sync.is_there("x")) == (True, False)
+
+    def test_a_number_that_the_notebook_binds_again_is_the_later_one_by_its_source(self):
+        sync = NamespaceSync()
+        sync.bound({name: Before(lambda: 0) for name in ("x", "y", "z")})
+        sync.note_notebook({"x": 0, "y": 0}, {"x"})
+        assert [sync.owns("x", 0), sync.owns("y", 0), sync.deleted] == [False, True, {"z"}]
 
     def test_a_rank_knows_its_rank_better_than_the_notebook(self):
-        assert NamespaceSync().owns("rank")
+        assert NamespaceSync().owns("rank", 16)
 
     def test_the_user_is_told_once_for_each_value(self):
         sync = NamespaceSync()
@@ -238,9 +245,9 @@ class TestCellPlan:
         return plan_cell(names.split(), variables, self.syncs, Numbers(), forced.split())
 
     def test_what_ranks_lack_is_sent_to_them_once_for_those_that_lack_the_same(self):
-        syncs = {rank: NamespaceSync() for rank in range(3)}
-        syncs[1].bound(["own"])
-        plan = self.plan("own x absent", syncs, own=1, x=2)
+        syncs, own = {rank: NamespaceSync() for rank in range(3)}, Thing()
+        syncs[1].bound({"own": Before(lambda: own)})
+        plan = self.plan("own x absent", syncs, own=own, x=2)
         assert plan.send == {0: {"own", "x"}, 1: {"x"}, 2: {"own", "x"}}
         assert [(one.ranks, one.names) for one in plan.deliveries()] == [([0, 2], {"own", "x"}), ([1], {"x"})]
         assert [said.partition(";")[0] for said in plan.remarks("cpu")] == ["the ranks have their own own"]
@@ -262,7 +269,7 @@ class TestCellPlan:
             sent(sync, numbers, x=thing)
         number = numbers.get(thing)
         assert plan_cell(["x"], {"x": thing}, syncs, numbers).deliveries() == []
-        thing.lr = 2
+        thing.layers = [2]
         for touched, changed in ((set(), {number}), ({number}, set())):
             plan = plan_cell(["x"], {"x": thing}, syncs, numbers)
             assert plan.in_doubt() == {0: {number}, 1: {number}}
@@ -274,7 +281,7 @@ class TestCellPlan:
 
     def test_what_the_user_asks_for_is_sent_whatever_the_ranks_have(self):
         syncs = {0: NamespaceSync()}
-        syncs[0].bound(["x"])
+        syncs[0].bound({"x": Before(lambda: 1)})
         plan = self.plan("", syncs, forced="x", x=1)
         assert (plan.send, plan.remarks("cpu")) == ({0: {"x"}}, [])
         with pytest.raises(NameError, match="'y' is not defined in the notebook"):

@@ -61,6 +61,7 @@ def pack_call(
             advice=_ADVICE,
             by_value=by_value,
             globals_there=Globals.BROUGHT,
+            refuses_graphs=True,
         )
     except ShippingError as error:
         if not can_fork or error.is_final:

@@ -126,6 +126,8 @@ class Commands:
         _say(f"{', '.join(values)}: sent to {_whom(ranks)}")
 
     def _pull(self, given: dict[str, Any]) -> None:
+        from nb_accelerate.notebook.worker.received import share
+
         pool, names = self._pool, given["names"]
         ranks = given.get("ranks", None if given.get("all") else (0,))
         try:
@@ -139,7 +141,8 @@ class Commands:
             for name, found in zip(names, zip(*by_rank, strict=True), strict=True)
         }
         self._shell.user_ns.update(values)
-        pool.variables.note_pulled(values)
+        is_of_all = is_one and not different and "ranks" not in given
+        pool.variables.note_pulled(values, (lambda shapes: pool.call(share, shapes)) if is_of_all else None)
         differ = f"; the other ranks' are different: %distributed pull {' '.join(different)} --all" if different else ""
         _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
 

@@ -46,6 +46,7 @@ class RankNames:
         self._remove_completer = add_completer(self._shell, self._complete)
         self._shell.events.register("pre_run_cell", self._hint_of_trained)
         self._shell.events.register("post_run_cell", _hint)
+        self._shell.events.register("post_run_cell", self._note_bindings)
         for method in _INSPECTORS:
             setattr(self._shell, method, _also_on_ranks(getattr(self._shell, method), method))
 
@@ -55,21 +56,54 @@ class RankNames:
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("pre_run_cell", self._hint_of_trained)
             self._shell.events.unregister("post_run_cell", _hint)
+            self._shell.events.unregister("post_run_cell", self._note_bindings)
         for method in _INSPECTORS:
             vars(self._shell).pop(method, None)  # that of its class shows again
 
     def _hint_of_trained(self, info: Any) -> None:
         """Say, once, of a model that a cell of the notebook uses that it was trained on the ranks only."""
         pools = sys.modules.get("nb_accelerate.notebook.pool")
-        trained = pools.current().variables.trained if pools is not None else None
+        variables = pools.current().variables if pools is not None else None
         cell = info.raw_cell or ""
-        if not trained or not self._auto.runs_here(cell):
+        if variables is None or not variables.trained or not self._auto.runs_here(cell):
             return
         # Before IPython 8 there is no other text than the user's, which with magics in it cannot be parsed.
-        for name in reads(getattr(info, "transformed_cell", None) or cell).intersection(trained):
-            if trained.pop(name)() is self._shell.user_ns.get(name):
+        for name in reads(getattr(info, "transformed_cell", None) or cell).intersection(variables.trained):
+            value = self._shell.user_ns.get(name)
+            is_sent = variables.trained[name].value() is value and hasattr(type(value), "parameters")
+            if is_sent and name not in variables.hinted:
+                variables.hinted.add(name)
                 print(  # noqa: T201 - above what the cell prints
                     f"{name} was trained on the ranks; the notebook's own is unchanged. To have the trained one here: "
+                    f"%distributed pull {name}"
+                )
+
+    def _note_bindings(self, result: Any) -> None:
+        """Note which names a cell of the notebook has bound later than the ranks, or deleted."""
+        pools = sys.modules.get("nb_accelerate.notebook.pool")
+        variables = pools.current().variables if pools is not None else None
+        cell = result.info.raw_cell or ""
+        if variables is None or not variables.syncs or not self._auto.runs_here(cell):
+            return
+        names = self._shell.user_ns
+        bound: frozenset[str] = frozenset()
+        # A number that is bound again is the same object: only the source says so.
+        if result.success and not variables.own_names.isdisjoint(re.findall(r"\w+", cell)):
+            from nb_accelerate.notebook.pool.source import read_cell
+
+            with contextlib.suppress(SyntaxError), self._auto.paused():
+                bound = read_cell(cell, transform=self._shell.transform_cell).stored
+        from nb_accelerate.notebook.pool.variables import Before
+
+        for sync in variables.syncs.values():
+            sync.note_notebook(names, bound)
+        for name, before in variables.trained.items():
+            if before.value() is not names.get(name, before.value()):
+                variables.trained[name] = Before.of(name, names)
+                variables.hinted.add(name)
+                print(  # noqa: T201 - under what the cell prints
+                    f"{name} was trained on the ranks, and is bound to something else here: the next cell there that "
+                    f"uses {name} gets that, and loses what was trained. To have the trained one: "
                     f"%distributed pull {name}"
                 )
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def replace(pool: Pool, rank: int) -> str:
     """Replace a rank, and all that have ended; return a line on what they lack."""
     new = pool.restart(rank)
-    lacking = sorted(set[str]().union(*(pool.variables.own_names - pool.variables.syncs[rank].own for rank in new)))
+    lacking = sorted(
+        set[str]().union(*(pool.variables.own_names - pool.variables.syncs[rank].own.keys() for rank in new))
+    )
     whose = f"rank {new[0]} is" if len(new) == 1 else f"ranks {', '.join(map(str, new))} are"
     return f"{whose} new" + (
         f"; {'it lacks' if len(new) == 1 else 'they lack'} {', '.join(lacking)}" if lacking else ""

@@ -27,8 +27,10 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))
 
 
-def free_names(tree: ast.Module, flags: int = 0) -> set[str]:
-    """Return the names that a cell may read before it has stored them. Built-in names are among them.
+def names_of(tree: ast.Module, flags: int = 0) -> tuple[set[str], set[str]]:
+    """Return the names that a cell may read before it has stored them, and those that it has stored at its end.
+
+    Built-in names are among the first, and names that it deletes among the second.
 
     Args:
         flags: compiler flags that the cell sets by its ``__future__`` imports.
@@ -36,8 +38,8 @@ def free_names(tree: ast.Module, flags: int = 0) -> set[str]:
     reader = _Reader(flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     with warnings.catch_warnings():  # the cell has been compiled before, with its warnings
         warnings.simplefilter("ignore")
-        reader.block(tree.body, set())
-    return {name for name in reader.free | _words_in_magics(tree) if not name.startswith("__")}
+        stored = reader.block(tree.body, set())
+    return {name for name in reader.free | _words_in_magics(tree) if not name.startswith("__")}, stored
 
 
 def names_in(code: types.CodeType) -> set[str]:

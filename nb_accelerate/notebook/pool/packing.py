@@ -39,6 +39,7 @@ class Shipment:
         sent: what is known of the values from then on, by name.
         uses: global names that functions among the values read, and those of containers that are referred to.
         contents: what objects hold on the ranks then.
+        deleted: names that the ranks do not have any more then.
     """
 
     ranks: list[int]
@@ -46,6 +47,7 @@ class Shipment:
     sent: dict[str, Sent]
     uses: frozenset[str]
     contents: dict[Key, list[Any]]
+    deleted: frozenset[str]
 
 
 def pack_plan(
@@ -102,7 +104,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
     references = References(plan.numbers, (sync.known.keys() & parts.keys()) - anew, containers)
     try:
         packed = pack(
-            Names(dict(sorted(values.items())), states),
+            Names(dict(sorted(values.items())), states, delivery.edits, sorted(delivery.deleted)),
             name="what the cell uses",
             parts={name: plan.variables[name] for name in (*values, *snapshots)},
             advice=_ADVICE,
@@ -110,6 +112,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
             globals_there=Globals.FOUND,
             limit=limit,
             references=references,
+            refuses_graphs=True,
         )
     except TooLargeError as error:
         too_large = sorted(values or snapshots)
@@ -122,11 +125,12 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
     uses = packed.names.union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
     uses |= {key for key in references.used if isinstance(key, str)}
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
+    contents |= {key: edit.apply(sync.known[key]) for key, edit in delivery.edits.items()}
     for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
         contents[number] = parts.get(number) or Snapshot(value, plan.numbers, deep=False).tokens
     # The values themselves are not kept: the notebook may delete them while the cell runs.
     sent = {name: Sent.of(name, value, snapshots.get(name), uses) for name, value in values.items()}
-    return Shipment(delivery.ranks, packed, sent, uses, contents)
+    return Shipment(delivery.ranks, packed, sent, uses, contents, frozenset(delivery.deleted))
 
 
 def of_pulled(error: ShippingError, names: Sequence[str]) -> ShippingError:

@@ -12,16 +12,17 @@ What the ranks themselves have changed is not known here: `CellPlan.settle` is t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.pool.names import names_in
-from nb_accelerate.notebook.pool.variables import RANK_NAMES, is_users
-from nb_accelerate.notebook.protocol.content import ATOMS, Snapshot, is_constant
-from nb_accelerate.notebook.protocol.renewal import state_of
+from nb_accelerate.notebook.pool.variables import RANK_NAMES, Before, is_users
+from nb_accelerate.notebook.protocol.content import Edit, Snapshot, is_constant
+from nb_accelerate.notebook.protocol.renewal import is_of_torch, state_of
 from nb_accelerate.notebook.worker.received import Key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
+    from collections.abc import Container, Iterable, Mapping, Sequence, Set as AbstractSet
 
     from nb_accelerate.notebook.pool.variables import NamespaceSync
     from nb_accelerate.notebook.protocol.content import Numbers
@@ -33,11 +34,15 @@ class Delivery:
 
     Attributes:
         objects: objects that the ranks have and that are to hold something else.
+        edits: settings of objects that are to be other ones.
+        deleted: names that are to go.
     """
 
     ranks: list[int]
     names: set[str]
     objects: dict[Key, Any]
+    edits: dict[Key, Edit]
+    deleted: set[str]
 
 
 @dataclass(kw_only=True)
@@ -48,9 +53,14 @@ class CellPlan:
         syncs: what each rank that runs the cell has, by rank.
         send: names whose values are sent, by rank.
         changed: objects that the rank has and that the notebook has changed in place, by name, by rank.
-        own: names that are not sent because cells on the ranks have bound them, with the notebook's values.
+        edits: settings that the notebook has changed of objects that the rank has changed otherwise, by rank.
+        deleted: names that the notebook has deleted, by rank.
+        trained: names of models that cells on the ranks have trained.
+        own: names that are not sent because cells on the ranks have bound them later, with the notebook's values.
         conflicts: names that are not sent because both the notebook and the ranks have changed the value.
         replacing: names that the notebook has bound again, which replaces something that ranks have changed.
+        undeleted: names that the notebook has deleted, and of which the ranks have trained the value.
+        kept: objects that are not sent, though the user asks for it, because the ranks have trained them; by name.
         unread: names of values that the ranks have and of which a part could not be compared.
     """
 
@@ -61,9 +71,14 @@ class CellPlan:
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
     send: dict[int, set[str]]
     changed: dict[int, dict[str, set[Key]]]
+    edits: dict[int, dict[Key, Edit]]
+    deleted: dict[int, set[str]]
+    trained: Container[str]
     own: dict[str, Any] = field(default_factory=dict)
     conflicts: set[str] = field(default_factory=set)
     replacing: set[str] = field(default_factory=set)
+    undeleted: set[str] = field(default_factory=set)
+    kept: dict[str, set[Key]] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)
     _judged: dict[int, set[str]]
 
@@ -80,13 +95,15 @@ class CellPlan:
                 if name not in judged and name in self.variables and is_users(name):
                     judged.add(name)
                     waiting += self._judge(name, rank, are_read=are_read)
-        # A list has no number. It stays one object on the ranks by its name.
+        # A list has no number. It stays one object on the ranks by its name. So does a variable of two closures.
         held = set[int]()
         for name in set[str]().union(*self.send.values(), *self.changed.values()) & self.snapshots.keys():
             held |= self.snapshots[name].held
-        lists = self.without_plan(name for name, value in self.variables.items() if id(value) in held) if held else ()
-        if lists:
-            self.add(lists, are_read=False)
+        also = (
+            self.without_plan(name for name, value in self.variables.items() if _is_held(value, held)) if held else ()
+        )
+        if also:
+            self.add(also, are_read=False)
 
     def without_plan(self, names: Iterable[str]) -> set[str]:
         """Return those variables among names for which nothing is planned yet on some rank."""
@@ -96,8 +113,9 @@ class CellPlan:
     def _judge(self, name: str, rank: int, *, are_read: bool) -> Iterable[str]:
         """Decide about a name on a rank. Returns the names that functions in its value read."""
         value, sync, is_forced = self.variables[name], self.syncs[rank], name in self.forced
-        if sync.owns(name) and not is_forced:
-            if are_read:
+        if sync.owns(name, value) and not is_forced:
+            # What cannot change is the earlier one, and that is all.
+            if are_read and (not is_constant(value) or name in RANK_NAMES or name in sync.absent):
                 self.own[name] = value
                 if self.numbers.get(value) in sync.known or sync.watches(name):
                     self._snapshot(name)
@@ -135,9 +153,8 @@ class CellPlan:
         """Return the objects that a rank may have changed itself and would lose, by rank; only ranks that have some."""
         found = {}
         for rank, sync in self.syncs.items():
-            changed = [keys for name, keys in self.changed[rank].items() if name not in self.forced]
-            replaced = [sync.replaced(name) for name in self.send[rank] - self.forced]
-            found[rank] = set[Key]().union(*changed, *replaced) & sync.known.keys()
+            replaced = map(sync.replaced, (self.send[rank] - self.forced) | self.deleted[rank])
+            found[rank] = set[Key]().union(*self.changed[rank].values(), *replaced) & sync.known.keys()
         return {rank: keys for rank, keys in found.items() if keys}
 
     def settle(self, touched: AbstractSet[Key]) -> None:
@@ -146,26 +163,74 @@ class CellPlan:
         Args:
             touched: those of the objects `in_doubt` that ranks have changed.
         """
+        self._keep_what_is_trained(touched)
         blocked: set[Key] = set()
-        for changed in self.changed.values():
+        for rank, changed in self.changed.items():
+            known = self.syncs[rank].known
             for name, keys in changed.items():
-                if name not in self.forced and not keys.isdisjoint(touched):
+                if name in self.forced or keys.isdisjoint(touched):
+                    continue
+                parts = self.snapshots[name].parts(name)
+                edits = {key: Edit.between(known[key], parts[key]) for key in keys & touched}
+                self.edits[rank] |= {key: edit for key, edit in edits.items() if edit}
+                if all(edit.apply(known[key]) == parts[key] for key, edit in edits.items()):
+                    blocked |= edits.keys()  # there is nothing else to send of them
+                else:
                     self.conflicts.add(name)
                     blocked |= keys
         for rank, sync in self.syncs.items():
             self.changed[rank] = {name: keys - blocked for name, keys in self.changed[rank].items()}
             names = self.send[rank] - self.forced
-            self.replacing |= {name for name in names if not sync.replaced(name).isdisjoint(touched)}
+            self.replacing |= {name for name in names if self._is_trained(name, sync, touched)}
+            trained = {name for name in self.deleted[rank] if self._is_trained(name, sync, touched)}
+            self.deleted[rank] -= trained
+            self.undeleted |= trained
+
+    def _is_trained(self, name: str, sync: NamespaceSync, touched: AbstractSet[Key]) -> bool:
+        return (name in sync.own and name in self.trained) or not sync.replaced(name).isdisjoint(touched)
+
+    def _keep_what_is_trained(self, touched: AbstractSet[Key]) -> None:
+        """Take what the ranks have trained out of what the user asks for, but for models that are named."""
+        named = set[Key]()
+        for name in self.forced & self.snapshots.keys():
+            if is_of_torch(self.variables[name], "nn.Module") or is_of_torch(self.variables[name], "Tensor"):
+                named |= self.snapshots[name].parts(name).keys()
+        for name in self.forced & self.snapshots.keys():
+            snapshot = self.snapshots[name]
+            kept = set[Key]()
+            for holder, weights in _weights(snapshot).items():
+                if weights.isdisjoint(named):
+                    kept |= weights & touched
+                    tokens = snapshot.parts(name)[holder]
+                    for rank, changed in self.changed.items():
+                        if holder in touched and holder in changed[name]:
+                            self.edits[rank][holder] = Edit.between([], tokens)
+            for changed in self.changed.values():
+                changed[name] = changed.get(name, set()) - kept
+            if kept:
+                self.kept[name] = kept
+            is_lost = not named.isdisjoint(touched & snapshot.parts(name).keys()) or name in self.trained
+            if is_lost and not kept:
+                self.replacing.add(name)
 
     def deliveries(self) -> list[Delivery]:
         """Return what is to be sent, once for ranks that get the same."""
         found: dict[Any, Delivery] = {}
         for rank, sync in self.syncs.items():
             objects = {key: self.object_of(name, key) for name, keys in self.changed[rank].items() for key in keys}
-            if self.send[rank] or objects:
-                same = frozenset(self.send[rank]), frozenset(objects), frozenset(sync.known)
-                found.setdefault(same, Delivery([], self.send[rank], objects)).ranks.append(rank)
+            names, edits, deleted = self.send[rank], self.edits[rank], self.deleted[rank]
+            if names or objects or edits or deleted:
+                edited = frozenset((key, *edit.changed.items(), *edit.gone) for key, edit in edits.items())
+                same = frozenset(names), frozenset(objects), frozenset(sync.known), edited, frozenset(deleted)
+                found.setdefault(same, Delivery([], names, objects, edits, deleted)).ranks.append(rank)
         return [*found.values()]
+
+    def before(self, names: Iterable[str]) -> dict[str, Before]:
+        """Return what the notebook has under names before the cell, which may bind them."""
+        for name in names:
+            if name in self.variables and not is_constant(self.variables[name]):
+                self._snapshot(name)
+        return {name: Before.of(name, self.variables, self.snapshots.get(name)) for name in names}
 
     def object_of(self, name: str, key: Key) -> Any:
         """Return an object in the value of a name."""
@@ -174,29 +239,48 @@ class CellPlan:
     def remarks(self, device: str) -> list[str]:
         """Return what the user is told, once for a value: which changes are not sent, or replace what ranks have."""
         said = []
-        own = [
-            name
-            for name, value in sorted(self.own.items())
-            if not (is_constant(value) and type(value) not in ATOMS)  # an import, of which they have the same
-            and not (name == "device" and str(value).partition(":")[0] == device)
-            and self._tell(name)
-        ]
-        if own:
-            listed = ", ".join(own)
-            theirs = f"the ranks have their own {listed}; what the notebook calls {listed} was not sent to them"
-            sendable = [name for name in own if name not in RANK_NAMES]  # ranks without their numbers are of no use
-            said.append(theirs + (f". To send it: %distributed push {' '.join(sendable)}" if sendable else ""))
+        same_device = {name for name in self.own if name == "device" and str(self.own[name]).startswith(device)}
+        own = [name for name in sorted(self.own.keys() - same_device) if self._tell(name)]
+        for name in [name for name in own if name in RANK_NAMES]:
+            own.remove(name)
+            rename = f". Give it another name: notebook_{name} = {name}" if name != "accelerator" else ""
+            said.append(f"{name} is the ranks' own on each rank; the notebook's {name} was not sent{rename}")
+        absent = [name for name in own if any(name in sync.absent for sync in self.syncs.values())]
+        theirs = [name for name in own if name not in absent]
+        for unsent, how in ((theirs, "have their own"), (absent, "have deleted")):
+            if unsent:
+                listed = ", ".join(unsent)
+                said.append(
+                    f"the ranks {how} {listed}; what the notebook calls {listed} was not sent to them. To send it: "
+                    f"%distributed push {' '.join(unsent)}"
+                )
         conflicts = sorted(self.conflicts)
         if conflicts:
             for name in conflicts:
                 self._tell(name)
+            weights = [keys for name in conflicts for keys in _weights(self.snapshots[name]).values()]
+            both = " ".join(sorted({*conflicts, *self._models(set[Key]().union(*weights))}))
             said.append(
                 f"{_were(conflicts)} changed both in the notebook and on the ranks, which go on with theirs. To send "
-                f"the notebook's: %distributed push {' '.join(conflicts)}"
+                f"the notebook's, and lose theirs: %distributed push {both}"
             )
         if self.replacing:
             names = ", ".join(sorted(self.replacing))
-            said.append(f"the notebook's new {names} replaces what the ranks had under that name and have changed")
+            said.append(
+                f"the notebook's {names} takes the place of what the ranks had under that name and have changed"
+            )
+        for name, keys in sorted(self.kept.items()):
+            models = self._models(keys) - {name}
+            both = f"%distributed push {' '.join((name, *sorted(models)))}"
+            how = f". To send the notebook's, and lose what they have trained: {both}" if models else ""
+            said.append(f"{name}: what the ranks have trained stays theirs, and all else was sent{how}")
+        for name in sorted(self.undeleted):
+            for sync in self.syncs.values():
+                sync.bound({name: Before.of(name, {})})
+            said.append(
+                f"the ranks keep {name}, which they have trained and the notebook has deleted. To delete it: "
+                f"del {name}, in a %%distributed cell"
+            )
         unread = [name for name in sorted(self.unread) if self._tell(name, about=" unread")]
         if unread:
             said.append(
@@ -204,6 +288,9 @@ class CellPlan:
                 f"change in place: %distributed push {' '.join(unread)}"
             )
         return said
+
+    def _models(self, keys: AbstractSet[Key]) -> set[str]:
+        return {name for sync in self.syncs.values() for name in sync.models(keys)}
 
     def _tell(self, name: str, *, about: str = "") -> bool:
         """Note, for each rank, that the user is told of a value. Returns whether that is news."""
@@ -219,6 +306,7 @@ def plan_cell(
     syncs: Mapping[int, NamespaceSync],
     numbers: Numbers,
     forced: Sequence[str] = (),
+    trained: Container[str] = (),
 ) -> CellPlan:
     """Plan what ranks are sent for a cell.
 
@@ -226,6 +314,7 @@ def plan_cell(
         variables: those of the notebook.
         syncs: what each rank that runs the cell has, by rank.
         forced: names to send whatever the ranks have.
+        trained: names of models that cells on the ranks have trained.
 
     Raises:
         NameError: one of `forced` is not defined in the notebook.
@@ -240,10 +329,33 @@ def plan_cell(
         forced=frozenset(forced),
         send={rank: set() for rank in syncs},
         changed={rank: {} for rank in syncs},
+        edits={rank: {} for rank in syncs},
+        # What is pushed need not be from the notebook.
+        deleted={rank: set() if forced else sync.deleted - variables.keys() for rank, sync in syncs.items()},
+        trained=trained,
         _judged={rank: set() for rank in syncs},
     )
     plan.add({*names, *forced})
     return plan
+
+
+def _is_held(value: object, held: AbstractSet[int]) -> bool:
+    return id(value) in held or (type(value) is FunctionType and not held.isdisjoint(map(id, value.__closure__ or ())))
+
+
+def _weights(snapshot: Snapshot) -> dict[Key, set[Key]]:
+    """Return what training changes in each module and optimizer, by the number of that."""
+    found: dict[Key, set[Key]] = {}
+    for number, value in snapshot.objects.items():
+        parts: list[Any] = []
+        if is_of_torch(value, "nn.Module"):
+            parts = [*vars(value)["_parameters"].values(), *vars(value)["_buffers"].values()]
+        elif is_of_torch(value, "optim.Optimizer"):
+            states = [part for state in value.state.values() for part in state.values()]
+            parts = [value, *states, *(part for group in value.param_groups for part in group["params"])]
+        if parts and number is not None:
+            found[number] = {number for number in map(snapshot.numbers.get, parts) if number is not None}
+    return found
 
 
 def _were(names: list[str]) -> str:

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import time
-import weakref
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,9 +25,9 @@ from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
 from nb_accelerate.notebook.pool.packing import SIZE_LIMIT, of_pulled, pack_plan
 from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.source import read_cell
-from nb_accelerate.notebook.pool.variables import RANK_NAMES, SHELL_NAMES, RankVariables
+from nb_accelerate.notebook.pool.variables import RANK_NAMES, SHELL_NAMES, Before, RankVariables
 from nb_accelerate.notebook.protocol.main_module import Globals
-from nb_accelerate.notebook.protocol.messages import Call
+from nb_accelerate.notebook.protocol.messages import Call, Result
 from nb_accelerate.notebook.protocol.random_states import RandomStates
 from nb_accelerate.notebook.protocol.shipping import pack
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
@@ -303,16 +302,18 @@ class Pool:
         if self.state is PoolState.DISCONNECTED:
             self._reconnect(output)
         # What is packed is kept until the end, and the plan is not: the notebook may delete values meanwhile.
-        plan = plan_cell(source.free, variables, syncs, self.variables.numbers, options.send)
+        kept = self.variables
+        plan = plan_cell(source.free, variables, syncs, kept.numbers, options.send, kept.trained)
         shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT, group.by_value)
         for remark in plan.remarks(group.plan.kind.name):
             output.say(remark)
+        before = plan.before(source.stored)
         del plan
         try:
             request = cell_request(
                 source, options, group, ranks, shipments, output, sink, hangs=self.timeouts, in_background=in_background
             )
-            request.take_note = lambda: self._take_note(group, request, shipments, variables)
+            request.take_note = lambda: self._take_note(group, request, shipments, variables, before)
             self._check_idle()
         except BaseException:
             for shipment in shipments:
@@ -510,6 +511,8 @@ class Pool:
         group = self._the_group()
         self.variables.begin(ranks)
         group.bring_up(ranks, interrupts)
+        for sync in self.variables.syncs.values():
+            sync.rejoined()
 
     def _changed_there(self, keys: Mapping[int, set[Key]]) -> set[Key]:
         """Return which of these objects a rank has changed."""
@@ -525,21 +528,38 @@ class Pool:
         output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
 
     def _take_note(
-        self, group: RankGroup, request: Request, shipments: Sequence[Shipment], variables: Mapping[str, Any]
+        self,
+        group: RankGroup,
+        request: Request,
+        shipments: Sequence[Shipment],
+        variables: Mapping[str, Any],
+        before: Mapping[str, Before],
     ) -> None:
-        """Note what a cell that has ended did to the ranks. Called in the loop's thread."""
+        """Note what a cell that has ended did to the ranks. Called in the loop's thread.
+
+        Args:
+            before: what the notebook had, when it began, under names that it binds for certain.
+        """
+        trained = self.variables.trained
         for number, end in request.cell_ends.items():
             sync = self.variables.syncs[number]
             for shipment in shipments:
                 if end.has_names and number in shipment.ranks:
                     sync.sent(shipment.sent, shipment.contents, shipment.uses)
+                    sync.dropped(shipment.deleted)
             sync.gone(end.gone)
-            sync.bound(end.bound)
-            sync.unbound(end.unbound)
+            # A number that is bound again is the same object: only the source says so.
+            again = [name for name in before if sync.is_there(name)] if isinstance(end.answer, Result) else ()
+            sync.bound({name: before.get(name) or Before.of(name, variables) for name in (*end.bound, *again)})
+            sync.unbound({name: before.get(name) or Before.of(name, variables) for name in end.unbound})
             group.ranks[number].steps = end.steps
-            for name in end.trained:
-                if hasattr(type(variables.get(name)), "parameters"):
-                    self.variables.trained[name] = weakref.ref(variables[name])
+        ends = request.cell_ends.values()
+        received = [name for shipment in shipments for name in shipment.sent]
+        for name in (*received, *(name for end in ends for name in (*end.bound, *end.unbound))):
+            trained.pop(name, None)
+        for name in [name for end in ends for name in end.trained]:
+            trained[name] = Before.of(name, variables)
+            self.variables.hinted.discard(name)
         self.failed_rank = request.failed_rank if request.failed_rank is not None else self.failed_rank
         if breaks_group(request, group.ranks, group.plan.backend):
             group.is_disconnected = True

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.pool.names import free_names
+from nb_accelerate.notebook.pool.names import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,8 @@ class CellSource:
     Attributes:
         text: the whole cell, with the line of the magic.
         above: number of lines of `text` above the body.
+        free: names that it may read before it has stored them.
+        stored: names that it has stored, or deleted, for certain when it ends well.
         is_python: whether there is nothing in it that IPython has to transform.
     """
 
@@ -32,6 +34,7 @@ class CellSource:
     text: str
     above: int
     free: frozenset[str]
+    stored: frozenset[str]
     is_python: bool
 
     @property
@@ -61,12 +64,14 @@ def read_cell(
         compiled = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         raise _moved_down(error, filename, above) from None
+    free, stored = names_of(tree, compiled.co_flags & __future__.annotations.compiler_flag)
     return CellSource(
         code=code,
         filename=filename,
         text=text,
         above=above,
-        free=frozenset(free_names(tree, compiled.co_flags & __future__.annotations.compiler_flag)),
+        free=frozenset(free),
+        stored=frozenset(stored),
         is_python=source.rstrip("\n") == code.rstrip("\n"),
     )
 

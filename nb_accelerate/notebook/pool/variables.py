@@ -10,12 +10,15 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.pool.names import names_in
+from nb_accelerate.notebook.protocol.content import Numbers, Snapshot, is_constant, shape
+from nb_accelerate.notebook.protocol.renewal import is_of_torch
 from nb_accelerate.notebook.worker.namespace import is_hidden
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+    from nb_accelerate.notebook.protocol.content import Shape
     from nb_accelerate.notebook.worker.received import Key
 
 RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
@@ -57,23 +60,58 @@ class Sent:
 _NOTHING = Sent(lambda: None, None, frozenset(), frozenset())
 
 
+_ABSENT = object()
+"""In the place of the value of a name that the notebook does not have."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the notebook had under a name before a cell on a rank bound or deleted that name.
+
+    As long as the notebook has the same, the rank's is the later one.
+
+    Attributes:
+        value: returns the value; `_ABSENT` if there was none.
+        tokens: what it held; None where that is not known.
+    """
+
+    value: Callable[[], Any]
+    tokens: list[Any] | None = None
+
+    @classmethod
+    def of(cls, name: str, variables: Mapping[str, Any], snapshot: Snapshot | None = None) -> Before:
+        """Describe what the notebook has now."""
+        return cls(_reference(variables.get(name, _ABSENT)), snapshot.tokens if snapshot is not None else None)
+
+
+_EARLIER: Before = Before(lambda: _EARLIER)
+"""In the place of what the notebook had, when it has bound or deleted the name since."""
+
+
 class NamespaceSync:
     """Knows which names one rank was sent, and which its cells have bound.
 
     Attributes:
+        own: names that cells have bound, or deleted, later than the notebook.
+        absent: those of them that were deleted.
         known: what the objects held that the rank has, when they were sent.
+        deleted: names that the notebook has deleted, and the rank has still.
     """
 
     def __init__(self) -> None:
-        self.own: set[str] = set()
+        self.own: dict[str, Before] = {}
+        self.absent: set[str] = set()
+        self.deleted: set[str] = set()
         self.known: dict[Key, list[Any]] = {}
         self._sent: dict[str, Sent] = {}
         self._uses: dict[Key, frozenset[str]] = {}
         self._told: dict[str, tuple[Callable[[], Any], list[Any] | None]] = {}
 
-    def owns(self, name: str) -> bool:
-        """Return whether the rank has its own value of a name."""
-        return name in self.own or name in RANK_NAMES
+    def owns(self, name: str, value: object) -> bool:
+        """Return whether the rank has bound or deleted a name later than the notebook, which has this value."""
+        if name in self.own:
+            return self.own[name].value() is value
+        return name in RANK_NAMES and name not in self._sent
 
     def has(self, name: str, value: object) -> bool:
         """Return whether the rank has this value under a name, perhaps with an older content."""
@@ -114,6 +152,11 @@ class NamespaceSync:
         """Return whether changes in place of a value that is not sent are to be told."""
         return name in self._told and self._told[name][1] is not None
 
+    def models(self, keys: Container[Key]) -> list[str]:
+        """Return the names under which models, or weights by themselves, were sent that are some of these objects."""
+        found = [(name, sent.value()) for name, sent in self._sent.items() if any(key in keys for key in sent.keys)]
+        return sorted(n for n, value in found if is_of_torch(value, "nn.Module") or is_of_torch(value, "Tensor"))
+
     def was_told(self, name: str, value: object, snapshot: Snapshot | None) -> bool:
         """Return whether the user was told that a value, with what it holds now, does not replace the rank's own."""
         reference, tokens = self._told.get(name, (lambda: None, None))
@@ -133,8 +176,7 @@ class NamespaceSync:
             uses: global names that functions among the objects read.
         """
         for name in values:
-            self.own.discard(name)
-            self._told.pop(name, None)
+            self._forget(name)
         self._sent.update(values)
         for key, tokens in contents.items():
             same = {key}
@@ -150,37 +192,73 @@ class NamespaceSync:
             self.known.pop(number, None)
             self._uses.pop(number, None)
 
-    def bound(self, names: Iterable[str]) -> None:
-        """Note names that a cell on the rank has bound."""
-        names = set(names)
-        self.unbound(names)
-        self.own |= names
+    def bound(self, names: Mapping[str, Before]) -> None:
+        """Note names that a cell on the rank has bound, with what the notebook had before."""
+        for name, before in names.items():
+            self.dropped((name,))
+            self.own[name] = before
+            if before.tokens is not None:
+                self._told[name] = before.value, before.tokens
 
-    def unbound(self, names: Iterable[str]) -> None:
+    def unbound(self, names: Mapping[str, Before]) -> None:
         """Note names that a cell on the rank has deleted."""
+        self.bound({name: replace(before, tokens=None) for name, before in names.items()})
+        self.absent |= names.keys()
+
+    def dropped(self, names: Iterable[str]) -> None:
+        """Note names that the rank does not have any more, because the notebook has deleted them."""
         for name in names:
-            self.own.discard(name)
+            self._forget(name)
             self._sent.pop(name, None)
             self.known.pop(name, None)
+
+    def _forget(self, name: str) -> None:
+        self.own.pop(name, None)
+        self.absent.discard(name)
+        self.deleted.discard(name)
+        self._told.pop(name, None)
+
+    def rejoined(self) -> None:
+        """Note that the rank has its number anew."""
+        for name in RANK_NAMES - {"accelerator"}:
+            self._sent.pop(name, None)
+
+    def note_notebook(self, names: Mapping[str, object], bound: Container[str]) -> None:
+        """Note what a cell of the notebook has done to names.
+
+        Args:
+            names: all that the notebook has.
+            bound: those that it has bound for certain, perhaps to the same value again.
+        """
+        for name, before in self.own.items():
+            if name in bound or before.value() is not names.get(name, _ABSENT):
+                self.own[name] = _EARLIER
+        had = {name for name in self.own.keys() - names.keys() if self.own[name] is _EARLIER}
+        self.deleted |= ((self._sent.keys() - names.keys()) | (had - self.absent)) - RANK_NAMES
+
+    def is_there(self, name: str) -> bool:
+        """Return whether the rank has a name, sent or bound."""
+        return name in self._sent or (name in self.own and name not in self.absent)
 
 
 class RankVariables:
     """Knows which variables each rank has.
 
     Attributes:
-        trained: models of the notebook that cells have trained on the ranks, which left the notebook's as they were; by
-            the name of each.
+        trained: names of models that cells have trained on the ranks, with what the notebook had under each then.
+        hinted: those that the user knows to be trained there only.
     """
 
     def __init__(self) -> None:
         self.syncs: dict[int, NamespaceSync] = {}
         self.numbers = Numbers()
-        self.trained: dict[str, weakref.ref[Any]] = {}
+        self.trained: dict[str, Before] = {}
+        self.hinted: set[str] = set()
 
     @property
     def own_names(self) -> set[str]:
         """Names that cells have bound on the ranks. Those of the cell that runs are added when it has ended."""
-        return {name for sync in self.syncs.values() for name in sync.own}
+        return {name for sync in self.syncs.values() for name in sync.own.keys() - sync.absent}
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Note that these ranks are new, and have no variables yet."""
@@ -191,12 +269,30 @@ class RankVariables:
         self.begin(self.syncs)
         self.trained.clear()
 
-    def note_pulled(self, values: Mapping[str, Any]) -> None:
-        """Note that variables of the notebook are copies of what the ranks have, who go on with theirs."""
-        for sync in self.syncs.values():
-            sync.bound(values)
-            for name, value in values.items():
-                sync.tell(name, value, Snapshot(value, self.numbers))
+    def note_pulled(
+        self, values: Mapping[str, Any], share: Callable[[Mapping[str, Shape]], Sequence[Container[str]]] | None
+    ) -> None:
+        """Note that variables of the notebook are copies of what the ranks have.
+
+        Args:
+            share: has ranks know the objects in their values by the numbers of the copies; returns the names of which
+                the values are alike, by rank. None if the ranks do not all have what was copied, and go on with theirs.
+        """
+        looks = {name: Snapshot(value, self.numbers) for name, value in values.items()}
+        before = {name: Before.of(name, values, look) for name, look in looks.items()}
+        alike = (
+            share({name: shape(look) for name, look in looks.items()}) if share is not None else [()] * len(self.syncs)
+        )
+        for sync, names in zip(self.syncs.values(), alike, strict=True):
+            sync.bound(before)
+            for name, look in looks.items():
+                if name in names:
+                    uses = frozenset[str]().union(*map(names_in, look.codes()))
+                    parts = {} if is_constant(values[name]) else look.parts(name)
+                    sent = Sent.of(name, values[name], look if parts else None, uses)
+                    sync.sent({name: sent}, parts, uses)
+        self.trained |= {name: before[name] for name in before.keys() & self.trained.keys()}
+        self.hinted |= values.keys()
 
 
 def _reference(value: object) -> Callable[[], Any]:

@@ -18,13 +18,14 @@ import types
 import weakref
 import zlib
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.imported import imported
 from nb_accelerate.notebook.protocol.main_module import main_globals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     Read = Callable[["Snapshot", Any], None]
 
@@ -118,7 +119,7 @@ class Snapshot:
         moves: a tensor that is moved to another address has not changed.
 
     Attributes:
-        held: addresses of the containers, and of other objects without numbers, that were read.
+        held: addresses of the containers, variables of closures and other objects without numbers that were read.
         is_partial: something was left out, because it is too large or cannot be read.
     """
 
@@ -214,6 +215,15 @@ class Snapshot:
                     self.add(part)
         if hasattr(value, "__dict__"):
             self.add(vars(value))
+
+
+Shape = list[tuple[int | None, str]]
+"""The number, if there is one, and the class of each object in a value, in the order in which they are read."""
+
+
+def shape(snapshot: Snapshot) -> Shape:
+    """Return which objects a value holds."""
+    return [(number, type(value).__qualname__) for number, value in snapshot.objects.items()]
 
 
 def is_constant(value: Any) -> bool:
@@ -363,8 +373,62 @@ def attributes_of_optimizer(value: Any) -> dict[str, Any]:
 
 
 def _optimizer(snapshot: Snapshot, value: Any) -> None:
-    for part in attributes_of_optimizer(value).values():
+    attributes = attributes_of_optimizer(value)
+    groups = enumerate(attributes.pop("param_groups"))
+    _settings(snapshot, (((index, name), part) for index, group in groups for name, part in group.items()))
+    for part in attributes.values():
         snapshot.add(part)
+
+
+class Settings(dict[Any, Any]):
+    """A token: the plain numbers and texts among the attributes of an object, or in the groups of an optimizer.
+
+    Each by its name; in an optimizer by the index of the group and the name. They can be changed one by one.
+    """
+
+
+def _settings(snapshot: Snapshot, items: Iterable[tuple[Any, Any]]) -> None:
+    settings = Settings()
+    snapshot.tokens.append(settings)
+    for name, part in items:
+        kind = type(part)
+        if (kind in ATOMS and not (kind in (str, bytes) and len(part) > _MAX_TEXT)) or (
+            kind is tuple and ATOMS.issuperset(map(type, part))
+        ):
+            settings[name] = part
+        else:
+            snapshot.tokens.append(name)
+            snapshot.add(part)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Settings of an object that are to be other ones, or to be gone."""
+
+    changed: dict[Any, Any]
+    gone: tuple[Any, ...] = ()
+
+    @classmethod
+    def between(cls, before: list[Any], now: list[Any]) -> Edit:
+        """Return how the settings among the tokens of an object have changed."""
+        old, new = _settings_in(before), _settings_in(now)
+        changed = {name: part for name, part in new.items() if name not in old or old[name] != part}
+        return cls(changed, tuple(name for name in old if name not in new and name not in now))
+
+    def apply(self, tokens: list[Any]) -> list[Any]:
+        """Return the tokens that the object has afterwards."""
+        return [self._edited(token) if type(token) is Settings else token for token in tokens]
+
+    def _edited(self, settings: Settings) -> Settings:
+        kept = {name: part for name, part in settings.items() if name not in self.gone}
+        return Settings({**kept, **self.changed})
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.gone)
+
+
+def _settings_in(tokens: list[Any]) -> Settings:
+    return next((token for token in tokens if type(token) is Settings), Settings())
 
 
 def _array(snapshot: Snapshot, value: Any) -> None:
@@ -392,6 +456,7 @@ def _function(snapshot: Snapshot, value: Any) -> None:
     for part in (value.__defaults__, value.__kwdefaults__, vars(value)):
         snapshot.add(part)
     for cell in value.__closure__ or ():
+        snapshot.held.add(id(cell))
         try:
             snapshot.add(cell.cell_contents)
         except ValueError:  # its variable has no value yet
@@ -400,7 +465,7 @@ def _function(snapshot: Snapshot, value: Any) -> None:
 
 def _attributes(snapshot: Snapshot, value: Any) -> None:
     _class_of(snapshot, value)
-    snapshot.add(getattr(value, "__dict__", None))
+    _settings(snapshot, getattr(value, "__dict__", {}).items())
     for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle does
         snapshot.add(getattr(value, name, None))
 

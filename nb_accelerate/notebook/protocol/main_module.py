@@ -59,11 +59,14 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._globals = globals_there
         self.names: set[str] = set()
         self.codes: list[types.CodeType] = []
+        self._empty: dict[int, tuple[types.CellType, types.CellType]] = {}
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
-        code, own_globals, *rest = super()._function_getnewargs(func)
+        code, own_globals, *rest, _ = super()._function_getnewargs(func)
         is_own = self._globals is Globals.OWN or func.__globals__ is not self._main
-        return (code, own_globals if is_own else _MAIN, *rest)
+        # cloudpickle gives each function variables of its own, and two that share one would part ways.
+        empty = [self._empty.setdefault(id(cell), (types.CellType(), cell))[0] for cell in func.__closure__ or ()]
+        return (code, own_globals if is_own else _MAIN, *rest, tuple(empty) if func.__closure__ else None)
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> tuple[Any, ...]:
         make, arguments, (attributes, slots), *rest = super()._dynamic_function_reduce(func)

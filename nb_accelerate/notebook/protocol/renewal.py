@@ -9,10 +9,13 @@ import copyreg
 import operator
 import types
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.imported import imported
 from nb_accelerate.notebook.protocol.content import attributes_of_optimizer
+
+if TYPE_CHECKING:
+    from nb_accelerate.notebook.protocol.content import Edit
 
 _REFILLED = (list, dict, set, deque)
 
@@ -108,6 +111,23 @@ def renew(value: Any, state: Any) -> None:
             vars(value).update(attributes or {})
         for name, part in (slots or {}).items():
             object.__setattr__(value, name, part)  # that of a frozen dataclass would refuse
+
+
+def edit(value: Any, change: Edit) -> None:
+    """Give an object other settings, and leave all else in it as it is."""
+    for name in change.gone:
+        holder, key = _holder(value, name)
+        holder.pop(key, None)
+    for name, part in change.changed.items():
+        holder, key = _holder(value, name)
+        holder[key] = part
+
+
+def _holder(value: Any, name: str | tuple[int, str]) -> tuple[dict[str, Any], str]:
+    if isinstance(name, str):
+        return vars(value), name
+    index, key = name
+    return value.param_groups[index], key
 
 
 def _is_of_class(name: str, part: object) -> bool:

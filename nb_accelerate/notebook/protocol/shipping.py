@@ -119,6 +119,7 @@ def pack(
     globals_there: Globals = Globals.OWN,
     limit: int | None = None,
     references: References | None = None,
+    refuses_graphs: bool = False,
 ) -> Packed:
     """Pickle an object.
 
@@ -129,6 +130,8 @@ def pack(
         by_value: modules whose functions and classes are pickled by value too, as they are in memory here. Those of all
             other modules are imported where they are unpickled.
         references: what the receivers have. They call `unpack_numbered`, and not `unpack`.
+        refuses_graphs: a tensor that was computed from others that need gradients is an error. It would arrive without
+            them, and `backward` would not reach them.
 
     Raises:
         ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
@@ -146,11 +149,13 @@ def pack(
         try:
             make = _Pickler if references is None else functools.partial(_ReferringPickler, references)
             pickler = make(file, protocol=5, buffer_callback=stays_inside, globals_there=globals_there)
+            pickler.refuses_graphs = refuses_graphs
             pickler.dump(value)
             if references is not None:
                 _number_parts(pickler, references, file)
         except (Exception, SystemExit) as error:  # __reduce__ and __getstate__ are users' code
-            raise _why_not(value, name, parts or {}, advice, error) from error
+            dumps = functools.partial(_dumps, refuses_graphs=refuses_graphs)
+            raise _why_not(value, name, parts or {}, advice, error, dumps) from error
     size = file.tell() + sum(buffer.raw().nbytes for buffer in buffers)
     if limit is not None and size > limit:
         raise TooLargeError(f"{name} has {size / 2**30:.1f} GiB", size=size)
@@ -178,9 +183,20 @@ def _number_parts(pickler: _Pickler, references: References, file: IO[bytes]) ->
     pickle.dump(numbers, file)
 
 
-def _why_not(value: object, name: str, parts: Mapping[str, object], advice: str, error: BaseException) -> ShippingError:
+def _why_not(
+    value: object,
+    name: str,
+    parts: Mapping[str, object],
+    advice: str,
+    error: BaseException,
+    dumps: Callable[[object], bytes],
+) -> ShippingError:
     """Return the error that names the part of a value that cannot be pickled."""
-    path, culprit, reason, own = find_unpicklable(value, name, parts, error, _dumps)
+    path, culprit, reason, own = find_unpicklable(value, name, parts, error, dumps)
+    if isinstance(own, _HasGraphError):
+        line = f"{path} = {path}.detach()" if path.isidentifier() else "its .detach() there, as in x = x.detach()"
+        text = f"{path} cannot be sent to another process: {own}. Write {line}"
+        return ShippingError(text, path=path, is_final=True)
     if own is not None:
         return ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=True)
     text = f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). {advice}"
@@ -227,10 +243,16 @@ def _opened(parcel: Parcel, fds: tuple[int, ...]) -> tuple[bytes | memoryview, l
     return parts[0], parts[1:]
 
 
-def _dumps(value: object) -> bytes:
+def _dumps(value: object, *, refuses_graphs: bool) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, protocol=5, buffer_callback=lambda _: None).dump(value)
+    pickler = _Pickler(file, protocol=5, buffer_callback=lambda _: None)
+    pickler.refuses_graphs = refuses_graphs
+    pickler.dump(value)
     return file.getvalue()
+
+
+class _HasGraphError(ShippingError):
+    """A tensor was computed from others that need gradients."""
 
 
 def _aligned(offset: int) -> int:
@@ -264,9 +286,20 @@ class _Pickler(MainPickler):
     """
 
     dispatch_table = REDUCERS
+    refuses_graphs = False
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._computed_anew: set[int] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         torch = imported("torch")
+        if self.refuses_graphs and is_of_torch(obj, "nn.Module") and obj._forward_pre_hooks:  # noqa: SLF001
+            # Of `weight_norm` and `prune`, say, which compute a weight before each call.
+            self._computed_anew.update(map(id, vars(obj).values()))
+        has_graph = self.refuses_graphs and is_of_torch(obj, "Tensor") and obj.requires_grad and not obj.is_leaf
+        if has_graph and id(obj) not in self._computed_anew:
+            raise _HasGraphError("it was computed from tensors that need gradients, which stay in this process")
         # Half-imported while another thread imports it: then nobody can have a storage yet.
         storage_module = getattr(torch, "storage", None)
         if torch is not None and storage_module is not None:

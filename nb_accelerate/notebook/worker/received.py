@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing_extensions import override
 
 from nb_accelerate.errors import ShippingError
-from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.protocol.content import Numbers, Snapshot, shape
 from nb_accelerate.notebook.protocol.main_module import main_globals
-from nb_accelerate.notebook.protocol.renewal import is_of_torch, renew
+from nb_accelerate.notebook.protocol.renewal import edit, is_of_torch, renew
 from nb_accelerate.notebook.protocol.shipping import unpack_numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from nb_accelerate.notebook.protocol.content import Edit, Shape
     from nb_accelerate.notebook.protocol.messages import Parcel
 
 Key = int | str
@@ -23,10 +24,12 @@ Key = int | str
 
 
 class Names(NamedTuple):
-    """What travels with a cell: values by name, and what objects that the rank has are to hold from now on."""
+    """What travels with a cell: values by name, what objects that the rank has are to hold, and names that go."""
 
     values: dict[str, Any]
     states: dict[Key, Any]
+    edits: dict[Key, Edit]
+    deleted: list[str]
 
 
 class Received(Numbers):
@@ -38,6 +41,7 @@ class Received(Numbers):
         self._tokens: dict[Key, list[Any]] = {}
         self._homes: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._gone: list[int] = []
+        self._earlier: dict[int, int] = {}
 
     def define(self, parcel: Parcel, fds: tuple[int, ...], names: dict[str, Any]) -> None:
         """Define, or change in place, what has come with a cell: a `Names`. Its descriptors are taken over."""
@@ -48,6 +52,12 @@ class Received(Numbers):
         same = self._tokens.keys() - self.changed([*self._tokens], names) if has_lists else ()
         for key, value in changed.items():
             renew(value, sent.states[key])
+        for key, change in sent.edits.items():
+            # What else this rank has changed in it, it has changed still.
+            edit(self._find(key, names), change)
+            self._tokens[key] = change.apply(self._tokens[key])
+        for name in sent.deleted:
+            names.pop(name, None)
         for name, value in sent.values.items():
             if not _is_within(value, names.get(name)):
                 names[name] = value
@@ -59,6 +69,29 @@ class Received(Numbers):
             value = names.get(key) if isinstance(key, str) else self._object(key)
             if value is not None:
                 self._tokens[key] = self._read(value)
+
+    def share(self, name: str, value: Any, numbers: Shape) -> bool:
+        """Know the objects in a value, of which the notebook has a copy, by the numbers of that from now on.
+
+        Returns:
+            Whether they are alike; if not, nothing is done.
+        """
+        look = Snapshot(value, self, moves=True)
+        if look.is_partial or [kind for _, kind in shape(look)] != [kind for _, kind in numbers]:
+            return False
+        # Objects that hold one of these are read in another way from now on, and were not changed by this rank.
+        same = self._tokens.keys() - self.changed([*self._tokens], main_globals())
+        keys: list[Key] = [name if number is None else number for number, _ in numbers]
+        for key, part in zip(keys, look.objects.values(), strict=True):
+            if isinstance(key, int):
+                self._take(key, part)
+        for part in look.objects.values():
+            self._find_home_of_parameters(part)
+        for key in {*keys, *same}:
+            found = main_globals().get(key) if isinstance(key, str) else self._object(key)
+            if found is not None:
+                self._tokens[key] = self._read(found)
+        return True
 
     def changed(self, keys: Iterable[Key], names: dict[str, Any]) -> set[Key]:
         """Return which of these objects hold something else than when they came, or were last changed, from there."""
@@ -85,11 +118,16 @@ class Received(Numbers):
         if self._objects.pop(number, None) is not None:
             self._tokens.pop(number, None)
             self._gone.append(number)
+        if number in self._earlier:
+            self.on_end(self._earlier.pop(number))
 
     def _take(self, number: int, value: Any) -> None:
+        earlier = self.get(value)
         try:
             self._objects[number] = weakref.ref(value)
             self.adopt(number, value)
+            if earlier in self._objects and earlier != number:
+                self._earlier[number] = earlier
         except TypeError:  # it became something else on the way
             self._gone.append(number)
 
@@ -142,6 +180,12 @@ def _is_within(value: Any, holder: Any) -> bool:
 
 received = Received()
 """What this process was sent."""
+
+
+def share(shapes: dict[str, Shape]) -> set[str]:
+    """Know what the notebook has pulled by its numbers. Returns the names of what is alike. Sent in a `Call`, too."""
+    names = main_globals()
+    return {name for name, numbers in shapes.items() if name in names and received.share(name, names[name], numbers)}
 
 
 def changed_there(keys: tuple[Key, ...]) -> set[Key]:
