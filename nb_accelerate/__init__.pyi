@@ -55,6 +55,7 @@ from nb_accelerate.errors import (
 )
 from nb_accelerate.launchers import debug_launcher as debug_launcher
 from nb_accelerate.notebook.launch import notebook_launcher as notebook_launcher
+from nb_accelerate.notebook.launch.sweep import sweep as sweep
 from nb_accelerate.notebook.magics import (
     load_ipython_extension as load_ipython_extension,
     unload_ipython_extension as unload_ipython_extension,

@@ -92,8 +92,6 @@ class State(NamedTuple):
     launch: str = ""
 
 
-_SWEEP = ", sweep=[dict(lr=lr) for lr in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)]"
-
 STATES = {
     "first-step": State(2, "", "forward", False),
     "running": State(2, "", "2 / 30", False),
@@ -116,8 +114,6 @@ STATES = {
     "deadlocked": State(2, "", "✗", True),
     "killed": State(2, "", "✗", True),
     "out-of-memory": State(2, "", "✗", True),
-    "sweep": State(2, "steps=40, epochs=6, pause=0.02", "2 done", False, launch=_SWEEP),
-    "sweep-failed": State(2, "steps=20, epochs=2, pause=0.02", "✗", True, launch=_SWEEP.replace("0.03", "-1.0")),
 }
 
 
@@ -160,7 +156,7 @@ def picture_states(notebook: Notebook, where: Where, wanted: list[str]) -> None:
         picture(notebook, cell, f"{where}-{name}")
         if not state.ends:
             end(notebook)
-        if name in ("running", "nan", "ranks-64", "sweep"):
+        if name in ("running", "nan", "ranks-64"):
             picture(notebook, cell, f"{where}-{name}-interrupted")
         notebook.clear(cell)
 

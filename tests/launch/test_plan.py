@@ -389,15 +389,3 @@ def test_omp_num_threads_says_how_many_threads_ranks_have(
     facts = {"num_threads": facts_here({}).num_threads}
     assert plan(facts, num_processes=2, **options).num_threads == threads
     assert facts_here({"OMP_NUM_THREADS": "7"}).num_threads == 7
-
-
-def test_a_sweep_on_tpus_is_refused_with_the_loop_to_write() -> None:
-    with pytest.raises(ConfigError, match=r"belong to one launch\. Write \[notebook_launcher\(train, kwargs=run\)"):
-        plan(chips(4)).of_sweep(3)
-
-
-def test_a_run_of_a_sweep_is_told_of_its_device_alone() -> None:
-    several = plan(gpus("4", "5", "6"), num_processes=2).of_sweep(8)
-    assert several.brief.startswith("8 runs, 2 at a time on CUDA")
-    assert [several.of_run(place).device_variables(0)["CUDA_VISIBLE_DEVICES"] for place in range(2)] == ["4", "5"]
-    assert several.of_run(1).world_size == 1

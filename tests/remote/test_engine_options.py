@@ -102,7 +102,6 @@ def test_srun_that_keeps_back_what_ends_no_line_is_refused(template: str, is_ref
         ({"num_nodes": 2, "master_addr": "10.0.0.1"}, "one notebook has all ranks: leave num_nodes out"),
         ({"start_method": "fork"}, "needs the memory of this notebook"),
         ({"start_method": "inline"}, "needs the memory of this notebook"),
-        ({"sweep": [{}, {}]}, "engine='ssh' is not for a sweep"),
     ],
 )
 def test_what_does_not_go_with_other_machines_is_refused(given: dict[str, Any], text: str) -> None:

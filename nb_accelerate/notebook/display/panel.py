@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 
 from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
-from nb_accelerate.notebook.display.run_rows import RunsState
 from nb_accelerate.notebook.display.runs import charts_of, config_of
 from nb_accelerate.notebook.display.state import PanelState
 from nb_accelerate.notebook.display.widgets.asides import last_lines
@@ -140,8 +139,7 @@ class Panel:
     @functools.cached_property
     def _state(self) -> PanelState:
         """Make it for the first sample: most cells end before."""
-        kind = RunsState if self._facts.runs else PanelState
-        return kind(self._facts, self.ranks, self._began)
+        return PanelState(self._facts, self.ranks, self._began)
 
     @property
     def ended(self) -> View | None:

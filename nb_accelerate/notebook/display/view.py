@@ -32,7 +32,6 @@ FIGURES = (
     ("loss", "loss"),
     ("memory", "memory"),
     ("gpu", "GPU"),
-    ("lasted", "time"),
 )
 """Fields of a row that are columns, and the columns' titles. One without a value in any row is left out."""
 
@@ -47,14 +46,13 @@ class Facts:
     details: str = ""  # the same with everything there is to know; shown on request
     cores: int = 1  # of this machine
     config: Mapping[str, Any] = field(default_factory=dict)  # arguments of the function
-    runs: tuple[str, ...] = ()  # names of the runs of a sweep, which have rows in the place of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One line: a rank, or several ranks that do the same. All texts may be empty."""
 
-    ranks: str  # numbers: ``0-3, 6``; of a sweep, the name of a run
+    ranks: str  # numbers: ``0-3, 6``
     machine: str = ""  # where they are, if not all ranks are there
     kind: Kind = ""
     share: float | None = None  # of it that is done, from 0 to 1
@@ -64,7 +62,6 @@ class Row:
     loss: str = ""
     memory: str = ""
     gpu: str = ""  # percent of its time in which the device computed
-    lasted: str = ""  # for how long a run of a sweep is or was on
     now: str = ""  # what it does
     location: str = ""  # the line of the user's code at which it does that
     times: str = ""  # where its time goes: lately, and in a run that has ended, from the first step to the last
@@ -144,4 +141,4 @@ class View:
     @property
     def is_worth_keeping(self) -> bool:
         """Whether it stays in the cell when the run is over: it says more than that all went well."""
-        return self.has_steps or bool(self.charts or self.facts.runs) or self.state != "done"
+        return self.has_steps or bool(self.charts) or self.state != "done"

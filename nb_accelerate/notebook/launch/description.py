@@ -58,10 +58,10 @@ def _is_simple(value: object) -> bool:
 
 def _setup(plan: LaunchPlan) -> tuple[str, ...]:
     number = plan.world_size
-    parts = [*plan.runs] or ["1 rank" if number == 1 else f"{number} ranks"]
+    parts = ["1 rank" if number == 1 else f"{number} ranks"]
     parts += [f"{plan.num_nodes} machines"] if plan.num_nodes > 1 else []
     parts.append(plan.device.upper())
-    parts += [plan.backend] if number > 1 and not plan.num_runs else []
+    parts += [plan.backend] if number > 1 else []
     parts += [plan.mixed_precision] if plan.mixed_precision != "no" else []
     return tuple(parts)
 

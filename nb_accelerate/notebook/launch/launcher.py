@@ -18,14 +18,12 @@ from nb_accelerate.errors import UnknownArgumentError
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
 from nb_accelerate.notebook.launch.cluster import Cluster
-from nb_accelerate.notebook.launch.configurations import check_sweep
 from nb_accelerate.notebook.launch.description import announce
 from nb_accelerate.notebook.launch.inline import run_inline
 from nb_accelerate.notebook.launch.launch import Launch
 from nb_accelerate.notebook.launch.machine import facts_here, gpu_warnings
 from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.launch.servers import warm_server
-from nb_accelerate.notebook.launch.sweep import Sweep
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
@@ -79,7 +77,6 @@ def notebook_launcher(
     fold_output: bool | None = ...,
     resume: bool = ...,
     min_nodes: int | None = ...,
-    sweep: Iterable[Mapping[str, Any]] | None = ...,
     engine: str | None = ...,
     hosts: str | Sequence[str] | None = ...,
     address: str | None = ...,
@@ -120,7 +117,6 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     fold_output: bool | None = None,
     resume: bool = False,
     min_nodes: int | None = None,
-    sweep: Iterable[Mapping[str, Any]] | None = None,
     engine: str | None = None,
     hosts: str | Sequence[str] | None = None,
     address: str | None = None,
@@ -178,10 +174,6 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         fold_output: show a line that all ranks print once, and put the rank in front of others, as ``%%distributed``
             cells do. False shows every line at once, as it was printed. None is True, unless
             `log_line_prefix_template` is given.
-        sweep: keyword arguments for each of several runs, ``[dict(lr=0.1), dict(lr=0.01)]``; they come on top of
-            `args` and `kwargs`, which all runs share. `num_processes` run at a time, each as the only rank of a process
-            of its own, on a GPU or with a share of the cores: `Accelerator()` is that of one process. The next one
-            begins where one has ended. A run that fails or is killed costs only itself.
         engine: who starts a process on each of several machines, which this one notebook then has ranks on. ``"ssh"``:
             OpenSSH, with your keys and ``~/.ssh/config``. ``"command"``: a command of yours, `command_template`.
             ``"ray"``: a cluster of Ray. ``"auto"`` is this machine alone. None is what ``%distributed config``,
@@ -198,9 +190,9 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
             Python and PyTorch have to have the minor versions of those here, and this package the same version.
 
     Returns:
-        The return values of this machine's ranks, or with an `engine` of all, in rank order; of a sweep those of the
-        runs, in the order of their configurations. A cell that ends in the call shows nothing if all of them are None.
-        Tensors on a device come back on the CPU. With ``block=False`` a `Launch`.
+        The return values of this machine's ranks, or with an `engine` of all, in rank order. A cell that ends in
+        the call shows nothing if all of them are None. Tensors on a device come back on the CPU. With ``block=False`` a
+        `Launch`.
 
     Raises:
         ConfigError: an argument cannot be; nothing was started.
@@ -212,9 +204,6 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         DeadlockError: ranks on CPUs have waited for 30 s for others that have returned.
         KeyboardInterrupt: the cell was interrupted. Every rank has ended.
         BaseException: what the function raised in a rank, with its own type. The first cause, if several ranks fail.
-            Of a sweep, when all other runs have ended, the error of the first configuration that failed. ``results`` on
-            the exception, also on that of an interrupt, is then a list with what each run has returned or raised, and
-            ``concurrent.futures.CancelledError`` for one that was not started.
 
     Examples:
         >>> def train(lr):
@@ -263,19 +252,13 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
         engine=placing,
     )
-    runs = None if sweep is None else check_sweep(sweep, options)
-    if runs is not None and options.num_processes is not None:
-        options = replace(options, num_processes=min(options.num_processes, len(runs)))  # who share all cores
     with enough_room():
         cluster = None if options.engine.is_local else Cluster(options, keeps=True)
-        # Runs of a sweep start one after the other: a copy of this process would be of another state each time.
-        plan = cluster.plan if cluster else make_plan(options, facts_here(options.env), may_copy=runs is None)
+        plan = cluster.plan if cluster else make_plan(options, facts_here(options.env))
     if cluster is not None:
         options = replace(options, by_value=(*options.by_value, *cluster.by_value))
-    if runs is not None:
-        plan = plan.of_sweep(len(runs))
     try:
-        return _launched(options, plan, runs, cluster, f"{said}: from {origin}" if said else "", block=block)
+        return _launched(options, plan, cluster, f"{said}: from {origin}" if said else "", block=block)
     except BaseException as error:
         if cluster is not None:
             cluster.close()
@@ -288,7 +271,6 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
 def _launched(
     options: LaunchOptions,
     plan: LaunchPlan,
-    runs: Sequence[Mapping[str, Any]] | None,
     cluster: Cluster | None,
     said: str,
     *,
@@ -315,8 +297,6 @@ def _launched(
     if not plan.method.starter:
         return run_inline(options, plan, sink)
     launch = Launch(options, plan, sink, front_end, display_id, placing=cluster)
-    if runs is not None:
-        launch = Sweep(runs, options, plan, sink, front_end, display_id)
     if block:
         return launch.run()
     launch.run_in_background()

@@ -51,7 +51,6 @@ class LaunchPlan:
     can_fork: bool = False  # ranks could have the notebook's memory, if that was asked for
     warnings: tuple[str, ...] = ()  # what the user should know before it starts
     machines: tuple[str, ...] = ()  # names of those that an engine has placed hosts on; their ranks are all "here"
-    num_runs: int = 0  # of a sweep, in which each rank is a process alone; 0 if the ranks run one function together
 
     @property
     def device(self) -> str:
@@ -72,38 +71,6 @@ class LaunchPlan:
         """Return the numbers of a rank."""
         return Topology.of_machine(local_rank, self.num_processes, node_rank=node_rank, num_nodes=self.num_nodes)
 
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """How many runs a sweep has, and how many of them at a time; empty if it is none."""
-        if not self.num_runs:
-            return ()
-        return f"{self.num_runs} run{'s' if self.num_runs > 1 else ''}", f"{self.num_processes} at a time"
-
-    def of_sweep(self, num_runs: int) -> LaunchPlan:
-        """Return the plan for a sweep: no more processes at a time than it has runs.
-
-        Raises:
-            ConfigError: these devices, or this start method, cannot have several runs.
-        """
-        if self.kind.start_runtime is not None:
-            raise ConfigError(
-                f"sweep=... gives each run one device, and the {self.kind.label}s of a machine belong to one launch. "
-                "Write [notebook_launcher(train, kwargs=run) for run in runs], which uses all of them for each run"
-            )
-        if not self.method.starter:
-            raise ConfigError(
-                f"sweep=... needs a process for each run, and start_method={self.method.name!r} starts none. Leave "
-                "start_method out"
-            )
-        number = min(self.num_processes, num_runs)
-        return replace(self, num_processes=number, device_names=self.device_names[:number], num_runs=num_runs)
-
-    def of_run(self, place: int) -> LaunchPlan:
-        """Return the plan of one run of a sweep: a rank alone, which sees one device of these."""
-        names = self.device_names[place : place + 1]
-        visibility = {**self.visibility, self.kind.visibility: names[0]} if names and self.kind.visibility else {}
-        return replace(self, num_processes=1, num_runs=0, device_names=names, visibility=visibility or self.visibility)
-
     def with_nodes(self, number: int) -> LaunchPlan:
         """Return the plan for the machines that have come."""
         return replace(self, num_nodes=number, min_nodes=number)
@@ -116,7 +83,7 @@ class LaunchPlan:
     def brief(self) -> str:
         """The plan in a few words: ``2 processes on CPU, bf16``; with the start method if there is a reason for it."""
         number = f"{self.num_processes} process{'es' if self.num_processes > 1 else ''}"
-        parts = [f"{', '.join(self.runs) or number} on {self._where}"]
+        parts = [f"{number} on {self._where}"]
         crowd = self.num_processes // (self.num_cpus or self.num_processes)
         parts += [f"{crowd} on each core"] if crowd > _FEW_ON_A_CORE else []
         parts += [f"{self.method.name} ({self.reason})"] if self.reason else []
@@ -127,8 +94,8 @@ class LaunchPlan:
         """Return the plan in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
         ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"
         method = f"{self.method.name} ({self.reason})" if self.reason else self.method.name
-        parts = [f"{', '.join(self.runs) or ranks} on {self._where}", method]
-        if self.world_size > 1 and not self.num_runs and self.kind.start_runtime is None:
+        parts = [f"{ranks} on {self._where}", method]
+        if self.world_size > 1 and self.kind.start_runtime is None:
             between_machines = self.num_nodes > 1 or len(self.machines) > 1
             parts.append(self.backend if between_machines else f"{self.backend} on loopback")
         if self.mixed_precision != "no":

@@ -15,8 +15,6 @@ from nb_accelerate.notebook.protocol.shipping import pack, unpack
 from nb_accelerate.notebook.ranks.failing.errors import add_note
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.ranks.request import Request
@@ -37,22 +35,14 @@ class Values(list[Any]):
 _ADVICE = "Create it inside the function, or pass what it is made from."
 
 
-def pack_call(
-    options: LaunchOptions, name: str, *, can_fork: bool, sweep: Sequence[Mapping[str, Any]] | None = None
-) -> Packed:
-    """Pickle the function of a launch with its arguments. The caller closes what is returned.
-
-    Args:
-        sweep: keyword arguments of each run of a sweep; what is pickled is then a list of calls.
-    """
-    call: object = (options.function, options.args, dict(options.kwargs))
-    if sweep is not None:
-        call = [(options.function, options.args, {**options.kwargs, **run}) for run in sweep]
+def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
+    """Pickle the function of a launch with its arguments. The caller closes what is returned."""
+    call = (options.function, options.args, dict(options.kwargs))
     # In a process that multiprocessing has spawned, the user's script is a module of this name, which only such
     # processes have.
     script = sys.modules.get("__mp_main__")
     by_value = options.by_value if script is None else (*options.by_value, script)
-    parts = {name: options.function, "args": options.args, "kwargs": options.kwargs, "sweep": sweep}
+    parts = {name: options.function, "args": options.args, "kwargs": options.kwargs}
     try:
         return pack(
             call,

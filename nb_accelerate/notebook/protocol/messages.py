@@ -81,11 +81,9 @@ class Call:
 
     Attributes:
         parcel: holds ``(function, args, kwargs)``; None for a rank that has them in memory since it was forked.
-        index: the parcel holds a list of them, of which this rank runs that one; None if it does not.
     """
 
     parcel: Parcel | None
-    index: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,7 +158,7 @@ def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterato
 def _load(message: Call, fds: tuple[int, ...], inherited: tuple[Any, Any, Any] | None) -> tuple[Any, Any, Any]:
     call = inherited if message.parcel is None else unpack(message.parcel, fds)
     assert call is not None
-    return call if message.index is None else call[message.index]
+    return call
 
 
 def _send(channel: Channel, message: object, packed: Packed | None) -> None:

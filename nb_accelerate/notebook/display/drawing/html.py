@@ -17,7 +17,6 @@ from nb_accelerate.base.records import LABELS, draw, pieces
 from nb_accelerate.base.records.curves import is_wide
 from nb_accelerate.notebook.display.drawing.fold import fold, open_again
 from nb_accelerate.notebook.display.drawing.loss_chart import with_chart
-from nb_accelerate.notebook.display.drawing.run_table import run_table
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:
@@ -128,9 +127,7 @@ def _body(view: View) -> str:
     failed = view.state == "failed"
     key = f"{view.key}-each" if view.key else ""
     each = _each(view)
-    if view.facts.runs:
-        table = run_table(view.rows, view.facts.runs)
-    elif view.state == "done" and view.rows:
+    if view.state == "done" and view.rows:
         summary = f"ranks: peak {view.peak}" if view.peak else "ranks"
         inside = _table(view.rows, view.columns, kind="nba-groups" if view.each else "") + each + times
         table = fold(summary, inside, key=key, kind="nba-each") + _bars(view.bars)

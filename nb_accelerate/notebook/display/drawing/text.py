@@ -41,7 +41,7 @@ def line(view: View) -> str:
         ends = ", ".join([f"{view.facts.name}: {view.state} in {view.elapsed}", *view.summary])
         return "\n".join([ends, *_times(view)])
     parts = [f"{view.facts.name}: {view.elapsed}"]
-    row = _slowest(view.rows) if not view.facts.runs else None
+    row = _slowest(view.rows)
     if row is not None and row.step:
         share = "" if row.share is None else f" ({100 * row.share:.0f} %)"
         # With the number of epochs, the step is that of the whole run.
@@ -65,7 +65,7 @@ def lines(view: View, width: int, *, color: bool = False, bars: bool = False) ->
     said = [line for remark in remarks for line in remark.split("\n")]
     return [
         _head(view, width, color=color),
-        *_table(view.rows, width, color=color, bars=bars, whose="run" if view.facts.runs else "rank"),
+        *_table(view.rows, width, color=color, bars=bars),
         *_bars(view.bars, width, color=color, drawn=bars),
         *(part for line in said for part in textwrap.wrap(line, width) or [""]),
     ]
@@ -101,10 +101,10 @@ def _head(view: View, width: int, *, color: bool) -> str:
     return f"{_colored(head[:1], shade, color)}{head[1:]}"
 
 
-def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool, whose: str) -> list[str]:
+def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool) -> list[str]:
     if not rows:
         return []
-    titles_of = {**_TITLES, "ranks": whose}
+    titles_of = {**_TITLES, "ranks": "rank"}
     names = ["ranks", *(name for name, _ in FIGURES if any(getattr(row, name) for row in rows))]
     widths = {name: max(len(titles_of[name]), *(len(getattr(row, name)) for row in rows)) for name in names}
     if bars and any(row.share is not None for row in rows):

@@ -86,7 +86,7 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     if cause.failure is not None and cause.rank is not None:
         failure, fds = cause.failure
         request.take(cause.rank.rank)
-        error = rebuild(cause.rank.rank, failure, fds, cause.tail, who=wording.run or f"rank {cause.rank.label}")
+        error = rebuild(cause.rank.rank, failure, fds, cause.tail, who=f"rank {cause.rank.label}")
         _add_stacks(error, stacks)
         footer = "\n".join(filter(None, (cause.memory, *failed_otherwise(cause, request.incidents), *lost)))
         title = whose(cause, request)
@@ -111,11 +111,11 @@ def _error_without_report(cause: Incident, request: Request, stacks: Mapping[int
 
 
 def _lateness(cause: Incident, request: Request) -> str:
-    late = request.wording.run or f"{named(cause.late)} of {request.world_size}"
+    late = f"{named(cause.late)} of {request.world_size}"
     if cause.kind is IncidentKind.NOT_STARTED:
         return f"{late} could not be started within {request.start:g} s"
     limit = request.wording.limit.format(seconds=request.timeout)
-    whom = request.wording.run or label(cause.late)
+    whom = label(cause.late)
     return f"{request.wording.what} took longer than {limit}; {whom} had not finished"
 
 
@@ -127,7 +127,7 @@ def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
 def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: bool = False) -> LaunchError:
     """Return the error about a rank that has ended, or is of no use any more, with its last output."""
     number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
-    who = wording.run or f"rank {rank.label}"
+    who = f"rank {rank.label}"
     said = f"\nIts last output was:\n{tail.rstrip()}" if tail.strip() else ""
     if rank.why_lost:
         error = wording.unusable(f"{who} is lost: {rank.why_lost}{after}.{said}")

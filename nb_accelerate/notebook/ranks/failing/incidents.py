@@ -60,7 +60,6 @@ class Wording:
     """Phrases and types for the errors of a request."""
 
     what: str = "the cell"  # what was asked, as the subject of a sentence: ``the cell``
-    run: str = ""  # of a sweep, which is named in the place of its rank
     limit: str = "{seconds:g} s"  # its timeout; ``{seconds}`` stands for the number
     after_end: Callable[[RankProxy], str] = lambda _: ""  # what follows "rank 1 was ended by SIGKILL"
     unusable: type[LaunchError] = LaunchError  # type of the error about a rank that is of no use any more

@@ -69,10 +69,10 @@ def _users_frames(report: ErrorReport) -> list[Frame]:
 
 
 def whose(cause: Incident, request: Request) -> str:
-    """Return who raised `cause`: ``rank 1 of 4``, ``ranks 2-3 of 4 on b`` or ``all 4 ranks``; or the run of a sweep."""
+    """Return who raised `cause`: ``rank 1 of 4``, ``ranks 2-3 of 4 on b`` or ``all 4 ranks``."""
     ranks, world_size = failed_alike(cause, request.incidents), request.world_size
-    if request.wording.run or len(ranks) == world_size > 1:
-        return request.wording.run or f"all {world_size} ranks"
+    if len(ranks) == world_size > 1:
+        return f"all {world_size} ranks"
     machines = {rank.handle.machine for rank in request.ranks if rank.rank in ranks} - {""}
     return f"{label(ranks)} of {world_size}{f' on {machines.pop()}' if len(machines) == 1 else ''}"
 
