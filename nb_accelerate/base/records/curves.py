@@ -12,7 +12,9 @@ import math
 from dataclasses import dataclass
 from html import escape
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,21 +85,22 @@ class _Scale:
     ticks: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """Some curves, each in a picture of its own."""
+def plotted(curves: Sequence[Curve], title: str, *, log: bool = False) -> Any:
+    """Draw curves on the same axes of matplotlib, and return these.
 
-    title: str
-    curves: tuple[Curve, ...]
-
-    def _repr_html_(self) -> str:
-        pictures = "".join(f'<div style="display:inline-block">{draw(curve)}</div>' for curve in self.curves)
-        style = f"<style>{LABELS}</style>"
-        return f"<div>{style}<b>{escape(self.title)}</b><br>{pictures or 'nothing logged yet'}</div>"
-
-    def __repr__(self) -> str:
-        last = ", ".join(f"{curve.name}={curve.points[-1][1]:.4g}" for curve in self.curves if curve.points)
-        return f"Plot({self.title!r}: {last})"
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import pyplot as plt
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("matplotlib", needed_for="a chart of runs") from error
+    axes = plt.subplots()[1]
+    for curve in curves:
+        axes.plot(*zip(*curve.points, strict=True), label=curve.name.lstrip("_"))  # "_" would hide it in the legend
+    axes.set(title=title, xlabel="step", yscale="log" if log else "linear")
+    axes.legend()
+    return axes
 
 
 def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:

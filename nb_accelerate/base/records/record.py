@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.records.curves import Curve, Plot
+from nb_accelerate.base.records.curves import Curve, plotted
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,24 +158,21 @@ class RunRecord:
         low, high = self._extremes.get(name, (math.inf, -math.inf))
         return low == high
 
-    def plot(self, *names: str) -> Plot:
-        """Return the curves of some values; in a notebook they are drawn.
+    def plot(self, *names: str) -> Any:
+        """Draw the curves of some values in one chart, and return its axes (of matplotlib).
 
         Args:
             *names: which; all by default.
 
         Raises:
             ConfigError: nothing was logged under a name.
+            MissingDependencyError: matplotlib is not installed.
         """
         known = self.columns
         for name in names:
             if name not in known:
                 raise ConfigError(f"{name!r} was not logged in {self.name}. Write one of: {', '.join(known)}.")
-        chosen = names or tuple(known)
-        return Plot(title=self.name, curves=tuple(Curve(name, tuple(self.column(name))) for name in chosen))
-
-    def _repr_html_(self) -> str:
-        return self.plot()._repr_html_()
+        return plotted([Curve(name, tuple(self.column(name))) for name in names or known], self.name)
 
     def __repr__(self) -> str:
         return f"RunRecord({self.name!r}, {len(self.rows)} rows of {', '.join(self.columns) or 'nothing'})"

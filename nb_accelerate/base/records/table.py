@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 from typing_extensions import override
 
-from nb_accelerate.base.records.curves import LABELS, SMOOTHED_FROM, Curve, Line, is_wide, legend, picture, smoothed
+from nb_accelerate.base.records.curves import Curve, is_wide, plotted
 from nb_accelerate.base.records.naming import differing, labels, settings, shown
 from nb_accelerate.base.records.record import better
+from nb_accelerate.base.table import Table
+from nb_accelerate.base.words import duration
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,13 +28,6 @@ _MOST_VALUES = 4
 
 _COUNTERS = ("epoch", "step", "global_step")
 
-_STROKES = ("#2a78d6", "#d9730d", "#2e9e5b", "#c43d6b", "#8a63d2", "#0f9aa8", "#a07a1c", "#8a8a8a")
-_DASHES = ("", "6 3", "2 3")
-"""Colours of curves, which are seen on light and on dark ground, then dashes."""
-
-_HEIGHT = 230
-"""Pixels of the chart."""
-
 _NONE = 'No runs yet. Those that log_with="jsonl" has written are read by runs(project_dir="the folder").'
 
 
@@ -40,7 +35,6 @@ _NONE = 'No runs yet. Those that log_with="jsonl" has written are read by runs(p
 class _Column:
     title: str
     cells: tuple[str, ...]
-    best: int | None = None  # the row with the best value
     is_text: bool = False
 
 
@@ -83,8 +77,8 @@ class Runs(Sequence["RunRecord"]):
             for run in self._runs
         ]
 
-    def plot(self, name: str = "loss", *, log: bool | None = None) -> RunsPlot:
-        """Return one chart with a curve for each run. In a cell it is drawn; a tooltip has the values at a step.
+    def plot(self, name: str = "loss", *, log: bool | None = None) -> Any:
+        """Draw one chart with a curve for each run, and return its axes (of matplotlib).
 
         Args:
             name: of the value.
@@ -93,6 +87,7 @@ class Runs(Sequence["RunRecord"]):
 
         Raises:
             ConfigError: no run has values by that name.
+            MissingDependencyError: matplotlib is not installed.
         """
         having = [run for run in self._runs if name in run.columns]
         if not having:
@@ -103,43 +98,24 @@ class Runs(Sequence["RunRecord"]):
             instead = f" Write {calls}." if known else " Nothing was."
             raise ConfigError(f"{name!r} was not logged in these runs.{instead}")
         said = labels([run.name for run in having], [run.config for run in having])
-        curves = (Curve(label, tuple(run.column(name))) for label, run in zip(said, having, strict=True))
-        return RunsPlot(name, tuple(curves), False if log is None and better(name) == "highest" else log)
+        curves = [Curve(label, tuple(run.column(name))) for label, run in zip(said, having, strict=True)]
+        if log is None:
+            log = better(name) != "highest" and is_wide(tuple(point for curve in curves for point in curve.points))
+        return plotted(curves, name, log=log)
 
     def _repr_html_(self) -> str:
-        if not self._runs:
-            return f"<p>{escape(' '.join(self._problems or (_NONE,)))}</p>"
-        columns = self._columns
-        aligned = [f'style="text-align:{"left" if column.is_text else "right"}"' for column in columns]
-        head = "".join(f"<th {side}>{escape(column.title)}</th>" for side, column in zip(aligned, columns, strict=True))
-        rows = "".join(
-            "<tr>"
-            + "".join(
-                f"<td {side}>{_bold(escape(column.cells[index]), index == column.best)}</td>"
-                for side, column in zip(aligned, columns, strict=True)
-            )
-            + "</tr>"
-            for index in range(len(columns[0].cells))
-        )
-        notes = "".join(f'<p style="margin:2px 0">{escape(note)}</p>' for note in self._notes)
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        return f'<div style="overflow-x:auto">{table}{notes}</div>'
+        return self._table._repr_html_() if self._runs else f"<p>{escape(repr(self))}</p>"
 
     @override
     def __repr__(self) -> str:
-        if not self._runs:
-            return " ".join(self._problems or (_NONE,))
+        return repr(self._table) if self._runs else " ".join(self._problems or (_NONE,))
+
+    @property
+    def _table(self) -> Table:
         columns = self._columns
-        lines = [[column.title for column in columns], *zip(*(column.cells for column in columns), strict=True)]
-        widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
-        padded = (
-            "  ".join(
-                cell.ljust(width) if column.is_text else cell.rjust(width)
-                for cell, width, column in zip(line, widths, columns, strict=True)
-            ).rstrip()
-            for line in lines
-        )
-        return "\n".join((*padded, *self._notes))
+        titles = [column.title for column in columns]
+        right = [column.title for column in columns if not column.is_text]
+        return Table(titles, list(zip(*(column.cells for column in columns), strict=True)), right, self._notes)
 
     @property
     def _columns(self) -> list[_Column]:
@@ -159,7 +135,7 @@ class Runs(Sequence["RunRecord"]):
         for name in self._values[:_MOST_VALUES]:
             columns += _value_columns(name, runs)
         columns.append(_text("ended", (run.ended or "not yet" for run in runs)))
-        columns.append(_Column("time", tuple(_duration(run.duration) for run in runs)))
+        columns.append(_Column("time", tuple("" if run.duration is None else duration(run.duration) for run in runs)))
         return columns
 
     @property
@@ -188,37 +164,6 @@ class Runs(Sequence["RunRecord"]):
         return [*notes, *self._problems]
 
 
-@dataclass(frozen=True)
-class RunsPlot:
-    """One chart of a value in several runs."""
-
-    name: str
-    curves: tuple[Curve, ...]
-    log: bool | None = None
-
-    def _repr_html_(self) -> str:
-        lines = [
-            Line(
-                Curve(curve.name, smoothed(curve.points)),
-                f"run-{index}",
-                _STROKES[index % len(_STROKES)],
-                _DASHES[index // len(_STROKES) % len(_DASHES)],
-            )
-            for index, curve in enumerate(self.curves)
-        ]
-        points = tuple(point for line in lines for point in line.curve.points)
-        is_log = is_wide(points) if self.log is None else self.log and all(value > 0 for _, value in points)
-        title = self.name
-        title += ", smoothed" if any(len(curve.points) >= SMOOTHED_FROM for curve in self.curves) else ""
-        title += ", logarithmic" if is_log else ""
-        drawn = picture(lines, title, height=_HEIGHT, is_log=is_log, num_bands=40) or "no finite value"
-        return f'<div style="max-width:820px"><style>{LABELS}</style>{legend(lines[::-1])}{drawn}</div>'
-
-    def __repr__(self) -> str:
-        last = "; ".join(f"{curve.name}: {curve.points[-1][1]:.4g}" for curve in self.curves)
-        return f"RunsPlot({self.name!r}: {last})"
-
-
 def _text(title: str, cells: Iterable[str]) -> _Column:
     return _Column(title, tuple(cells), is_text=True)
 
@@ -228,10 +173,7 @@ def _value_columns(name: str, runs: Sequence[RunRecord]) -> list[_Column]:
     last, best = [run.last(name) for run in runs], [run.best(name) for run in runs]
     found = [_Column(name, tuple(_figure(value) for value in last))]
     if last != best and better(name):
-        chosen = [value for value in best if value is not None]
-        of_all = (max if better(name) == "highest" else min)(chosen, default=None)
-        row = best.index(of_all) if len(runs) > 1 and of_all is not None else None
-        found.append(_Column(f"{better(name)} {name}", tuple(_figure(value) for value in best), row))
+        found.append(_Column(f"{better(name)} {name}", tuple(_figure(value) for value in best)))
     return found
 
 
@@ -242,15 +184,3 @@ def _constant(name: str, runs: Sequence[RunRecord]) -> bool:
 
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _bold(text: str, is_best: bool) -> str:
-    return f"<b>{text}</b>" if is_best else text
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None or seconds < 60:
-        return "" if seconds is None else f"{seconds:.1f} s"
-    minutes, left = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
