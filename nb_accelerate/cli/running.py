@@ -107,7 +107,7 @@ def is_interactive(command: list[str]) -> bool:
 
 def _short(word: str) -> str:
     """Return a path with ``~`` for the home folder."""
-    home = str(Path.home())
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path refuses where nobody has a home
     return "~" + word[len(home) :] if word.startswith(home + "/") else word
 
 

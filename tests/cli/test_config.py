@@ -207,6 +207,21 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path):
         write_config({}, path / "below" / "a.yaml")
 
 
+def test_who_has_no_home_has_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Batch systems and ``env -i``: no HOME, and no entry in the password file."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert default_path() == Path("~/.cache/huggingface/accelerate/default_config.yaml")  # as accelerate has it
+    assert main(["config", "default"]) == 0
+    assert read_config() is not None
+
+
 def test_config_default_writes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "made" / "a.yaml"
     command = ["config", "default", "--config-file", str(path), "--mixed-precision", "bf16"]

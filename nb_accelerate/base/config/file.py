@@ -179,12 +179,16 @@ def default_path(variables: Mapping[str, str] | None = None) -> Path:
     """Return the path of the configuration file, by environment variables, where accelerate looks for it too."""
     variables = os.environ if variables is None else variables
     if variables.get(CONFIG_FILE):
-        return Path(variables[CONFIG_FILE]).expanduser()
+        return _expanded(variables[CONFIG_FILE])
     cache = variables.get("XDG_CACHE_HOME") or "~/.cache"
     home = variables.get("HF_HOME") or os.path.join(cache, "huggingface")  # noqa: PTH118 - "~" is expanded below
-    folder = Path(home).expanduser() / "accelerate"
+    folder = _expanded(home) / "accelerate"
     yaml, older = folder / "default_config.yaml", folder / "default_config.json"
     return older if older.is_file() and not yaml.is_file() else yaml
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own refuses where nobody has a home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +289,7 @@ def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None
 
     ``/dev/null`` is none.
     """
-    file = default_path() if path is None else Path(path).expanduser()
+    file = default_path() if path is None else _expanded(path)
     if file == Path(os.devnull):
         return None
     try:
@@ -326,7 +330,7 @@ def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Pat
 
     An existing file is replaced atomically: a reader sees the old file or the new one.
     """
-    file = Path(path).expanduser()
+    file = _expanded(path)
     checked = _checked(file, dict(values))["values"]
     kept = {key: value for key, value in sorted(checked.items()) if value is not None}
     if file.suffix == ".json":

@@ -94,13 +94,16 @@ class CommunicationMixin(CoreMixin):
 
         Args:
             input_data: a tensor or a structure of tensors with the rows along dimension 0; or a list of objects,
-                one for each row.
+                one for each row; or a tuple with such lists, as of texts and their references, each of which is
+                gathered by itself.
             use_gather_object: pickle ``input_data``, a list, even if it holds tensors (of unequal shapes, say).
 
         Raises:
             ValueError: the loader has ``even_batches=False``, and processes have, or may have, different numbers of
                 rows at the end of the data. It is raised at the first batch.
         """
+        if _is_of_columns(input_data):
+            return tuple(self.gather_for_metrics(column, use_gather_object) for column in input_data)
         collectives = self.core.data_collectives
         ranks = collectives.world_size
         loops = self.core.loops.together
@@ -199,6 +202,15 @@ def _rows_at_end(loop: RunningLoop) -> int | None:
     if not loop.end_of_dataloader or loop.rows is None:
         return None
     return loop.rows.real or loop.rows.on_rank
+
+
+def _is_of_columns(data: Any) -> bool:
+    """Return whether a tuple has equally long lists of objects, an entry for each row, perhaps beside tensors."""
+    if type(data) is not tuple:
+        return False
+    lists = [part for part in data if type(part) is list and not _only_tensors(part)]
+    others = [part for part in data if type(part) is not list or _only_tensors(part)]
+    return len({len(part) for part in lists}) == 1 and all(map(_only_tensors, others))
 
 
 def _only_tensors(data: Any) -> bool:

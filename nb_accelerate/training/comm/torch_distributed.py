@@ -10,6 +10,7 @@ import torch.distributed as dist
 from typing_extensions import ParamSpec, override
 
 from nb_accelerate.base.progress_page import Collective, here
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm.collectives import Collectives
 
 if TYPE_CHECKING:
@@ -37,7 +38,15 @@ def shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
         def reported(*args: P.args, **kwargs: P.kwargs) -> T:
             page = here()
             before = page.wait_in(collective)
-            value = method(*args, **kwargs)
+            try:
+                value = method(*args, **kwargs)
+            except ValueError as error:
+                if dist.is_initialized():
+                    raise
+                raise ConfigError(
+                    f"{collective.name} needs the process group, which end_training() has closed. Call end_training() "
+                    "last; or go on with a new Accelerator()."
+                ) from error
             page.enter(before)
             return value
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -83,3 +84,22 @@ def test_values_gathered_after_the_loop_are_those_of_all_processes(run_ranks):
 
     told = ["gather_for_metrics was called outside a loop"[:43]] * 2
     assert run_ranks(gather) == [(list(range(6)), ["row"] * 2, told), (list(range(6)), ["row"] * 2, [])]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lists_in_a_tuple_are_gathered_each_by_itself(run_ranks, world_size):
+    """The usual line of translation scripts: texts and their references."""
+
+    def evaluate():
+        accelerator = Accelerator(cpu=True)
+        found = ([], [], [])
+        for batch in accelerator.prepare(DataLoader(range(7), batch_size=2)):
+            texts, references = ([f"{kind}{row}" for row in batch.tolist()] for kind in "tr")
+            columns = accelerator.gather_for_metrics((texts, references, batch))
+            assert type(columns) is tuple
+            for rows, column in zip(found, columns, strict=True):
+                rows.extend(column.tolist() if isinstance(column, torch.Tensor) else column)
+        return found
+
+    expected = tuple([kind(row) for row in range(7)] for kind in ("t{}".format, "r{}".format, int))
+    assert run_ranks(evaluate, world_size=world_size) == [expected] * world_size

@@ -256,3 +256,15 @@ def test_a_group_whose_making_was_interrupted_can_be_made_again(monkeypatch: pyt
     assert dist.get_world_size() == 1
     group.close()
     assert not dist.is_initialized()
+
+
+def test_a_barrier_after_the_end_of_training_says_what_ended(run_ranks):
+    def train():
+        accelerator = Accelerator(cpu=True)
+        accelerator.end_training()
+        with pytest.raises(ConfigError, match=r"end_training\(\) has closed"):
+            accelerator.wait_for_everyone()
+        Accelerator(cpu=True).wait_for_everyone()
+        return True
+
+    assert run_ranks(train) == [True, True]
