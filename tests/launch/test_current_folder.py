@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,3 +167,39 @@ def test_fresh_ranks_of_a_pool_run_nothing_of_the_current_folder(kernel: Kernel,
     kernel.run("%distributed start -n 1 --start-method spawn").ok()
     assert kernel.run("%%distributed\nimport beside\nprint(beside.value)").ok().stdout == "5\n"
     assert not (shared / "ran").exists()
+
+
+WHOSE_PACKAGE = """
+import os, sys
+sys.path.insert(0, "")
+import nb_accelerate
+assert os.path.samefile(os.path.dirname(os.path.dirname(nb_accelerate.__file__)), ".")
+
+def rank():
+    import nb_accelerate
+    return os.path.samefile(os.path.dirname(os.path.dirname(nb_accelerate.__file__)), ".")
+
+try:
+    for method in sys.argv[1:]:
+        print(nb_accelerate.notebook_launcher(rank, (), 1, start_method=method, progress="off", timeout=45))
+except nb_accelerate.errors.StartError as error:
+    print("refused", error)
+"""
+
+
+@pytest.mark.parametrize("methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)])
+def test_ranks_have_the_package_of_the_kernel_where_the_current_folder_is_named(
+    methods: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(Path(nb_accelerate.__file__).parent, tmp_path / "nb_accelerate")
+
+    def say(**variables: str) -> str:
+        words = [sys.executable, "-c", WHOSE_PACKAGE, *methods]
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+        ran = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=True)
+        return ran.stdout
+
+    refused = say()
+    assert refused.startswith("refused ")
+    [(name, value)] = re.findall(r"(PYTHONPATH)=(\S+)$", refused)
+    assert say(**{name: value}) == "[True]\n" * len(methods)

@@ -1,4 +1,4 @@
-"""Start a fresh interpreter like this one, which imports nothing from the current folder.
+"""Start a fresh interpreter like this one, which imports nothing from the current folder unless PYTHONPATH names it.
 
 ``python -c`` puts the current folder in front of the path, so a file there, in a folder that several people share,
 would run with the rights of whoever launches. Users' code may import from there: a rank takes over the kernel's path,
@@ -16,6 +16,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nb_accelerate
+from nb_accelerate.errors import StartError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,6 +27,8 @@ _ENTER = (
     "from {module} import {function}; {function}()"
 )
 """The path is set first. Before Python 3.11, which knows ``-P``, it has the current folder in it until then."""
+
+_HERE = Path(nb_accelerate.__file__).resolve().parent
 
 _NEEDED = ("nb_accelerate", "torch")
 """Packages that a rank must find. What they import themselves is installed beside them."""
@@ -58,9 +63,15 @@ def safe_environ() -> Mapping[str, str]:
 def own_path() -> list[str]:
     """Return the path from which a rank imports this package and torch: `sys.path` without the current folder.
 
-    If one of them is nowhere else, because it was copied to where the notebook is, its folder comes last.
+    That stays if PYTHONPATH has its whole path: who started this process trusts it. If a package is nowhere else,
+    because it was copied to where the notebook is, its folder comes last.
+
+    Raises:
+        StartError: ranks would import another copy of this package.
     """
-    entries = [entry for entry in sys.path if isinstance(entry, str) and not _is_current(entry)]
+    is_read = not (sys.flags.ignore_environment or sys.flags.isolated)
+    named = set(filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep) if is_read else ()))
+    entries = [entry for entry in sys.path if isinstance(entry, str) and (entry in named or not _is_current(entry))]
     try:
         path = [str(Path.cwd() / entry) for entry in entries]
     except FileNotFoundError:  # the current folder was deleted
@@ -71,6 +82,12 @@ def own_path() -> list[str]:
                 spec = importlib.util.find_spec(name)
                 if spec is not None and spec.origin is not None:
                     path.append(str(Path(spec.origin).parents[1]))
+    found = PathFinder.find_spec("nb_accelerate", path)
+    if found is not None and found.origin is not None and not _is_same(found.origin, _HERE / "__init__.py"):
+        raise StartError(
+            f"This process has nb_accelerate of {_HERE}, and ranks would have {Path(found.origin).parent}: they import "
+            f"no package from the current folder. Start Jupyter, or Python, with PYTHONPATH={_HERE.parent}"
+        )
     return path
 
 
@@ -86,9 +103,11 @@ def imports_from(path: Sequence[str]) -> Iterator[None]:
 
 
 def _is_current(entry: str) -> bool:
-    if entry in sysconfig.get_paths().values():
-        return False
+    return entry not in sysconfig.get_paths().values() and _is_same(entry, Path())
+
+
+def _is_same(entry: str, path: Path) -> bool:
     try:
-        return Path(entry).samefile(Path())
+        return path.samefile(entry)
     except OSError:  # there is no such folder
         return False
