@@ -1,6 +1,7 @@
 """What every test gets: a time limit, a leak check, real ranks, real kernels."""
 
 import os
+import signal
 import sys
 
 import IPython
@@ -15,6 +16,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # jsonschema, which nbformat imports, would build a parser with it for two seconds, in each worker of pytest-xdist.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
+# A job in the background, nohup and some runners of CI ignore it, and so would all kernels and ranks of tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Threads of torch sleep while they wait. By default they spin, which takes processor time from other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -31,6 +36,7 @@ pytest_plugins = [
     "fixtures.devices",
     "fixtures.distributions",
     "fixtures.leaks",
+    "fixtures.cost",
     "fixtures.ranks",
     "fixtures.kernels",
     "fixtures.engines",
