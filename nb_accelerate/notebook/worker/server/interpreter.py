@@ -16,7 +16,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nb_accelerate
 from nb_accelerate.errors import StartError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _ENTER = (
 )
 """The path is set first. Before Python 3.11, which knows ``-P``, it has the current folder in it until then."""
 
-_HERE = Path(nb_accelerate.__file__).resolve().parent
+_HERE = Path(__file__).resolve().parents[3]
 
 _NEEDED = ("nb_accelerate", "torch")
 """Packages that a rank must find. What they import themselves is installed beside them."""
