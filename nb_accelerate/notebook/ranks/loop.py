@@ -112,11 +112,6 @@ class RankLoop(RankReader):
         if self._thread is not None:
             self.wait_for(request)
 
-    def run_until(self, is_over: Callable[[], bool]) -> None:
-        """Run in the calling thread until something has come about. No request that it has can ask the user."""
-        while not is_over():
-            self._wait_once()
-
     def wait_for(self, request: Request) -> None:
         """Wait until a request is done, beside the thread. Interrupts are passed on; debuggers may ask for input."""
         with interrupts_call(lambda: self.interrupt(request)):
