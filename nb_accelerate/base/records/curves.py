@@ -157,7 +157,7 @@ def picture(
     drawn = "".join(_drawn(line, steps, values, most) for line in lines)
     marks = "".join(_marks(line, steps, values) for line in lines)
     last = lines[-1]
-    gaps = "".join(_gap(*gap, steps, bottom) for gap in _gaps(last.curve.points) if "run" not in last.kind)
+    gaps = "".join(_gap(*gap, steps, bottom) for gap in _gaps(last.curve.points))
     labels = [_label("", f"left:0;top:{_TOP - 14}px", title)] if title else []
     labels += [_label("y", f"top:{level}px", f"{tick:.4g}") for tick, level in zip(values.ticks, levels, strict=True)]
     if has_axis:
