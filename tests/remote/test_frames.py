@@ -14,7 +14,6 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from nb_accelerate.base.progress_page import PageReader, ProgressPage, layout
-from nb_accelerate.base.progress_page.commands import Command, CommandKind
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.remote.connection_back import KeyedSeal
 from nb_accelerate.notebook.remote.frames import (
@@ -227,15 +226,15 @@ def test_both_copies_of_a_page_say_what_rank_and_notebook_have_written() -> None
     assert pass_on()
     assert pass_on() == 0
     assert (mirror.read().step, mirror.read().total, mirror.read().request) == (3, 7, 1)
-    mirror.commands.write(41, Command(kind=CommandKind.SAVE, text="runs/here"), after=2)
-    assert page.commands.pending == 41
-    assert (page.commands.read().kind, page.commands.read().text) == (CommandKind.SAVE, "runs/here")
+    page.commands.note_loop(2)
+    pass_on()
+    mirror.commands.save(41)
+    assert page.commands.save == 41
     page.step(4)
     assert pass_on() == 1  # what the notebook has written is not sent back
-    assert mirror.commands.look(41).is_there
-    page.begin_request()
+    page.commands.answer("runs/here", failed=False)
     pass_on()
-    assert not mirror.commands.look(41).is_there
+    assert mirror.commands.look(41).answer == "runs/here"
 
 
 def test_times_of_another_clock_are_those_of_this_one() -> None:

@@ -129,7 +129,8 @@ class _ValueHook(DisplayHook):
 
 def _without_widgets(data: dict[str, Any]) -> dict[str, Any]:
     """Return what is displayed; of a widget, which the front end looks for in the notebook's process, what to write."""
-    return {"text/plain": _NO_WIDGETS} if _WIDGET in data else data
+    # Users may give `display` what is no dictionary, which the notebook is told of.
+    return {"text/plain": _NO_WIDGETS} if isinstance(data, dict) and _WIDGET in data else data
 
 
 class _CellCompiler(CachingCompiler):
