@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixtures.kernels import Kernel
@@ -97,9 +101,82 @@ for epoch in range(2):
         optimizer.zero_grad(); loss = F.cross_entropy(model(a - c), b * d); loss.backward(); optimizer.step()
     print(epoch, loss.item(), torch.rand(1).item())
 """
-SHAPES = {**NOTEBOOKS, **LOOKED_INTO, **_OTHERS}
+_NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.fc, self.gate = nn.Linear(6, 8), nn.Linear(8, 2), nn.Parameter(torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(8)); self.register_buffer("seen", torch.tensor(0))
+        self.scale, self.rows, self.margin = 1.0, 0, 9.0
+    def forward(self, x):
+        z = torch.tanh(self.body(x))
+        CHANGE
+        return self.fc(z), LOSS
+class Norm(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, g: g / g.norm())
+model = Net(); optimizer = optim.SGD(model.parameters(), lr=0.1); dl, kept, calls = DataLoader(ds, 16), [], 0
+"""
+_TRAIN_NET = """
+for epoch in range(2):
+    for a, b in dl:
+        optimizer.zero_grad(); out, more = model(a); loss = F.cross_entropy(out, b) + more; loss.backward()
+        optimizer.step()
+    model.margin -= 8.8
+    print(epoch, loss.item(), sum(p.abs().sum().item() for p in model.parameters()), model.mean.sum().item())
+    print(model.seen.item(), model.rows, len(kept), sum(map(len, kept)), calls)
+"""
 
-ALONE = {"char-RNN without a loader", "GCN", "GCN of an adjacency matrix", "no model", *LOOKED_INTO}
+
+def _net(change: str = "", loss: str = "0.1 * z.square().mean()") -> list[str]:
+    return [HEAD, _NET.replace("CHANGE", change).replace("LOSS", loss), _TRAIN_NET]
+
+
+CHANGES_THE_WHOLE = {
+    "rows are centred in training": _net("if self.training: z = z - z.mean(0)"),
+    "averages in buffers": _net("self.mean.mul_(0.9).add_(0.1 * z.detach().mean(0)); self.seen += len(x)"),
+    "a number in an attribute": _net("z = z * self.scale; self.scale = z.abs().mean().item() + 0.5"),
+    "a number of rows in an attribute": _net("self.rows += len(x)"),
+    "a number is returned": _net(loss="z.square().sum().item()"),
+    "a gate that is 0 at first": _net("z = z + self.gate * (z - z.mean(0))"),
+    "gradients of a batch": _net("z = Norm.apply(z)"),
+    "a list of the notebook": _net("kept.append(z.detach())"),
+    "a counter of the notebook": _net("global calls; calls += len(x)"),
+    "what is printed": _net("print(len(x))"),
+}
+"""What a training call changes, and how a part of the rows would have changed it otherwise."""
+
+_OTHERS["a sum that is 0 at first"] = _net(loss="F.relu(self.body(x).abs() - self.margin).sum()")
+_OTHERS["the clock ends it"] = [
+    HEAD,
+    "from time import perf_counter" + _MODEL,
+    """
+start = perf_counter()
+while perf_counter() - start < 0.05:
+    for a, b in dl: optimizer.zero_grad(); F.cross_entropy(model(a), b).backward(); optimizer.step()
+print(1, 2, 3, 4)
+""",
+]
+_OTHERS["generators without a seed"] = [
+    HEAD,
+    _MODEL,
+    """
+import os
+random.seed(os.getpid())
+for rows in (np.random.default_rng().permutation(64)[:16], random.sample(range(64), 16)):
+    F.cross_entropy(model(x[rows]), y[rows]).backward(); optimizer.step()
+print(1, 2, 3, 4)
+""",
+]
+_OTHERS["lazy layers"] = [
+    HEAD,
+    "model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2)); dl, seen = DataLoader(ds, 8), []",
+    "model(x[:2]); optimizer = optim.SGD(model.parameters(), lr=0.1)" + _TRAIN.replace("PENALTY", "0"),
+]
+SHAPES = {**NOTEBOOKS, **LOOKED_INTO, **_OTHERS, **CHANGES_THE_WHOLE}
+
+_OF_ROWS = {"char-RNN without a loader", "GCN", "GCN of an adjacency matrix", "no model", "batch norm and few rows"}
+ALONE = {*_OF_ROWS, *LOOKED_INTO, *CHANGES_THE_WHOLE}
 """What each rank computes whole, because rows cannot be told from one another."""
 
 
@@ -144,6 +221,9 @@ def on_each_rank(folder: str) -> dict[str, Any]:
         "chance": chance_of_rows(),
         "after the block": reads_after_the_block(),
         "saved whole": saves_and_loads(folder),
+        "written": writes(folder, tempfile.mkdtemp(dir=folder)),
+        "parted": parts_ways(),
+        "rules": [rules(layer) for layer in (nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Tanh())],
         "refused": {mistake: refused(mistake) for mistake in MISTAKES},
     }
 
@@ -250,7 +330,7 @@ def test_models_of_other_kinds_learn_as_in_one_process(alone: dict[str, Any], tw
     for rank in two:
         for name, (numbers_of_rank, is_unshared) in rank["kinds of models"].items():
             assert numbers_of_rank == pytest.approx(alone["kinds of models"][name][0], rel=1e-4, abs=1e-6), name
-            assert is_unshared == (name in {"Standardizes", "AddsAnOutput"})
+            assert is_unshared == (name == "Standardizes")
 
 
 class Counted(Dataset[Any]):
@@ -338,6 +418,69 @@ def saves_and_loads(folder: str) -> bool:
             if not (torch.load(f"{folder}/model.pt")["weight"] == number).all():
                 return False
     return True
+
+
+def writes(folder: str, temporary: str) -> list[Any]:
+    """What a rank finds of files that all ranks write; `temporary` is a folder of each rank."""
+    run, model = Path(folder, "run"), nn.Linear(2, 2)
+    with Converted({}) as converted:
+        if not run.exists():
+            run.mkdir()
+        with (run / "log").open("a") as log:
+            print("a line", file=log)
+        with (run / "model").open("wb") as file:
+            torch.save(model.state_dict(), file)
+        for number in range(2):
+            np.save(run / f"{number}.npy", np.ones(number))
+        os.remove(run / "0.npy")
+        os.replace(run / "1.npy", run / "last.npy")
+        torch.save(model.state_dict(), f"{temporary}/own")
+        found = [
+            sorted(os.listdir(run)),
+            (run / "log").read_text(),
+            np.load(run / "last.npy").tolist(),
+            torch.load(run / "model")["weight"].shape == torch.load(f"{temporary}/own")["weight"].shape,
+        ]
+        converted.report()
+    return found
+
+
+def test_what_all_ranks_write_is_written_once(two: list[dict[str, Any]]):
+    whole = [["last.npy", "log", "model"], "a line\n", [1.0], True]
+    assert [rank["written"] for rank in two] == [whole, whole]
+
+
+def parts_ways() -> str:
+    with Converted({}) as converted:
+        try:
+            if torch.distributed.get_rank() == 0:
+                torch.ones(1, requires_grad=True).sum().backward()
+            converted.report()
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_part_ways_are_refused_with_both_lines(two: list[dict[str, Any]]):
+    for rank in two:
+        places = re.findall(r"line (\d+) \((backward|the end of the cell)\)", rank["parted"])
+        assert [what for _, what in places] == ["backward", "the end of the cell"]
+        assert int(places[0][0]) < int(places[1][0])
+
+
+def rules(layer: nn.Module) -> list[str]:
+    """What is not as in one process for a model of this layer."""
+    model = nn.Sequential(nn.Linear(2, 2), layer)
+    with Converted({}) as converted:
+        model(torch.randn(8, 2)).sum().backward()
+    return [rule for _, _, rule in converted.models.rules.values()]
+
+
+def test_rules_that_change_numbers_are_named(two: list[dict[str, Any]]):
+    for rank in two:
+        assert ["batch norm uses the rows of its rank" in rule for rule in rank["rules"][0]] == [True]
+        assert ["each rank draws random numbers" in rule for rule in rank["rules"][1]] == [True]
+        assert rank["rules"][2] == []
 
 
 def test_a_file_is_saved_once_and_whole(two: list[dict[str, Any]]):

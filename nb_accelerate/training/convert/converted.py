@@ -4,10 +4,12 @@ All ranks run all of the cell, with equal random numbers, and so see equal batch
 is the work of loaders and models: each rank reads and computes a part of the rows, and all get the whole::
 
     for x in loader -> rows that this rank reads -> joined rows of all ranks
+    time.time(), open("log.txt", "w") -> those of rank 0 (rank_zero.py)
     model(x) -> tried once (trial.py) -> this rank's rows (rows.py) -> forward -> joined rows of all ranks
     loss.backward() -> gradients -> their mean over ranks (models.py) -> clipping, scaler, optimizer: the user's own
 
-What is a model, and what backward is called on, is seen when it happens; the cell's text is not read.
+Before anything is exchanged, ranks compare where they are (order.py). What is a model, and what backward is called on,
+is seen when it happens; the cell's text is not read.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import copy
 import os
 import random
 import sys
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +31,15 @@ from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.comm import SingleCollectives
 from nb_accelerate.training.comm.operations import communicate_packed
-from nb_accelerate.training.convert.models import SharedModels, line_here
+from nb_accelerate.training.convert.models import SharedModels
+from nb_accelerate.training.convert.order import Order, line_here
+from nb_accelerate.training.convert.rank_zero import RankZero
 from nb_accelerate.training.data import prepare_data_loader
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.process.setup import setup_process
 from nb_accelerate.training.pytree import map_tensors, tensors_in
-from nb_accelerate.training.strategies.select import select_collectives
+from nb_accelerate.training.strategies.select import unchecked_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,12 +60,14 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         if process.kind.make_collectives is not None:
             raise ConfigError(f"--convert is not for {process.kind.label}s. Prepare model and loader by an Accelerator")
         self._kind = process.kind
-        self._collectives = select_collectives(process)
-        self._thread, self._pid = threading.get_ident(), os.getpid()
+        # Not those that check operations on their own: `Order` has compared more.
+        self._collectives = unchecked_collectives(process)
+        self._order = Order(self._collectives)
+        self._rank_zero = RankZero(names, self._order, self._collectives)
         self._loaders = weakref.WeakKeyDictionary[DataLoader[Any], "DataLoaderShard | None"]()
         self._plain: dict[tuple[Any, str], Any] = {}
         self._ours: dict[tuple[Any, str], Any] = {}
-        self.models = SharedModels(process, self._collectives)
+        self.models = SharedModels(process, self._collectives, self._order, names)
         for name, value in list(names.items()):
             # What is on the notebook's GPU moves to that of the rank; what is on the CPU stays there.
             if isinstance(value, torch.device) and self.models.is_of_another_rank(value):
@@ -90,14 +94,25 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         }
         self._plain = {(owner, name): getattr(owner, name) for owner, name in self._ours}
         self._patch(self._ours)
+        self._rank_zero.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ours = self._plain  # a batch may be read after the cell
         self._patch(self._ours)
+        if self._collectives.world_size > 1:
+            self._rank_zero.end()
 
     def report(self) -> None:
-        """Say, on all ranks, whose work was not shared, and why."""
+        """Wait for all ranks at the end of the cell, and say whose work was not shared, and why.
+
+        Raises:
+            ConfigError: another rank is not at the end of the cell.
+        """
+        if self._collectives.world_size > 1:
+            self._order.meet("the end of the cell")
+        for name, line, rules in dict.fromkeys(self.models.rules.values()):
+            print(f"--convert: in {name} (line {line}) {rules}", file=sys.stderr)  # noqa: T201 - of the cell
         who = f"each of the {self._collectives.world_size} ranks"
         for name, line, why in dict.fromkeys(self.models.unshared.values()):
             said = f"{who} computes all of {name} (line {line}), so they are no faster than one: {why}"
@@ -111,21 +126,18 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
     def _inside(self) -> Iterator[None]:
         """Let a model and backward run as they are: their layers, and what checkpoints compute again, are not cut."""
         self._patch(self._plain)
+        self._order.is_inside = True
         try:
             yield
         finally:
+            self._order.is_inside = False
             self._patch(self._ours)
-
-    @property
-    def _is_here(self) -> bool:
-        """Whether this is the thread of the cell, and no worker of a loader: others exchange nothing with ranks."""
-        return threading.get_ident() == self._thread and os.getpid() == self._pid
 
     def _call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         plain = self._plain[nn.Module, "__call__"]
         if (
             next(model.parameters(), None) is None
-            or not self._is_here
+            or not self._order.is_here
             or torch.compiler.is_compiling()
             or torch._C._is_tracing()  # noqa: SLF001 - torch.jit.is_tracing, which has no type
             or torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001 - torch.func has no public way
@@ -142,11 +154,12 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         page = here()
         page.enter(Phase.BACKWARD)
         page.trains()
-        if not self.models.called:
-            self.models.unshared[0] = "the loss", line_here(), "no nn.Module with parameters was called"
+        losses = tensors_in(args[0] if args else kwargs.get("tensors"))
+        if self._order.is_here:
+            self._order.meet("backward", losses)
         with self._inside():
             plain = self._plain[torch.autograd, "backward"]
-            self.models.backward(lambda: plain(*args, **kwargs))
+            self.models.backward(losses, lambda: plain(*args, **kwargs))
         page.enter(Phase.RUNNING)
 
     def _grad(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,14 +170,16 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
 
     def _save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         """Save once to a file, which ranks do not read meanwhile."""
-        ranks = self._collectives if self._is_here and isinstance(f, (str, os.PathLike)) else SingleCollectives()
-        ranks.barrier()
-        if ranks.rank == 0:
-            self._plain[torch, "save"](obj, f, *args, **kwargs)
-        ranks.barrier()
+        is_path = self._order.is_here and isinstance(f, (str, os.PathLike))
+        is_same = is_path and self._rank_zero.is_same("torch.save", os.path.realpath(f))
+        if not is_same or self._collectives.rank == 0:
+            with self._inside():
+                self._plain[torch, "save"](obj, f, *args, **kwargs)
+        if is_same:
+            self._order.meet("torch.save")
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        if not self._is_here:
+        if not self._order.is_here:
             return self._plain[DataLoader, "__iter__"](loader)  # type: ignore[no-any-return]
         with self._inside():
             is_first = loader not in self._loaders
@@ -181,10 +196,11 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
 
     def _wholes(self, parts: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
-            if not self._is_here:
+            if not self._order.is_here:
                 raise ConfigError("with --convert, batches are read by the thread of the cell. Read them there")
             with self._inside():
                 part = next(batches, None)  # parts are of tensors
+            self._order.meet("a batch" if part is not None else "the end of a loader")
             if part is None:
                 return
             yield whole_batch(part, parts.batch_remainder, self._collectives)

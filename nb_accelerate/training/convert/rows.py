@@ -28,6 +28,10 @@ Join: TypeAlias = "int | Literal['mean', 'sum', 'same']"
 """How parts of an output make the whole: concatenated along a dimension, as mean or sum over rows, or equal."""
 
 
+class PartsDiffer(Exception):  # noqa: N818 - never seen by users: the call is made once more, whole
+    """Parts of an output that were equal so far are not."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """How calls of one kind are cut, and their results joined."""
@@ -57,7 +61,11 @@ class Cut:
 
         def join(tensor: Tensor, how: Join) -> Tensor:
             if how == "same":
-                return tensor
+                parts = collectives.all_gather(tensor.detach().to(torch.float64))
+                if not torch.allclose(parts, parts[:1], rtol=1e-3, equal_nan=True):
+                    raise PartsDiffer
+                if not tensor.requires_grad:
+                    return tensor
             if isinstance(how, int):
                 return _Whole.apply(tensor, how, rows, collectives)  # type: ignore[no-any-return,no-untyped-call]
             weight = 1.0 if how == "sum" else (end - first) / rows
@@ -67,8 +75,13 @@ class Cut:
 
 
 def narrowed(data: Any, dims: Sequence[int | None], first: int, end: int) -> Any:
-    """Return copies of some rows of arguments."""
-    return _mapped(lambda x, dim: (x if dim is None else x.narrow(dim, first, end - first)).clone(), data, dims)
+    """Return copies of some rows of arguments, which are leaves."""
+
+    def some(tensor: Tensor, dim: int | None) -> Tensor:
+        part = tensor.detach() if dim is None else tensor.detach().narrow(dim, first, end - first)
+        return part.clone().requires_grad_(tensor.requires_grad)
+
+    return _mapped(some, data, dims)
 
 
 def _mapped(function: Callable[[Tensor, Any], Tensor], data: Any, ways: Sequence[Any]) -> Any:

@@ -151,6 +151,13 @@ def select_collectives(process: ProcessContext) -> Collectives:
     # would have to wait for the device, so there it has to be asked for.
     if first_given(checks, default=not backend_named(dist.get_backend()).returns_early):
         return CheckedCollectives(process.device, device_ids=_device_ids(process), thorough=bool(checks))
+    return unchecked_collectives(process)
+
+
+def unchecked_collectives(process: ProcessContext) -> Collectives:
+    """Return how this process exchanges data where the caller has compared what ranks do."""
+    if process.group is None:
+        return SingleCollectives()
     return TorchCollectives(process.device, device_ids=_device_ids(process))
 
 
