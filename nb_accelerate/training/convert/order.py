@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _SAMPLE = 256  # numbers of a tensor that are compared
 
-is_users_file = functools.cache(is_users)
-
 
 class Order:
     """Compares what ranks do, before each exchange.
@@ -102,6 +100,12 @@ def _sums(tensor: Tensor) -> Tensor:
     some = some.to(device="cpu", dtype=torch.float64).nan_to_num()
     some = some * torch.linspace(1, 2, len(some), dtype=torch.float64)
     return torch.stack([some.sum(), some.abs().sum()])
+
+
+@functools.cache
+def is_users_file(filename: str) -> bool:
+    """Return whether a file is a cell, or one that no library has installed."""
+    return is_users(filename)
 
 
 def line_here() -> int:
