@@ -29,7 +29,7 @@ def ok():
 
 class Holder:
     def __init__(self):
-        self.lock = threading.Lock()
+        self.rows = (x for x in ())
 
 %load_ext nb_accelerate
 """
@@ -102,7 +102,7 @@ BEFORE_RANKS = {
     ),
     "an argument that cannot be pickled": Mistake(
         "notebook_launcher(lambda x: x, (Holder(),), num_processes=2)  # here",
-        ("ShippingError: args[0].lock", "inside the function"),
+        ("ShippingError: args[0].rows", "inside the function"),
     ),
     "an Accelerator from outside": Mistake(
         "acc = Accelerator()\ndef use():\n    return acc.device\nnotebook_launcher(use, num_processes=2)  # here",
@@ -127,7 +127,7 @@ BEFORE_RANKS = {
 
 WITH_RANKS = {
     "a value that cannot be pickled": Mistake(
-        "def gives():\n    return threading.Lock()\nnotebook_launcher(gives, num_processes=2)  # here",
+        "def gives():\n    return (x for x in ())\nnotebook_launcher(gives, num_processes=2)  # here",
         ("ShippingError", "all 2 ranks", "the returned value"),
     ),
     "too little time": Mistake(

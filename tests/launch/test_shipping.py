@@ -7,7 +7,6 @@ import io
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +78,21 @@ class Holder:
     content: object
 
 
-def hidden_lock() -> object:
-    lock = threading.Lock()
-    return lambda: lock
+def hidden_rows() -> object:
+    rows = (x for x in ())
+    return lambda: rows
 
 
 @pytest.mark.parametrize(
     ("value", "path"),
     [
-        ({"a": [1, Holder(threading.Lock())]}, "value['a'][1].content"),
-        (hidden_lock(), "value -> variable 'lock' of the enclosing function"),
-        ((Holder(hidden_lock()),), "value[0].content -> variable 'lock' of the enclosing function"),
+        ({"a": [1, Holder(x for x in ())]}, "value['a'][1].content"),
+        (hidden_rows(), "value -> variable 'rows' of the enclosing function"),
+        ((Holder(hidden_rows()),), "value[0].content -> variable 'rows' of the enclosing function"),
     ],
 )
 def test_an_error_names_the_part_that_cannot_be_pickled(value: object, path: str) -> None:
-    with pytest.raises(ShippingError, match=r"'_thread\.lock'") as caught:
+    with pytest.raises(ShippingError, match=r"generator") as caught:
         pack(value)
     assert caught.value.path == path
     assert path in str(caught.value)

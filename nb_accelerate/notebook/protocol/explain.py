@@ -10,6 +10,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError
+from nb_accelerate.notebook.protocol.counterparts import stays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +44,7 @@ def find_unpicklable(
     path = name
     seen = {id(value)}
     try:
-        for _ in range(_MAX_DEPTH):
+        for _ in range(0 if stays(value) else _MAX_DEPTH):
             for step, part in _parts(value):
                 if id(part) in seen:
                     continue
@@ -53,6 +54,8 @@ def find_unpicklable(
                     path, value, error = path + step, part, failure
                     break
             else:
+                break
+            if stays(value):
                 break
     except _USERS:  # its attributes, or the texts of its keys, cannot be had: then this is as near as one can come
         pass

@@ -11,18 +11,31 @@ cloudpickle writes ``<dynamic-code>`` instead. Files are refused, of which cloud
 from __future__ import annotations
 
 import enum
+import functools
 import io
+import operator
 import sys
 import types
 from collections import ChainMap
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
 from nb_accelerate.errors import ShippingError
+from nb_accelerate.notebook.protocol.counterparts import (
+    RULES,
+    by_name,
+    plain_state,
+    refuse_file,
+    remembering,
+    rule_of,
+    standing,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from nb_accelerate.notebook.protocol.counterparts import Rule
 
 
 class _Writable(Protocol):
@@ -47,14 +60,20 @@ class Globals(enum.Enum):
 class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with a choice of the globals that functions of ``__main__`` have where they are unpickled.
 
+    What stands in ``sys.modules`` by its name is found by that name. Nothing that ``__main__`` defines is.
+
     Attributes:
+        rules: for types, see `counterparts`.
         names: at which pickle finds in ``__main__`` the classes and functions that were pickled, unless with
             `Globals.OWN`.
         codes: code of the functions that were pickled with `Globals.FOUND`.
     """
 
+    rules: Mapping[str, Rule] = RULES
+
     def __init__(self, file: _Writable, *, globals_there: Globals = Globals.OWN, **options: Any) -> None:
         super().__init__(file, **options)
+        self._reducers: dict[type, Callable[[Any], Any]] = {}
         self._main = main_globals()
         self._globals = globals_there
         self.names: set[str] = set()
@@ -76,11 +95,13 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return (make, arguments, (attributes, slots), *rest)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce a class or function that is pickled by value; ``NotImplemented`` for anything else."""
-        reduced = super().reducer_override(obj)
+        """Reduce what pickle would not, or by a name that other processes do not have."""
+        kind = type(obj)
+        reduce = self._reducers.get(kind) or self._reducers.setdefault(kind, self._reducer_of(kind))
+        reduced = reduce(obj)
         if self._globals is Globals.OWN or reduced is NotImplemented or len(reduced) < _WITH_SETTER:
             return reduced
-        name, *inner = obj.__qualname__.split(".")
+        name, *inner = getattr(obj, "__qualname__", "").split(".")
         found: Any = self._main.get(name)
         for part in inner:
             found = getattr(found, part, None)
@@ -91,6 +112,85 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         make, arguments, state, *items, set_state = reduced
         return (make, arguments, (state, set_state, obj.__qualname__, brought), *items, _complete)
 
+    def _reducer_of(self, kind: type) -> Callable[[Any], Any]:
+        """Return the function that reduces objects of a type."""
+        if issubclass(kind, (type, types.FunctionType)):
+            return self._definition
+        if issubclass(kind, types.ModuleType):
+            return self._module
+        rule = rule_of(kind, self.rules)
+        if rule is not None:
+            return rule
+        if type(sys.modules.get(kind.__module__)) is kind:  # an object has taken the place of its module
+            return self._in_place_of_module
+        registered = self.dispatch_table.get(kind)
+        if registered is None and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+            return _as_pickle_does
+        return functools.partial(self._own_way, registered or operator.methodcaller("__reduce_ex__", 5))
+
+    def _definition(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented or len(reduced) < _WITH_SETTER or self._is_by_value(obj.__module__):
+            return reduced
+        # Classes of C may have another name than the one by which they say they are found.
+        is_there = standing(obj.__module__, obj.__name__) is obj
+        return (by_name, (obj.__module__, obj.__name__)) if is_there else reduced
+
+    def _module(self, module: Any) -> Any:
+        name = module.__name__
+        if not self._is_by_value(name):
+            if sys.modules.get(name) is module:
+                return by_name, (name,)
+            parent, _, last = name.rpartition(".")
+            if parent in sys.modules and getattr(sys.modules[parent], last, None) is module:  # torch.ops.aten
+                return by_name, (parent, last)
+        return cloudpickle.Pickler.dispatch_table[types.ModuleType](module)
+
+    def _in_place_of_module(self, obj: Any) -> Any:
+        name = type(obj).__module__
+        return (by_name, (name,)) if sys.modules.get(name) is obj else NotImplemented
+
+    def _own_way(self, reduce: Callable[[Any], Any], obj: Any) -> Any:
+        """Reduce an object as its type says. By a name it is only reduced if that is found in an importable module."""
+        reduced = reduce(obj)
+        if not isinstance(reduced, str):
+            return reduced
+        module = getattr(obj, "__module__", None)
+        if isinstance(module, str) and not self._is_by_value(module):
+            return NotImplemented  # pickle looks there, and tells if it is not there
+        if module is None:
+            # pickle would ask all modules for it, and some make what they are asked for.
+            homes = (name for name in list(sys.modules) if standing(name, reduced) is obj)
+            home = next((name for name in homes if not self._is_by_value(name)), None)
+            if home is not None:
+                return by_name, (home, reduced)
+        if hasattr(obj, "cache_parameters"):
+            return (*remembering(obj), {}, None, None, _update)
+        kind: Any = type(obj)
+        if kind.__new__ is object.__new__ and kind.__flags__ & _IS_PYTHONS:
+            return plain_state(obj)
+        raise ShippingError(f"It is found by its name {reduced!r} only, and no module that can be imported has it.")
+
+    def _is_by_value(self, module: str | None) -> bool:
+        """Return whether what a module defines is pickled by value: as what ``__main__`` defines is."""
+        if module in _MAIN_NAMES:
+            return True
+        registered = cloudpickle.list_registry_pickle_by_value()
+        return any(f"{module}.".startswith(f"{name}.") for name in registered)
+
+
+def _as_pickle_does(_: object) -> Any:
+    return NotImplemented
+
+
+def _update(obj: Any, state: dict[str, Any]) -> None:
+    vars(obj).update(state)
+
+
+_IS_PYTHONS = 1 << 9
+"""In the flags of a class: it was made while the program runs, and is not one of C."""
+
+_MAIN_NAMES = frozenset({None, "__main__", "__mp_main__"})
 
 _WITH_SETTER = 6
 """Length of what cloudpickle reduces to where it sets the state by a function: classes and functions."""
@@ -127,19 +227,10 @@ def _build_code(build: Callable[..., types.CodeType], arguments: tuple[Any, ...]
     return build(*arguments).replace(co_filename=filename)
 
 
-def _refuse(file: IO[Any]) -> Any:
-    """Refuse a file; a standard stream becomes that of the process that unpickles it."""
-    if file is sys.stdout or file is sys.stderr:
-        return cloudpickle.Pickler.dispatch_table[io.TextIOWrapper](file)
-    name = getattr(file, "name", None)
-    path = f", {name!r}," if isinstance(name, (str, bytes)) else ""
-    raise ShippingError(f"A file object stays in its process: send its path{path} and open it where it is needed.")
-
-
 CODE_REDUCERS = ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 """The `dispatch_table` of cloudpickle's pickler, but with a reducer of code that keeps the name of its file."""
 
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
-REDUCERS = CODE_REDUCERS.new_child(dict.fromkeys(_FILES, _refuse))
+REDUCERS = CODE_REDUCERS.new_child(dict.fromkeys(_FILES, refuse_file))
 """The same, and files are refused."""

@@ -198,7 +198,7 @@ def _why_not(
         text = f"{path} cannot be sent to another process: {own}. Write {line}"
         return ShippingError(text, path=path, is_final=True)
     if own is not None:
-        return ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=True)
+        return ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=own.is_final)
     text = f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). {advice}"
     return ShippingError(text.rstrip(), path=path)
 

@@ -268,7 +268,9 @@ class Accelerator(
         watch_for_unprepared_training(core.collectives, shared)
 
     def __reduce__(self) -> NoReturn:
-        raise ShippingError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")
+        raise ShippingError(
+            f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}", is_final=True
+        )
 
     def __repr__(self) -> str:
         process = f"process {self.process_index} of {self.num_processes} on {self.device}"

@@ -1,0 +1,255 @@
+"""Things of this process that have a counterpart in another one: its streams, its shell, locks that nobody holds.
+
+Each type is named in a table, with what an object of it, or of a class derived from it, is pickled as. What has no
+counterpart is refused, with what to write instead. Types are named by text: nothing is imported to look for them.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import functools
+import importlib
+import io
+import logging
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import ShippingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Rule = Callable[[Any], Any]
+    """Returns what ``__reduce__`` may return; ``NotImplemented`` leaves an object to pickle."""
+
+
+def rule_of(kind: type, rules: Mapping[str, Rule]) -> Rule | None:
+    """Return the rule for objects of a type: that of its nearest base class that has one."""
+    found = (rules.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
+    return next((rule for rule in found if rule is not None), None)
+
+
+def standing(module: str, name: str) -> Any:
+    """Return what an imported module has under a name, which may have dots; None if there is none."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found
+
+
+def by_name(module: str, name: str = "") -> Any:
+    """Import a module, and return it, or what it has under a name. Pickles call it."""
+    importlib.import_module(module)
+    found: Any = sys.modules[module]
+    return functools.reduce(getattr, name.split("."), found) if name else found
+
+
+def plain_state(value: Any) -> tuple[Any, ...]:
+    """Return what pickle reduces an object to whose class says nothing about it."""
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle does
+    slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    state = getattr(value, "__dict__", None)
+    return copyreg.__newobj__, (type(value),), (state, slots) if slots else state  # type: ignore[attr-defined]
+
+
+# Streams and the shell.
+
+
+def refuse_file(value: Any) -> Any:
+    """Refuse a file; a standard stream becomes that of the process that unpickles it."""
+    for stream in ("stdout", "stderr", "stdin", "__stdout__", "__stderr__"):
+        if getattr(sys, stream) is value:
+            return getattr, (sys, stream.strip("_"))
+    name = getattr(value, "name", None)
+    path = f", {name!r}," if isinstance(name, (str, bytes)) else ""
+    raise ShippingError(
+        f"A file object stays in its process: send its path{path} and open it where it is needed.", is_final=True
+    )
+
+
+def _kernels_stream(stream: Any) -> Any:
+    return getattr, (sys, stream.name)
+
+
+def _shell(_: Any) -> Any:
+    return _own_shell, ()
+
+
+def _own_shell() -> Any:
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython()
+
+
+def _bar(bar: Any) -> Any:
+    kind: Any = type(bar)
+    names = ("iterable", "total", "leave", "unit", "unit_scale", "disable")
+    options = {name: getattr(bar, name) for name in names if hasattr(bar, name)}
+    desc = (getattr(bar, "desc", "") or "").removesuffix(": ")
+    return functools.partial(kind, desc=desc or None, initial=bar.n, **options), ()
+
+
+def _logger(logger: logging.Logger) -> Any:
+    # Others may be connected to something, and are as good as none: so it was when none was sent.
+    handlers = [one for one in logger.handlers if type(one) in (logging.StreamHandler, logging.FileHandler)]
+    made = logging.getLogger, () if logger is logging.root else (logger.name,)
+    state = logger.level, logger.propagate, logger.disabled, handlers
+    return (*made, state, None, None, _configure) if handlers else made
+
+
+def _configure(logger: logging.Logger, state: tuple[int, bool, bool, list[logging.Handler]]) -> None:
+    level, logger.propagate, logger.disabled, logger.handlers[:] = state
+    logger.setLevel(level)  # which forgets what it has remembered of levels
+
+
+def _file_handler(handler: logging.FileHandler) -> Any:
+    make, arguments, state = plain_state(handler)
+    return make, arguments, {**state, "stream": None, "mode": "a"}  # it opens its file when it writes
+
+
+# Locks, and what is made of them.
+
+
+def _lock(lock: Any) -> Any:
+    if repr(lock).startswith("<locked"):
+        raise ShippingError("It is a lock, and held at this moment: release it before.")
+    return (threading.RLock if isinstance(lock, type(threading.RLock())) else threading.Lock), ()
+
+
+def _local(value: Any) -> Any:
+    kind: Any = type(value)
+    if hasattr(kind, "__dataclass_fields__"):  # it is made anew for each thread, by these arguments
+        return functools.partial(kind, **vars(value)), ()
+    return copyreg.__newobj__, (kind,), vars(value)  # type: ignore[attr-defined]
+
+
+def _simple_queue(queue: Any) -> Any:
+    return (type(queue), ()) if queue.empty() else NotImplemented
+
+
+def _weak_dictionary(value: Any) -> Any:
+    return type(value), (dict(value),)
+
+
+# Libraries of C, context managers, functions that remember.
+
+
+def _library(library: ctypes.CDLL) -> Any:
+    functions = {name: part for name, part in vars(library).items() if isinstance(part, ctypes._CFuncPtr)}  # type: ignore[attr-defined] # noqa: SLF001
+    told = {name: (part.restype, part.argtypes) for name, part in functions.items()}
+    return _opened, (type(library), library._name, told)  # noqa: SLF001 - it has no other name
+
+
+def _opened(kind: type[ctypes.CDLL], name: str | None, told: dict[str, tuple[Any, Any]]) -> ctypes.CDLL:
+    library = kind(name)
+    for function, (result, arguments) in told.items():
+        part = getattr(library, function)
+        part.restype, part.argtypes = result, arguments
+    return library
+
+
+def _of_library(function: Any) -> Any:
+    library = (function._objects or {}).get("0")  # noqa: SLF001 - nothing else says it
+    if not isinstance(library, ctypes.CDLL):
+        return NotImplemented
+    setattr(library, function.__name__, function)  # so that the library tells what it takes and returns
+    return getattr, (library, function.__name__)
+
+
+def _context(manager: Any) -> Any:
+    if "func" not in vars(manager):
+        raise ShippingError("Its `with` block has begun: make another one where it is needed.")
+    return type(manager), (manager.func, manager.args, manager.kwds)
+
+
+def remembering(function: Any) -> Any:
+    """Reduce a function that keeps its results, to one that has kept none."""
+    return functools.lru_cache(**function.cache_parameters()), (function.__wrapped__,)
+
+
+# torch.
+
+
+def _operator(operator: Any) -> Any:
+    overload = getattr(operator, "_overloadname", "")
+    name = operator._name.partition(".")[0] if overload else operator._qualified_op_name  # noqa: SLF001
+    return by_name, ("torch", ".".join(filter(None, ["ops", *name.split("::"), overload])))
+
+
+def _loader(loader: Any) -> Any:
+    if vars(loader).get("_iterator") is None:
+        return NotImplemented
+    make, arguments, state, *rest = loader.__reduce_ex__(5)
+    return make, arguments, {**state, "_iterator": None}, *rest
+
+
+def _script(scripted: Any) -> Any:
+    import torch
+
+    schema = getattr(scripted, "schema", None)
+    if schema is not None and any(argument.has_default_value() for argument in schema.arguments):
+        raise ShippingError("A saved scripted function forgets its defaults: call torch.jit.script where it is needed.")
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    return _scripted, (buffer.getvalue(),)
+
+
+def _scripted(content: bytes) -> Any:
+    import torch
+
+    return torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
+
+
+# What has no counterpart.
+
+
+def _stays(sentence: str, value: Any) -> Any:
+    raise ShippingError(sentence.format(value), is_final=True)
+
+
+_STAY = {
+    "torch.utils.tensorboard.writer.SummaryWriter": "It writes by a thread of this process: make the writer inside the "
+    "function that the ranks run.",
+    "wandb.sdk.wandb_run.Run": "It is connected by this process: call wandb.init inside the function that the ranks "
+    "run, on rank 0.",
+    "h5py._hl.files.File": "Open it by its path, {0.filename!r}, where it is read: in `__getitem__`, say.",
+    "h5py._hl.dataset.Dataset": "Open its file by its path, {0.file.filename!r}, where it is read: in `__getitem__`, "
+    "say.",
+    "sqlite3.Connection": "Call sqlite3.connect with the path of its file where it is read.",
+    "concurrent.futures.thread.ThreadPoolExecutor": "Its threads stay in their process: make it inside the function "
+    "that the ranks run.",
+    "concurrent.futures.process.ProcessPoolExecutor": "Its processes belong to this one: make it inside the function "
+    "that the ranks run.",
+}
+"""What to write, by type. A fork would not help: threads stay here, and connections and positions would be shared."""
+
+
+def stays(value: object) -> bool:
+    """Return whether an object is of a type that has no counterpart: no part of it is to blame."""
+    return any(f"{base.__module__}.{base.__qualname__}" in _STAY for base in type(value).__mro__)
+
+
+RULES: dict[str, Rule] = {
+    **{name: functools.partial(_stays, sentence) for name, sentence in _STAY.items()},
+    "tqdm.std.tqdm": _bar,
+    "logging.Logger": _logger,
+    "logging.FileHandler": _file_handler,
+    "ipykernel.iostream.OutStream": _kernels_stream,
+    "IPython.core.interactiveshell.InteractiveShell": _shell,
+    "_thread.lock": _lock,
+    "_thread.RLock": _lock,
+    "_thread._local": _local,
+    "_queue.SimpleQueue": _simple_queue,
+    "weakref.WeakKeyDictionary": _weak_dictionary,
+    "weakref.WeakValueDictionary": _weak_dictionary,
+    "ctypes.CDLL": _library,
+    "_ctypes.CFuncPtr": _of_library,
+    "contextlib._GeneratorContextManager": _context,
+    "torch._ops.OpOverload": _operator,
+    "torch._ops.OpOverloadPacket": _operator,
+    "torch.utils.data.dataloader.DataLoader": _loader,
+    "torch.jit.torch.jit.ScriptFunction": _script,
+    "torch.jit._script.ScriptModule": _script,
+}
