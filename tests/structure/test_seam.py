@@ -12,7 +12,12 @@ OTHER_HALF = {"notebook": "nb_accelerate.training", "training": "nb_accelerate.n
 SEEN_BY_IMPORTED = ("torch", "transformers", "nb_accelerate.training")
 """Libraries at which the notebook half looks by `base.imported`, or not at all."""
 
-TOLD_BY_THE_USER = {"notebook/worker/namespace.py": ["name"]}
+TOLD_BY_THE_USER = {
+    # What an object that is pickled says of itself.
+    "notebook/protocol/counterparts.py": ["module"],
+    "notebook/protocol/main_module.py": ["kind.__module__", "name", "parent"],
+    "notebook/worker/namespace.py": ["name"],
+}
 """Keys of ``sys.modules`` that are no constants: modules that the user loads anew."""
 
 
