@@ -131,6 +131,10 @@ class TrainingHalf(ABC):
         """Destroy every process group, and forget the rank and device that this process had in them."""
 
     @abstractmethod
+    def forget_groups(self) -> None:
+        """Forget every process group, in a process that was forked from theirs."""
+
+    @abstractmethod
     def make_accelerator(self) -> Any:
         """Return a new `Accelerator`."""
 

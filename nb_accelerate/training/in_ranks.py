@@ -73,5 +73,9 @@ class InRanks(TrainingHalf):
     def close_groups(self) -> None:
         group.close()
 
+    @override
+    def forget_groups(self) -> None:
+        group.forget()
+
 
 training_half = InRanks()

@@ -101,8 +101,8 @@ BEFORE_RANKS = {
         "Accelerator(gradient_accumulation_steps=0)  # here", ("ConfigError:", "gradient_accumulation_steps=0")
     ),
     "an argument that cannot be pickled": Mistake(
-        "notebook_launcher(lambda x: x, (Holder(),), num_processes=2)  # here",
-        ("ShippingError: args[0].rows", "inside the function"),
+        "notebook_launcher(lambda x: x, (Holder(),), num_processes=2, start_method='spawn')  # here",
+        ("ShippingError: args[0].rows", "inside the function", "start_method='fork'"),
     ),
     "an Accelerator from outside": Mistake(
         "acc = Accelerator()\ndef use():\n    return acc.device\nnotebook_launcher(use, num_processes=2)  # here",

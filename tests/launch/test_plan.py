@@ -93,6 +93,20 @@ def test_one_line_says_what_was_chosen_and_why(facts: dict[str, Any], options: d
 
 
 @pytest.mark.parametrize(
+    ("facts", "is_safe"),
+    [
+        ({}, True),
+        (gpus("0"), True),
+        (gpus("0", in_use="CUDA was used in this notebook"), False),
+        (gpus("0", forbids_fork="the runtime of these GPUs does not survive a fork"), False),
+        ({"can_fork": False}, False),
+    ],
+)
+def test_ranks_on_processors_may_be_forks_unless_a_device_here_is_in_use(facts: dict[str, Any], is_safe: bool) -> None:
+    assert plan(facts, devices="cpu", num_processes=2).can_fork is is_safe
+
+
+@pytest.mark.parametrize(
     ("facts", "options", "text"),
     [
         (T4, {"num_processes": 3}, "num_processes=3, but there are 2 GPUs.*Write num_processes=2, or devices='cpu'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,54 @@ def test_a_gigabyte_goes_there_and_back(notebook: Kernel) -> None:
         timeout=100,
     ).ok()
     assert cell.stdout == "torch.Size([134217728]) True True\n"
+
+
+def test_what_cannot_be_sent_is_forked_where_that_is_safe_and_refused_by_its_name_otherwise(notebook: Kernel) -> None:
+    notebook.run(
+        "import torch, torch.distributed as dist\nfrom nb_accelerate import Accelerator\n"
+        "NUMBERS = (number for number in [7])\n"
+        "def trains():\n"
+        "    model = torch.nn.Linear(400, 400)\n"
+        "    Accelerator().prepare(model)(torch.ones(400, 400)).sum().backward()\n"
+        "    return next(NUMBERS), dist.get_world_size(), torch.get_num_threads()\n"
+        "(torch.ones(2000, 2000) @ torch.ones(2000, 2000).requires_grad_()).sum().backward()\n"  # on all cores
+        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())"
+    ).ok()
+    cell = notebook.run("print(notebook_launcher(trains, (), 2))").ok()
+    said, values = cell.stdout.splitlines()[-2:]
+    assert said.startswith("trains -> global 'NUMBERS' cannot be sent")
+    assert "forks" in said
+    assert values == "[(7, 2, 1), (7, 2, 1)]"
+    assert notebook.run("(dist.get_world_size(), dist.destroy_process_group())[0]").ok().value == "1"
+    cell = notebook.run("launch(trains, (), 2, start_method='forkserver')")
+    assert cell.error == "ShippingError"
+    assert "global 'NUMBERS'" in cell.message
+
+
+BY_STRINGS = {
+    "eval(NAME)()": "NameError",
+    "globals()[NAME]()": "KeyError",
+    "getattr(sys.modules['__main__'], NAME)()": "AttributeError",
+}
+
+
+@pytest.mark.parametrize("expression", BY_STRINGS)
+def test_a_name_in_a_string_is_not_sent_and_the_line_that_sends_it_works(notebook: Kernel, expression: str) -> None:
+    notebook.run(
+        "%load_ext nb_accelerate\nNAME = 'Net'\n"
+        "class Net:\n    def __repr__(self): return 'a net'\n"
+        "def reads_a_dictionary():\n    return {}['Net']\n"
+        f"def builds():\n    return {expression}"
+    ).ok()
+    for cell, place in (("launch(builds, (), 2)", "builds"), (f"%%distributed\n{expression}", "the cell")):
+        failed = notebook.run(cell)
+        assert failed.error == BY_STRINGS[expression]
+        advice = re.search(r"\nNet is .* Write it in (.*) as a line of its own: (\w+)$", failed.traceback)
+        assert advice is not None, failed.traceback
+        assert advice[1] == place
+    line = advice[2]
+    cell = notebook.run(f"def builds():\n    {line}\n    return {expression}\nprint(launch(builds, (), 2))")
+    assert cell.ok().stdout == "[a net, a net]\n"
+    assert "a net" in notebook.run(f"%%distributed\n{line}\nprint({expression})").ok().stdout
+    assert "Write it" not in notebook.run("launch(reads_a_dictionary, (), 2)").traceback
+    notebook.run("%distributed stop").ok()

@@ -7,10 +7,13 @@ Nothing of that hides where an exception came from: each part that cannot be had
 from __future__ import annotations
 
 import functools
+import linecache
+import re
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.messages import ErrorReport, Frame
 
 if TYPE_CHECKING:
@@ -26,6 +29,21 @@ _MAX_NOTES = 100
 
 LONGEST_TEXT = 20_000
 """Characters of an exception's text, or of a note, that travel: what nobody reads holds everybody up."""
+
+_ABSENT = {
+    "NameError": re.compile(r"name '(\w+)' is not defined"),
+    "KeyError": re.compile(r"'(\w+)'"),
+    "AttributeError": re.compile(
+        r"(?:Can't get|module '__main__' has no) attribute '(\w+)'(?: on <module '__main__'.*>)?"
+    ),
+}
+"""Texts of exceptions for a variable of ``__main__`` that is not there, by their type."""
+
+_EVALUATED = "<string>"
+"""The file of what ``eval`` runs."""
+
+_LOOKS_UP = re.compile(r"globals\(\)|locals\(\)|vars\(|__dict__")
+"""In a line that reads variables as a dictionary."""
 
 T = TypeVar("T")
 
@@ -88,7 +106,25 @@ def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
             _report(member, depth - 1, seen) for member in group[:_MAX_GROUP] if depth > 1 and id(member) not in seen
         ),
         group_size=len(group),
+        **_absent(error, message),
     )
+
+
+def _absent(error: BaseException, message: str) -> dict[str, str]:
+    """Return the fields of a report that name the variable of ``__main__`` that was looked for in vain, if one was."""
+    pattern = _ABSENT.get(type_name_of(error))
+    found = pattern.fullmatch(message) if pattern is not None else None
+    names = main_globals()
+    entries = [*traceback.walk_tb(vars(BaseException)["__traceback__"].__get__(error))]
+    code = [frame.f_code for frame, _ in entries if frame.f_globals is names and frame.f_code.co_filename != _EVALUATED]
+    if found is None or found[1] in names or not code:
+        return {}
+    if type(error) is not AttributeError:  # whose text names the module
+        frame, lineno = entries[-1]
+        line = linecache.getline(frame.f_code.co_filename, lineno or 0)
+        if frame.f_globals is not names or not (type(error) is NameError or _LOOKS_UP.search(line)):
+            return {}
+    return {"absent": found[1], "absent_in": code[-1].co_name}
 
 
 def type_name_of(error: BaseException) -> str:

@@ -44,8 +44,6 @@ class ForkedServer(RankServer):
     thread that lives as long as they do.
     """
 
-    inherits_call = True
-
     def __init__(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
         self._call = call

@@ -254,16 +254,12 @@ class Launch(Steerable):
             self._done_for_coroutines.set_result(None)
 
     def _attempts(self) -> Values:
-        options, plan = self._options, self._plan
+        options = self._options
         with contextlib.ExitStack() as stack:
             with enough_room():
-                placing = self._placing or PlacingHere(options, plan)
+                call = self._pack_call(stack)
+                placing = self._placing or PlacingHere(options, self._plan)
                 stack.callback(placing.close)
-                call = (
-                    None
-                    if placing.inherits_call
-                    else stack.enter_context(pack_call(options, self._name, can_fork=plan.can_fork))
-                )
             meet = stack.enter_context(placing.repeated_rendezvous(self._check_goes_on))
             attempt = 0
             # Until the values are there, or an error is final: another machine that joins is no failure, and what is
@@ -284,6 +280,24 @@ class Launch(Steerable):
                     attempt += 1
                     again = f"{summary(error).removesuffix('.')}; start {attempt + 1} of {options.max_restarts + 1}"
                 self._tell(again)
+
+    def _pack_call(self, stack: contextlib.ExitStack) -> Packed | None:
+        """Pickle the call. Return None if ranks have it in memory; from now on also those that it cannot be sent to."""
+        plan, is_here = self._plan, self._placing is None
+        if is_here and plan.method.copies_notebook:
+            return None
+        can_fork = is_here and plan.can_fork
+        try:
+            return stack.enter_context(pack_call(self._options, self._name, can_fork=can_fork))
+        except ShippingError as error:
+            if not can_fork or error.is_final or self._options.start_method != "auto":
+                raise
+            self._plan = plan.forked(f"{error.path} cannot be sent")
+            line = f"{error.path} cannot be sent to ranks, so they are forks of this process, with one thread each\n"
+        if self._front_end != "off":
+            with OutputGuard(self._sink):
+                self._sink.write(self._sink.own_stream, line)
+        return None
 
     def _tell(self, line: str) -> None:
         with OutputGuard(self._sink):

@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class Placing(ABC):
-    """Starts the ranks of a launch, as often as it is told to.
-
-    Attributes:
-        inherits_call: ranks have the function in memory, so that it is not sent to them.
-    """
-
-    inherits_call = False
+    """Starts the ranks of a launch, as often as it is told to."""
 
     @abstractmethod
     def repeated_rendezvous(self, check: Callable[[], object]) -> contextlib.AbstractContextManager[Meet]:
@@ -72,7 +66,6 @@ class PlacingHere(Placing):
         self._plan = plan
         self._resources = contextlib.ExitStack()
         self._server: RankServer = self._resources.enter_context(open_server(plan.method, options))
-        self.inherits_call = self._server.inherits_call
 
     @override
     def close(self) -> None:  # a server that is kept for the next launch stays

@@ -24,6 +24,9 @@ _SHM = "/dev/shm"  # noqa: S108 - a name to say
 _LITTLE_SHARED_MEMORY = 128 << 20
 """Bytes. Containers get 64 MiB by default, which one loader worker with a few large batches fills."""
 
+_THREADS_OF_FORKS = 1
+"""A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation."""
+
 _PROCESSOR = VisibleDevices(kind=CPU, names=())
 
 
@@ -48,7 +51,7 @@ class LaunchPlan:
     is_kind_asked_for: bool = False  # ranks are told the type of their device, because they might choose another one
     visibility: Mapping[str, str] = field(default_factory=dict)  # variables that select devices
     min_nodes: int = 1
-    can_fork: bool = False  # ranks could have the notebook's memory, if that was asked for
+    can_fork: bool = False  # nothing is known here by which forks of this process would fail
     warnings: tuple[str, ...] = ()  # what the user should know before it starts
     machines: tuple[str, ...] = ()  # names of those that an engine has placed hosts on; their ranks are all "here"
 
@@ -70,6 +73,10 @@ class LaunchPlan:
     def topology_of(self, local_rank: int, *, node_rank: int = 0) -> Topology:
         """Return the numbers of a rank."""
         return Topology.of_machine(local_rank, self.num_processes, node_rank=node_rank, num_nodes=self.num_nodes)
+
+    def forked(self, reason: str) -> LaunchPlan:
+        """Return the plan for ranks that are forks of this process, where `can_fork`."""
+        return replace(self, method=START_METHODS["fork"], reason=reason, num_threads=_THREADS_OF_FORKS)
 
     def with_nodes(self, number: int) -> LaunchPlan:
         """Return the plan for the machines that have come."""
@@ -132,7 +139,6 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
         forbids_fork=devices.forbids_fork,
     )
     method, reason = _start_method(options, conditions, number, may_copy=may_copy)
-    # A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation.
     shared_out = facts.num_threads or max(1, facts.num_cpus // number)
     return LaunchPlan(
         num_processes=number,
@@ -144,14 +150,11 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
         device_names=names,
         is_kind_asked_for=options.devices == devices.kind.name,
         visibility=visibility,
-        num_threads=1 if method.copies_notebook else shared_out,
+        num_threads=_THREADS_OF_FORKS if method.copies_notebook else shared_out,
         num_cpus=facts.num_cpus,
         loopback=facts.loopback,
         mixed_precision=options.mixed_precision,
-        can_fork=any(
-            method.copies_notebook and not (method.drawback(conditions) or method.obstacle(conditions))
-            for method in START_METHODS.values()
-        ),
+        can_fork=facts.can_fork and not any(found.in_use or found.forbids_fork for found in facts.accelerators),
         warnings=_warnings(facts),
     )
 

@@ -64,9 +64,6 @@ CLOSE_TIMEOUT = 5.0
 class RankServer(ABC):
     """A process that starts ranks, and signals them for the kernel. Its ranks end when it does."""
 
-    inherits_call = False
-    """Whether ranks have the function in memory, so that it is not sent to them."""
-
     _channel: Channel
 
     def __init__(self) -> None:

@@ -30,6 +30,7 @@ class LineParser(argparse.ArgumentParser):
 
     def __init__(self, line: str, about: str, *parents: argparse.ArgumentParser) -> None:
         super().__init__(
+            prog="",  # by default it is read from `sys.argv`, which notebooks empty
             usage=line.replace("%", "%%"),
             description=about,
             parents=parents,
@@ -115,7 +116,7 @@ def devices(word: str) -> str | tuple[int, ...]:
 
 
 def _group() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    return argparse.ArgumentParser(prog="", add_help=False, argument_default=argparse.SUPPRESS)
 
 
 def names_of(group: argparse.ArgumentParser) -> dict[str, str]:

@@ -71,6 +71,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)  # not what users' code has set by `socket.setdefaulttimeout`, here or at the other end
         self._socket = sock
         buffer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self._longest_inline = min(_LONGEST_INLINE, buffer // _FRAMES_IN_BUFFER - _HEADER.size)

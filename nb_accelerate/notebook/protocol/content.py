@@ -364,7 +364,11 @@ def _own_attributes() -> tuple[frozenset[str], operator.itemgetter[Any]]:
 def _torchs_names() -> frozenset[str]:
     """Return the attributes of optimizers that stay on a process: hooks, say, and the ``step`` of its scheduler."""
     torch = imported("torch")
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) - {"defaults", "state", "param_groups"} | {"step"}
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1))) - {
+        "defaults",
+        "state",
+        "param_groups",
+    } | {"step"}
 
 
 def attributes_of_optimizer(value: Any) -> dict[str, Any]:

@@ -129,6 +129,8 @@ class ErrorReport:
         explicit_cause: True for ``raise ... from``.
         last_lines: what follows the frames in a plain traceback (several lines for a `SyntaxError`).
         group: the exceptions in an exception group, or the first of them.
+        absent: the variable of ``__main__`` that was looked for in vain; "" if it was raised for another reason.
+        absent_in: the name of the innermost code of ``__main__`` then.
     """
 
     type_name: str
@@ -140,6 +142,8 @@ class ErrorReport:
     last_lines: tuple[str, ...] = ()
     group: tuple[ErrorReport, ...] = ()
     group_size: int = 0
+    absent: str = ""
+    absent_in: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -309,7 +309,7 @@ class _Pickler(MainPickler):
                 on_cpu = obj.cpu()
                 if on_cpu.nbytes() == 0:
                     return torch.UntypedStorage, (0,)
-                array = torch.empty(0, dtype=torch.uint8).set_(on_cpu).numpy()
+                array = torch.empty(0, dtype=torch.uint8, device="cpu").set_(on_cpu).numpy()
                 return _untyped_storage, (pickle.PickleBuffer(array),)
         if is_of_torch(obj, "nn.Parameter") and any(getattr(obj, of) for of in _HOOKS):
             hooks = [(name, list((getattr(obj, of) or {}).values())) for of, name in _HOOKS.items()]

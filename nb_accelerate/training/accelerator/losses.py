@@ -145,7 +145,7 @@ class LossReport:
     def _report_loss(self, loss: Tensor) -> None:
         pins = self._kind.pins_memory and not loss.is_cpu
         if self._arrived is None or not pins:  # the first one may wait
-            self._arrived = torch.empty((), dtype=torch.float32, pin_memory=pins)
+            self._arrived = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=pins)
             self._page.loss(self._arrived.copy_(loss).item())
         elif self._copying is None or self._copying.query():
             if self._copying is not None:

@@ -228,7 +228,7 @@ class _File:
     def tensor(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
         if entry.start == entry.end:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self._read([name])
         memory, place = self._memory[name]
         flat = torch.frombuffer(memory, dtype=entry.dtype, count=math.prod(entry.shape), offset=place)

@@ -124,7 +124,7 @@ def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any])
             "was cut off, or belongs to another index. Write the weights again."
         )
     if not nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_file(str(weight_file), shared=False, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
 
 

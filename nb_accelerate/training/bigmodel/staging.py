@@ -257,6 +257,6 @@ def _view(buffer: Tensor, like: Tensor, offset: int) -> Tensor:
 
 def _host_memory(nbytes: int) -> Tensor:
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:  # the system allows no more, or the device knows none
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

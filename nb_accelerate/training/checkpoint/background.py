@@ -66,7 +66,7 @@ class SaveGroup:
             raise CheckpointError("a rank did not finish its part of a checkpoint.")
         data = pickle.dumps(item)
         try:
-            sizes = [int(size) for size in self._all_gather(torch.tensor([len(data)]))]
+            sizes = [int(size) for size in self._all_gather(torch.tensor([len(data)], device="cpu"))]
             padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
             gathered = self._all_gather(padded)
         except RuntimeError as error:

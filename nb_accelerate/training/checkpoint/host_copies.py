@@ -74,7 +74,7 @@ class HostCopies:
             buffer = self._buffers[index]
             if buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
                 return buffer
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
         self._buffers[index : index + 1] = [buffer]
         return buffer
 

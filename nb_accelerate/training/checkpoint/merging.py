@@ -65,7 +65,9 @@ def _distributed_weights(folder: Path) -> dict[str, Tensor]:
     of_model = [entry for entry in entries if entry[0][0] == "model" and len(entry[0]) > 1]
     names = {name: ".".join(map(str, path[1:] if of_model else path)) for path, name, _ in of_model or entries}
     tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) for _, name, entry in entries if name in names
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        for _, name, entry in entries
+        if name in names
     }
     read_into(reader, tensors)
     return {names[name]: tensor for name, tensor in tensors.items()}

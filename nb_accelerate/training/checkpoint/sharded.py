@@ -230,7 +230,7 @@ def _empty(entry: TensorStorageMetadata, like: Any) -> Tensor:
     dtype = entry.properties.dtype
     if isinstance(like, DTensor) and like.shape == entry.size:
         return torch.empty_like(like.detach(), dtype=dtype)
-    return torch.empty(entry.size, dtype=dtype)
+    return torch.empty(entry.size, dtype=dtype, device="cpu")
 
 
 def read_into(reader: ShardReader, wanted: dict[str, Any]) -> None:

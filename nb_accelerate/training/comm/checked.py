@@ -57,7 +57,7 @@ class CheckedCollectives(TorchCollectives):
 def _hash(operation: str, shapes_and_dtypes: tuple[tuple[torch.Size, torch.dtype], ...], shapes: bool) -> Tensor:
     specs = [_spec(shape, dtype, shapes=shapes) for shape, dtype in shapes_and_dtypes]
     digest = hashlib.blake2b(repr((operation, specs)).encode(), digest_size=8).digest()
-    return torch.tensor(int.from_bytes(digest, "little", signed=True))
+    return torch.tensor(int.from_bytes(digest, "little", signed=True), device="cpu")
 
 
 def _spec(shape: torch.Size, dtype: torch.dtype, *, shapes: bool) -> TensorSpec:

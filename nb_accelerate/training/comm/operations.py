@@ -228,7 +228,7 @@ def pad_across_processes(
         return data
     collectives.verify("pad_across_processes", data if len(tensors) == len(every) else tensors, tensors, shapes=False)
     sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0 for tensor in tensors]
-    greatest = collectives.all_gather(torch.tensor(sizes)).amax(0).tolist()
+    greatest = collectives.all_gather(torch.tensor(sizes, device="cpu")).amax(0).tolist()
     missing = [most - size for most, size in zip(greatest, sizes, strict=True)]
     padded = (
         _pad(tensor, dim, rows, pad_index, first=pad_first) if rows else tensor

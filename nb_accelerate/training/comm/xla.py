@@ -68,7 +68,7 @@ class XLACollectives(Collectives):
 
     @override
     def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
-        every = torch.zeros((self.world_size, *like.shape), dtype=like.dtype) if parts is None else parts
+        every = torch.zeros((self.world_size, *like.shape), dtype=like.dtype, device="cpu") if parts is None else parts
         return self.broadcast(every.to(self.device), source)[self.rank].to(like.device)
 
     @override
@@ -110,7 +110,7 @@ class XLACollectives(Collectives):
             _submit()
 
     def _gather_bytes(self, sent: bytes) -> list[bytes]:
-        sizes = self.all_gather(torch.tensor(len(sent))).tolist()
+        sizes = self.all_gather(torch.tensor(len(sent), device="cpu")).tolist()
         room = max(_LEAST_BYTES, 1 << (max(sizes) - 1).bit_length())
         buffer = torch.frombuffer(bytearray(sent.ljust(room, b"\0")), dtype=torch.uint8)
         rows = self.all_gather(buffer)

@@ -196,7 +196,7 @@ class ReaderArguments:
             return None
         seed = self.config.data_seed
         if seed is None:
-            mine = torch.tensor(torch.initial_seed() % 2**63)
+            mine = torch.tensor(torch.initial_seed() % 2**63, device="cpu")
             seed = int(self.collectives.broadcast(mine, 0).item())
         return SeedableRandomSampler(
             sampler.data_source,

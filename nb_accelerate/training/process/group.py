@@ -169,15 +169,31 @@ def _forget_unfinished() -> None:
     Ranks meet under the name of a group, which is its number. torch keeps the number and the name of one that failed:
     this rank would wait for the others under another number than they do, or find the name taken.
     """
-    module: Any = dist.distributed_c10d
-    world = module._world  # noqa: SLF001 - torch forgets them nowhere
-    for group in list(world.pg_names):
+    for group in list(dist.distributed_c10d._world.pg_names):  # noqa: SLF001 - there is no public list of groups
         with contextlib.suppress(Exception):
             group.shutdown()
+    _clear()
+
+
+def _clear() -> None:
+    module: Any = dist.distributed_c10d
+    world = module._world  # noqa: SLF001 - torch forgets them nowhere
     for known in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
         getattr(world, known).clear()
     module._unregister_all_process_groups()  # noqa: SLF001 - torch forgets them nowhere
     world.group_count = 0
+
+
+_inherited: list[Any] = []
+"""Groups of the process that this one was forked from. What destroys one waits for its threads, which are not here."""
+
+
+def forget() -> None:
+    """Forget the groups that this process has from the one it was forked from."""
+    module: Any = dist.distributed_c10d
+    _inherited.extend(module._world.pg_map.items())  # noqa: SLF001 - there is no public list of groups
+    module._update_default_pg(None)  # noqa: SLF001 - as `destroy_process_group` does
+    _clear()
 
 
 def close_owned() -> None:

@@ -137,7 +137,7 @@ def synchronize(
                 generator.set_state(broadcast(generator.get_state()))
         elif rng_type is RNGType.XLA:
             if (xla := _xla_model()) is not None:
-                xla.set_rng_state(int(broadcast(torch.tensor(xla.get_rng_state())).item()))
+                xla.set_rng_state(int(broadcast(torch.tensor(xla.get_rng_state(), device="cpu")).item()))
         elif rng_type is RNGType.TORCH:
             torch.set_rng_state(broadcast(torch.get_rng_state()))
         else:

@@ -210,7 +210,7 @@ class GradientAverage:
         if not parameters:
             return
         collectives = self._collectives
-        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
         has = operations.reduce(collectives, has.to(collectives.device), "max")
         used = [parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if anywhere]
         if not used:

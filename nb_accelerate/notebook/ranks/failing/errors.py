@@ -14,10 +14,12 @@ import re
 import signal
 from typing import TYPE_CHECKING
 
+from nb_accelerate.base.ipython_versions import is_module_level
 from nb_accelerate.base.topology.rank_lists import label, named
 from nb_accelerate.errors import DeadlineError, DeadlockError, LaunchError, RankDiedError, RemoteError, StartError
 from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
 from nb_accelerate.notebook.diagnostics.render import place, render_report
+from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.same_failure import (
@@ -88,7 +90,9 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
         request.take(cause.rank.rank)
         error = rebuild(cause.rank.rank, failure, fds, cause.tail, who=f"rank {cause.rank.label}")
         _add_stacks(error, stacks)
-        footer = "\n".join(filter(None, (cause.memory, *failed_otherwise(cause, request.incidents), *lost)))
+        footer = "\n".join(
+            filter(None, (_not_sent(failure.report), cause.memory, *failed_otherwise(cause, request.incidents), *lost))
+        )
         title = whose(cause, request)
         show_traceback_of_rank(error, failure.report, title, world_size, footer)
         return error
@@ -99,6 +103,18 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
         add_note(error, meanwhile(stacks))
     add_note(error, "\n".join(lost))
     return error
+
+
+def _not_sent(report: ErrorReport) -> str:
+    """Return what to write if a rank lacks a variable of the notebook; "" if it failed by anything else."""
+    name = report.absent
+    if not name or name not in main_globals():
+        return ""
+    place_ = "the cell" if is_module_level(report.absent_in) else report.absent_in
+    return (
+        f"{name} is a variable of the notebook that the ranks were not sent: they are sent the names in code, and no "
+        f"names in strings. Write it in {place_} as a line of its own: {name}"
+    )
 
 
 def _error_without_report(cause: Incident, request: Request, stacks: Mapping[int, str]) -> BaseException:

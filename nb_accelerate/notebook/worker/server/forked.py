@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.base.imported import imported
+from nb_accelerate.base.seam import training_half
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.worker.ends import RankEnds
+from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.rank import prepare_process, run_rank
 from nb_accelerate.notebook.worker.server.process_tree import adopt_orphans, set_name, step_back
 from nb_accelerate.notebook.worker.server.server import Server, refuse_rank
@@ -116,6 +118,8 @@ def _forget_kernel() -> None:
     A stream of the kernel's would send over its sockets, and can hang for ever on a lock that another thread held when
     the process forked.
     """
+    if has_group():
+        training_half().forget_groups()
     sys.stdout = sys.__stdout__ = sys.stderr = sys.__stderr__ = io.StringIO()  # type: ignore[misc, assignment]
     asyncio._set_running_loop(None)  # noqa: SLF001 - what asyncio offers for a forked child
     with contextlib.suppress(Exception):
