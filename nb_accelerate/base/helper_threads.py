@@ -3,7 +3,7 @@
 Somebody waits for what such a thread does: a kernel for a rank, ranks for one another. One that ended without a word
 would leave them waiting for ever. So what it raises is told, in this order of precedence::
 
-    HelperThread(on_failure=...)    whoever started it keeps the exception, and raises it where it is waited for
+    HelperThread(on_failure=...)    its owner keeps the exception, and raises it where the thread is waited for
     tell_failures(...)              this process has one answer to all of them: a rank tells its kernel, which ends the
                                     rank; a process that starts ranks ends
     threading.excepthook            elsewhere Python prints the traceback

@@ -119,6 +119,6 @@ def _wrap(completer: Any, complete: Callable[[Cursor], Completions]) -> Callable
 
     def remove() -> None:
         if completer._complete is ask:  # noqa: SLF001 - see above
-            del completer._complete  # noqa: SLF001 - that of its class shows again
+            del completer._complete  # noqa: SLF001 - uncovers the method of its class
 
     return remove

@@ -133,7 +133,7 @@ def _refuse_engine(target: str, file: ConfigFile) -> None:
 
 
 def _take_parameters_before_the_target(arguments: argparse.Namespace) -> None:
-    """Understand ``-p NAME VALUE ... NOTEBOOK.ipynb``, of which VALUE was taken for the target."""
+    """Understand ``-p NAME VALUE ... NOTEBOOK.ipynb``, where VALUE was taken for the target."""
     words = arguments.arguments
     pairs = arguments.parameter or []
     if pairs and "=" not in pairs[-1] and any(word.endswith(".ipynb") for word in words):

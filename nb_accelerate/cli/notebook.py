@@ -82,8 +82,8 @@ def execute(
 ) -> NotebookRun:
     """Run the notebook at ``path`` in a new kernel and return the result, also when a cell fails.
 
-    The kernel is always one of the Python that runs this, whatever kernel the notebook names: a package that
-    can be imported here can be imported there.
+    The kernel always runs in the current Python, even if the notebook names another kernel: a package that can be
+    imported here can be imported there.
 
     Args:
         path: the notebook; its folder becomes the kernel's working directory. The file is not changed.

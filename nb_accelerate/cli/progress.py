@@ -63,7 +63,7 @@ class CellProgress:
         self.text(f"{text}\n")
 
     def panel(self, name: str, lines: Sequence[str]) -> None:
-        """Show lines in place of those that were last shown under this name; none ends it."""
+        """Replace the lines last shown under this name; an empty list removes them."""
         if lines:
             self._panels[name] = lines
         else:

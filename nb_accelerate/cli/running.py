@@ -93,7 +93,7 @@ def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
 
 
 def is_interactive(command: list[str]) -> bool:
-    """Return whether a command line is that of a kernel, of IPython or of Python at its prompt, and of no script."""
+    """Return whether a command line starts a kernel, IPython or Python at its prompt, and not a script."""
     program, *words = command or [""]
     names = [Path(word).name for word in (program, *words[:1])]
     return (

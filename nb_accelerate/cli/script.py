@@ -74,7 +74,7 @@ def run(job: Job, options: LaunchOptions, plan: LaunchPlan) -> int:
 
 @dataclass
 class _TerminalSink(StreamSink):
-    """Standard output and error. Whoever reads them may leave before the end, as ``head`` does."""
+    """Standard output and error. Their reader may leave before the end, as ``head`` does."""
 
     on_closed: Callable[[], None] = lambda: None
     is_closed: bool = False

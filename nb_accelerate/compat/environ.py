@@ -93,7 +93,7 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """
     if isinstance(func_or_cls, type):
         base: type = func_or_cls
-        before = getattr(base.__init_subclass__, "__func__", None)  # None: that of `object`, which does nothing
+        before = getattr(base.__init_subclass__, "__func__", None)  # None: inherited from `object`, which does nothing
 
         def init_subclass(cls: type, /, *args: Any, **kwargs: Any) -> None:
             if before is not None:

@@ -73,8 +73,8 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     Args:
         tensor: a tensor, or a structure of tensors.
         batch_size: rows of the batch.
-        num_processes: among which they are to be shared out.
-        dim: that of the rows.
+        num_processes: the rows are shared out among so many.
+        dim: the dimension of the rows.
     """
 
     def pad(rows: Tensor) -> Tensor:
@@ -110,6 +110,6 @@ def synchronize_rng_states(rng_types: Sequence[str | rng.RNGType], generator: to
 
 
 def synchronize_rng_state(rng_type: str | rng.RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Set one random state of all processes to that of process 0. See `synchronize_rng_states`."""
+    """Set one random state of all processes to the state of process 0. See `synchronize_rng_states`."""
     if rng_type is not None:
         synchronize_rng_states([rng_type], generator)

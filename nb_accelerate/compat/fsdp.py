@@ -132,7 +132,7 @@ def load_fsdp_model(
         use_dcp: as it was saved with.
 
     Returns:
-        The names of weights that were not in the file, and of those that the model has not, as
+        The names of weights that were missing in the file, and of weights that the model does not have, as
         `torch.nn.Module.load_state_dict` does.
 
     Raises:

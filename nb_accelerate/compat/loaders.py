@@ -68,7 +68,7 @@ def prepare_data_loader(
         dataloader: the same on all processes.
         device: where batches go, if ``put_on_device``.
         num_processes: the number of parts; by default the number of processes.
-        process_index: the part to return; by default that of this process.
+        process_index: the part to return; by default the part of this process.
         split_batches: as in `DataLoaderConfiguration`, like the other arguments without a description.
         put_on_device: move batches to ``device``.
         rng_types: random states that are set to those of process 0 before each epoch.

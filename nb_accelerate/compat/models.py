@@ -61,7 +61,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     """Return over how many ranks transformers has split the layers of a model; None if it has not split them."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     noted = config if isinstance(config, dict) else vars(config) if config is not None else {}
-    size = getattr(model, "tp_size", None)  # that of transformers before version 5
+    size = getattr(model, "tp_size", None)  # set by transformers before version 5
     return noted.get("tp_size") if size is None else size
 
 

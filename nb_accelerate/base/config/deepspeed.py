@@ -65,7 +65,7 @@ class DeepSpeedPlugin(KwargsHandler):
         hf_ds_config: DeepSpeed's own configuration: the path of a JSON file, a dict, or a `HfDeepSpeedConfig`. Its
             values may be ``"auto"``; they are filled in when a model is prepared.
         gradient_accumulation_steps: batches for one optimizer step. Default: as the `Accelerator` says.
-        gradient_clipping: the greatest norm of gradients. Default: that of ``clip_grad_norm_``, and none without it.
+        gradient_clipping: the greatest norm of gradients. Default: the norm given to ``clip_grad_norm_``, else none.
         zero_stage: 0 shards nothing, 1 shards optimizer state over ranks, 2 gradients too, 3 parameters too.
             Default: 2.
         is_train_batch_min: of loaders that are prepared with a model, the smallest batch size counts; else the

@@ -99,7 +99,7 @@ class EngineOptions:
 
     @classmethod
     def chosen(cls, said: Mapping[str, Any], **given: Any) -> EngineOptions:
-        """Return options of which a call gives some.
+        """Return options, some given by a call and the rest by ``said``.
 
         Args:
             said: elsewhere, for all calls. What the engine of this one does not take is not used.

@@ -285,9 +285,9 @@ NO_FILE = ConfigFile(path=Path(), values={})
 
 
 def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None:
-    """Read and check a configuration file, YAML or JSON. Without a path, that of `default_path`, or None.
+    """Read and check a configuration file, YAML or JSON. Without a path, read `default_path` if it exists.
 
-    ``/dev/null`` is none.
+    Return None for ``/dev/null``.
     """
     file = default_path() if path is None else _expanded(path)
     if file == Path(os.devnull):

@@ -44,7 +44,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
     Every rank holds a part of each parameter, of its gradient and of its optimizer state. A block is gathered when its
     forward or backward runs, and the rest of the model is one more block. Names are accelerate's. Options of version 1
-    of FSDP are translated; those that FSDP2 lacks are refused.
+    of FSDP are translated; options that FSDP2 lacks are refused.
 
     Attributes:
         fsdp_version: 2. Version 1 is accepted with a warning: its options are translated, and FSDP2 trains.
@@ -308,7 +308,7 @@ def resolve_fsdp(
         is_first = found.get("fsdp_version") == 1
         name = "sharding_strategy" if is_first else "reshard_after_forward"
         found[name] = environment.text(f"FSDP_{name.upper()}")
-    # It sets a size and classes whatever the policy is, too.
+    # It sets a size and classes for every policy, too.
     policy = given.auto_wrap_policy or found.get("auto_wrap_policy")
     policy = policy.lower() if isinstance(policy, str) else policy
     if policy == "size_based_wrap" and given.min_num_params is None:

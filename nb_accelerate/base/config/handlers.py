@@ -46,7 +46,7 @@ class Handlers:
 
     @classmethod
     def collect(cls, given: Iterable[KwargsHandler] | None) -> Handlers:
-        """Sort a list of handlers by kind, of which there may be one each."""
+        """Sort a list of handlers by kind; there may be one of each kind."""
         known = ", ".join(kind.__name__ for kind in _FIELDS)
         if not isinstance(given, (list, tuple, set, NoneType)):
             raise ConfigError(

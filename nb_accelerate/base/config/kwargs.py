@@ -99,7 +99,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """Return all fields by name, without those that are not for DistributedDataParallel's constructor.
+        """Return the fields that DistributedDataParallel's constructor takes, by name.
 
         Args:
             ignore_keys: names to leave out.

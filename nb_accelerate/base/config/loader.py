@@ -16,12 +16,12 @@ class DataLoaderConfiguration(Options):
     """Options for how prepared loaders divide data among ranks. They apply to loaders that are prepared afterwards.
 
     Attributes:
-        split_batches: split each batch of the loader into one part for each rank: its ``batch_size`` is then that of
-            all ranks together. By default every rank gets whole batches of that size.
+        split_batches: split each batch of the loader into one part for each rank: its ``batch_size`` is then the
+            total over all ranks. By default every rank gets whole batches of that size.
         dispatch_batches: True: rank 0 reads all data and sends the other ranks their part, for data that only one
             process can or should read. False: every rank reads and keeps its own rows; an iterable dataset is read
             whole, and has to yield the same rows in the same order on all ranks. None: rank 0 reads iterable datasets,
-            except those that can be sharded (``datasets.IterableDataset`` with a shard for each rank), of which each
+            except datasets that can be sharded (``datasets.IterableDataset`` with a shard for each rank): there each
             rank reads its own shards.
         even_batches: fill up the last batches with rows from the start, so that all ranks get equally many rows; with
             whole batches from the start, if the batch sampler has no ``batch_size`` because batches vary in size.
@@ -29,7 +29,7 @@ class DataLoaderConfiguration(Options):
         data_seed: the seed of ``use_seedable_sampler``; None is the seed of torch when the loader is prepared.
         non_blocking: copy batches to the device asynchronously; needs loaders with ``pin_memory=True``.
         use_stateful_dataloader: make loaders of the package torchdata, which save their position together with the
-            state of a dataset that has a ``state_dict``. If rank 0 reads for all, the state is that of rank 0. The
+            state of a dataset that has a ``state_dict``. If rank 0 reads for all, the state of rank 0 is saved. The
             state of your own sampler is saved on a single rank and with ``dispatch_batches=True`` only.
 
     Raises:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Options:
     """Base of option objects, which are dataclasses.
 
-    A subclass names the checks of its fields in `_checks`; those that are a yes or no need none.
+    A subclass names the checks of its fields in `_checks`; boolean fields need none.
     """
 
     __slots__ = ("_is_built",)  # neither a field nor in the __dict__ of the object

@@ -92,8 +92,8 @@ class ProjectConfiguration(Options):
         project_dir: folder of checkpoints.
         logging_dir: folder of trackers that write files; ``project_dir`` by default.
         automatic_checkpoint_naming: save checkpoints to numbered folders, ``checkpoints/checkpoint_0`` and so on.
-        total_limit: number of checkpoints to keep; None keeps all. Those of an earlier run stay besides, where
-            `Accelerator.resumable` begins anew.
+        total_limit: number of checkpoints to keep; None keeps all. Checkpoints of an earlier run stay, too, where
+            `Accelerator.resumable` starts from the beginning.
         iteration: the number of the next checkpoint.
         save_on_each_node: write checkpoints on every machine, for disks that machines do not share.
         save_every: how often `Accelerator.resumable` saves a checkpoint: ``"500 steps"``, ``"10 min"``, ``"1 epoch"``.

@@ -1,7 +1,7 @@
-"""The environment variables by which Hugging Face accelerate's launcher tells ranks what its flags and its file say.
+"""The environment variables by which Hugging Face accelerate's launcher passes its flags and its file to ranks.
 
-The names are those that accelerate 1.15 sets (``accelerate/utils/launch.py``) and that transformers reads too. Keys are
-those of the configuration file, which are also the flags.
+accelerate 1.15 sets variables of these names (``accelerate/utils/launch.py``); transformers reads them too. The keys
+are the keys of the configuration file, which are also the flags.
 """
 
 from __future__ import annotations

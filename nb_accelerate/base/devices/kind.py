@@ -111,8 +111,8 @@ class DeviceKind:
             to what it uses; 0 if that is not known.
         memory_peak: the most bytes that this process used of it at a time; 0 if that is not known.
         memory_reserved: bytes that this process holds of it now, caches included.
-        utilisation: percent of the time in which it computed lately; None where torch cannot say. Raises whatever torch
-            and the driver's library raise where that library is missing, or does not know this device.
+        utilisation: percent of the time in which it computed lately; None where torch cannot say. Errors of torch and
+            of the driver's library pass through, where that library is missing or does not know this device.
         reads_later: numbers that it computes are read a step later, because reading one at once would run what was
             recorded so far as a program of its own.
         pci_address: where the device with a number is on the PCI bus; None if that is not known.

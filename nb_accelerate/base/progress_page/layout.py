@@ -43,13 +43,13 @@ COMPILING_MS = 24  # milliseconds that took
 NANOSECONDS = 25  # 16 words: time spent in each `Phase`, that which is on left out
 SINCE = 41  # `time.monotonic_ns` when counting times began; 0 if nothing is to be added for the current phase
 WORKERS = 42  # `num_workers` of the current loop's loader, and 1 more; 0 if not known
-SPANS_EPOCHS = 43  # the current loop goes over all epochs of the run, and its steps are those of the run
-OTHER_GROUP = 44  # this process has made a process group at another address than that of its launch, since it began
+SPANS_EPOCHS = 43  # the current loop goes over all epochs of the run, and its steps are the steps of the run
+OTHER_GROUP = 44  # this process has made a process group at another address than its launch's, since it began
 INTERRUPT = 45  # set by the notebook: which call or cell SIGINT is meant for, and how often that was said
 NUM_WORDS = 46
 
 INTERRUPTS = 1 << 16
-"""Interrupts until their count begins anew. It shares a word with the number that it comes with."""
+"""The count of interrupts wraps to 0 here. It shares a word with the number of the call or cell."""
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN, which is a value that a loss may have and that has to be shown."""

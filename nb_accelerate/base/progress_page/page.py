@@ -278,7 +278,7 @@ class ProgressPage:
     def new_bar(self, label: str, total: float | None) -> int | None:
         """Return the index of a slot for a progress bar, or None if all of them move.
 
-        A bar takes the place of one that has ended and began like it, but for numbers: that of the epoch before, say.
+        A bar replaces an ended bar whose label differs in numbers only, such as the bar of the epoch before.
         """
         kind = (_NUMBER.sub("#", label), total)
         states = [row[0] for row in layout.BAR.iter_unpack(self._memory[layout.BARS_AT :])]

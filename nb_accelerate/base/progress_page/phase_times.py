@@ -35,9 +35,9 @@ _WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)
 
 
 def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Return functions that write the times of a page, and forget what times stood there.
+    """Return functions that write the times of a page, and clear the times that it held.
 
-    The beginning of the current phase is not written: it is that of the counting, and all times later. See `_open`.
+    The beginning of the current phase is not written: it is where counting began plus all times since. See `_open`.
 
     Returns:
         Closures, since loops call them several times a step. The first notes which phase begins, and how long the one

@@ -95,7 +95,7 @@ _ENDLESS = 1e18
 
 
 def read(memory: Buffer) -> Sample:
-    """Read a progress page. Leaves out values that make no sense, and never fails, whatever was written."""
+    """Read a progress page. Leaves out values that make no sense, and never fails."""
     words = layout.HEADER.unpack_from(memory, 0)
     if not words[layout.REQUEST]:
         return Sample()

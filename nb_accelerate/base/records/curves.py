@@ -1,6 +1,6 @@
 """Curves as a small SVG picture: no library, no script, and it survives in a saved notebook.
 
-Some sites drop the tags of a picture and keep its text, of which numbers at axes would be left, one after the other. So
+Some sites drop the tags of a picture and keep its text: the numbers at axes would be left, one after the other. So
 the numbers are attributes of elements over the picture, and the style sheet shows them.
 """
 

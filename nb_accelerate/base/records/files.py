@@ -60,7 +60,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
 
     Raises:
         FileNotFoundError: there is no such file, or no run in the folder.
-        ConfigError: a line is not that of a run.
+        ConfigError: a line is not the record of a run.
     """
     file = Path(path)
     if file.is_dir():

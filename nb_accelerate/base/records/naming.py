@@ -47,5 +47,5 @@ def shown(value: Any) -> str:
 
 
 def _shown(config: Mapping[str, Any], name: str) -> str:
-    """Return the whole of a setting, in a form that can be compared whatever it is."""
+    """Return the ``repr`` of a whole setting, which can be compared for any type."""
     return repr(config[name]) if name in config and not is_secret(name, config[name]) else ""

@@ -180,7 +180,7 @@ class RunRecord:
 
 @lru_cache(maxsize=256)
 def is_training_loss(name: str) -> bool:
-    """Return whether a logged name is that of the loss that is trained with."""
+    """Return whether a logged name stands for the training loss."""
     return name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss")
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.topology.topology import Topology
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
-"""Ports below those that systems give to whoever asks for any (from 32768 on Linux)."""
+"""Ports below the range of ephemeral ports (from 32768 on Linux)."""
 
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
