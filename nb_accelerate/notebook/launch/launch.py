@@ -325,8 +325,9 @@ class Launch(Steerable):
                 with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
                     loop = RankLoop(monitor_interval=options.monitor_interval, monitor=self._check_machines)
                     stack.callback(loop.close)
-                # A script seeds by itself, as with torchrun.
-                notebook = stack.enter_context(pack_notebook(shares_random=not self._exit_returns))
+                notebook = stack.enter_context(
+                    pack_notebook(is_script=self._exit_returns, inherits=placing.inherits_call)
+                )
                 loop.output = self._output_of(handles)
                 ranks = [RankProxy(handle) for handle in handles]
                 for rank in ranks:

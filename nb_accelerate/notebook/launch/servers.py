@@ -18,7 +18,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 from typing_extensions import override
@@ -121,7 +121,7 @@ class ExecutedServer(RankServer):
         self.owner = Owner(self._process.pid, self._channel, log=self.log)
         self._fresh = fresh
         self._handles: list[LocalRank] = []
-        self._limits = limits()
+        self._born_with = _born_with()
 
     @property
     def pid(self) -> int:
@@ -135,7 +135,7 @@ class ExecutedServer(RankServer):
     def is_usable(self) -> bool:
         """Return whether ranks can be started with it."""
         is_well = self.alive() and not self.owner.is_given_up and not self.owner.is_stopped()
-        return is_well and self._limits == limits()  # its ranks have those that it was born with
+        return is_well and self._born_with == _born_with()  # its ranks have what it was born with
 
     def has_ranks(self) -> bool:
         """Return whether a launch or pool still has ranks that it has started."""
@@ -175,6 +175,16 @@ class ExecutedServer(RankServer):
         self._log.close()
         if self._process.returncode != 0:
             remove_abandoned()  # it could not do so itself
+
+
+_READ_AT_IMPORT = ("TORCH", "PYTORCH", "TQDM_", "ATEN_", "MKL_", "KMP_", "NPY_")
+_READ_LATER = ("TORCHELASTIC_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_", "TORCH_HOME")
+
+
+def _born_with() -> tuple[Any, ...]:
+    """Return what a process has from its start, or reads as it imports what ranks need: limits and variables."""
+    read = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
+    return limits(), {name: value for name, value in read.items() if not name.startswith(_READ_LATER)}
 
 
 def new_warm_server(*, for_cells: bool = False) -> ExecutedServer:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.ipython_versions import sources_of_cells
 from nb_accelerate.notebook.display.frontend import is_in_kernel
 from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
+from nb_accelerate.notebook.launch.settings import pack_settings, set_here
 from nb_accelerate.notebook.protocol.messages import Setup
 from nb_accelerate.notebook.protocol.random_states import RandomStates
 from nb_accelerate.notebook.protocol.shipping import pack
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.handle import RankHandle
 
 
-def pack_notebook(*, shares_random: bool = True) -> Packed:
-    """Pack what all ranks get of this process as of now: the text of its cells, and states of its random numbers."""
-    return pack((sources_of_cells(), RandomStates.here() if shares_random else None))
+def pack_notebook(*, is_script: bool = False, inherits: bool = False) -> Packed:
+    """Pack what all ranks get of this process as of now: text of its cells, states of random numbers, settings.
+
+    Args:
+        is_script: ranks run a script, which seeds and sets all by itself, as with torchrun.
+        inherits: they are forks of this process, which are set to what it is.
+    """
+    settings = {} if is_script or inherits else pack_settings(set_here())
+    return pack((sources_of_cells(), None if is_script else RandomStates.here(), settings))
 
 
 def make_setup(

@@ -188,7 +188,7 @@ class RankGroup:
         self.is_disconnected = True
         new: list[RankProxy] = []
         try:
-            with self._met() as rendezvous, pack_notebook() as notebook:
+            with self._met() as rendezvous, pack_notebook(inherits=self._inherits) as notebook:
                 self._start(numbers, new)
 
                 def set_up(rank: RankProxy) -> None:
@@ -228,6 +228,15 @@ class RankGroup:
                 rank = RankProxy(self._forked(number, ends))
                 self.loop.add(rank)
                 new.append(rank)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the ranks are on machines of an engine."""
+        return self._cluster is not None
+
+    @property
+    def _inherits(self) -> bool:
+        return self._cluster is None and self._server.inherits_call
 
     def _open_server(self) -> None:
         if self._cluster is not None:

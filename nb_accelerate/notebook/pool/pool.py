@@ -129,6 +129,11 @@ class Pool:
         return self.group is not None or self._is_starting
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether its ranks are on machines of an engine."""
+        return bool(self.group and self.group.is_elsewhere)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no cell runs, so that ranks would answer at once."""
         return self.state not in _WHY_NOT

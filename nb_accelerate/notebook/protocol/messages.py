@@ -57,7 +57,8 @@ class Setup:
         cwd: working directory; "" if that of the kernel has been deleted.
         sys_path: the module search path of the kernel as it is now.
         notebook: text of its cells by file name, so that tracebacks and `inspect.getsource` find them, and its
-            `RandomStates` or None; a parcel, since a long notebook is more than a socket's buffer takes.
+            `RandomStates` or None, and its settings; a parcel, since a long notebook is more than a socket's buffer
+            takes.
         store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
         shows_displays: a notebook can show what a launched function displays; else it is printed.
         keeps_environ: `environ` comes on top of the environment that the rank has: that of another machine.

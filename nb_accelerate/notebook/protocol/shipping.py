@@ -147,7 +147,7 @@ def pack(
     file = io.BytesIO()
     with _pickled_by_value(by_value):
         try:
-            make = _Pickler if references is None else functools.partial(_ReferringPickler, references)
+            make = ValuePickler if references is None else functools.partial(_ReferringPickler, references)
             pickler = make(file, protocol=5, buffer_callback=stays_inside, globals_there=globals_there)
             pickler.refuses_graphs = refuses_graphs
             pickler.dump(value)
@@ -172,7 +172,7 @@ def _pickled_by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
         yield
 
 
-def _number_parts(pickler: _Pickler, references: References, file: IO[bytes]) -> None:
+def _number_parts(pickler: ValuePickler, references: References, file: IO[bytes]) -> None:
     """Write the numbers of the objects in a pickle behind it, by their index in the memo, which unpickling has too."""
     numbers = {}
     for index, part in pickler.memo.copy().values():
@@ -245,7 +245,7 @@ def _opened(parcel: Parcel, fds: tuple[int, ...]) -> tuple[bytes | memoryview, l
 
 def _dumps(value: object, *, refuses_graphs: bool) -> bytes:
     file = io.BytesIO()
-    pickler = _Pickler(file, protocol=5, buffer_callback=lambda _: None)
+    pickler = ValuePickler(file, protocol=5, buffer_callback=lambda _: None)
     pickler.refuses_graphs = refuses_graphs
     pickler.dump(value)
     return file.getvalue()
@@ -278,7 +278,7 @@ def write_segment(parts: list[memoryview]) -> io.FileIO:
     return file
 
 
-class _Pickler(MainPickler):
+class ValuePickler(MainPickler):
     """cloudpickle, with the memory of torch storages out of band.
 
     ``Tensor.__reduce_ex__`` hands out a `TypedStorage`, whose own pickling copies three times and forgets that two
@@ -293,6 +293,7 @@ class _Pickler(MainPickler):
         self._computed_anew: set[int] = set()
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce what torch or this package pickles otherwise; see `MainPickler`."""
         torch = imported("torch")
         if self.refuses_graphs and is_of_torch(obj, "nn.Module") and obj._forward_pre_hooks:  # noqa: SLF001
             # Of `weight_norm` and `prune`, say, which compute a weight before each call.
@@ -320,7 +321,7 @@ class _Pickler(MainPickler):
         return super().reducer_override(obj)
 
 
-class _ComparingPickler(_Pickler):
+class _ComparingPickler(ValuePickler):
     """Writes the same for equal objects in every process."""
 
     def persistent_id(self, obj: Any) -> str | None:
@@ -338,7 +339,7 @@ def checksum(value: object) -> int | None:
     return file.value
 
 
-class _ReferringPickler(_Pickler):
+class _ReferringPickler(ValuePickler):
     """Refers to what the receivers have."""
 
     def __init__(self, references: References, file: IO[bytes], **options: Any) -> None:

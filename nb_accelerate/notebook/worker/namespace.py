@@ -31,11 +31,6 @@ def reload(modules: tuple[str, ...]) -> None:
             importlib.reload(sys.modules[name])
 
 
-def use_search_path(entries: list[str]) -> None:
-    """Import from these folders from now on: what the notebook has in ``sys.path``."""
-    sys.path[:] = entries
-
-
 class MissingName(NamedTuple):
     """A name that a rank was asked for and does not have, and one that it has and that is spelled nearly so."""
 

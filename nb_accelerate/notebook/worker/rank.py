@@ -21,7 +21,6 @@ import sys
 import time
 import traceback
 import types
-import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.base.helper_threads import tell_failures
@@ -34,6 +33,7 @@ from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready, ThreadFailed
 from nb_accelerate.notebook.protocol.random_states import RandomStates  # noqa: TC001 - imported before ranks unpickle one
+from nb_accelerate.notebook.protocol.settings import begin_settings
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.worker.alarm import Alarm
 from nb_accelerate.notebook.worker.call import answer, fail
@@ -101,8 +101,8 @@ def run_rank(
             if broken is not None:
                 raise broken
             with enough_room():
-                sources, random = unpack(setup.notebook, fds)
-                store = _set_up(setup, sources, random, ends.store)
+                sources, random, settings = unpack(setup.notebook, fds)
+                store = _set_up(setup, sources, random, settings, ends.store)
         except Exception as error:
             # The rank goes on, and answers nothing but `Quit`: the kernel reads why it is of no use.
             _send(channel, *fail(error, result_of_call=False))
@@ -189,8 +189,6 @@ def patch_libraries() -> None:
     bars_in_panel()
     trainers_as_loops()
     save_whole_files()
-    # A pickled optimizer has lost the mark by which its scheduler knows `step`; torch takes it for the user's own.
-    warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
 
 
 _FORK_PAUSE = 0.01
@@ -218,7 +216,9 @@ def prepare_process(*, is_fork: bool, is_patched: bool = False) -> Exception | N
     return None
 
 
-def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, store_fd: int) -> object:
+def _set_up(
+    setup: Setup, sources: dict[str, str], random: RandomStates | None, settings: dict[str, bytes], store_fd: int
+) -> object:
     """Set environment, folder, path, sources, random numbers and threads of this process as `setup` says.
 
     Args:
@@ -255,6 +255,7 @@ def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, 
     if random is not None:
         random.use()
     sys.path[:] = setup.sys_path  # now that what this package needs has been imported; what follows is users' code
+    begin_settings(settings)
     return store
 
 

@@ -8,26 +8,18 @@ when that module is imported. Steps are those of the optimizer, as ``max_steps``
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import math
 import operator
 import sys
-from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
-from nb_accelerate.base.imported import imported
+from nb_accelerate.base.imported import when_imported
 from nb_accelerate.base.progress_page import Phase, here
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
 
     from nb_accelerate.base.progress_page.page import Loop
-
-_MODULE = "transformers.trainer"
 
 _SPEEDS = ("epoch", "_runtime", "_per_second", "total_flos")
 """Ends of the names of logged values that the panel has itself, or that are no figures to watch."""
@@ -35,32 +27,7 @@ _SPEEDS = ("epoch", "_runtime", "_per_second", "total_flos")
 
 def trainers_as_loops() -> None:
     """Have each ``Trainer`` that is made from now on report to the progress page. Without transformers, do nothing."""
-    if any(isinstance(finder, _TrainerFinder) for finder in sys.meta_path):
-        return  # done in the process this one was forked from
-    sys.meta_path.insert(0, _TrainerFinder())
-    module = imported(_MODULE)
-    if module is not None:  # this process is a fork of one that had imported it
-        _add_callback(module)
-
-
-class _TrainerFinder(importlib.abc.MetaPathFinder):
-    """Finds ``transformers.trainer`` as Python does, and adds the callback when it has been executed."""
-
-    @override
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname == _MODULE else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            execute(module)
-            _add_callback(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this spec's own loader
-        return spec
+    when_imported("transformers.trainer", _add_callback)
 
 
 def _add_callback(module: types.ModuleType) -> None:

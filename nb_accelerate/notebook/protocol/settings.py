@@ -1,0 +1,628 @@
+"""What a process is set to, beside its variables: ranks are set to what the notebook is.
+
+::
+
+    kernel   settings_here: {("torch", "default_dtype"): torch.float64, ("mine", "LR"): 0.1 ...}
+             |-- with `Setup`: all of them; before a cell: those that differ from what ranks have been sent
+             v   pack_settings: one pickle for each module
+    rank     use_settings: at once, or when it has imported that module; what it has already is not set again
+
+A setting has the name of the module that has it, and is read from modules only that are imported here. Its own name is
+a row of the table below, or else the path of an attribute: what a cell has assigned to, or a variable of the user's
+module that is not as in its file (`notebook.protocol.changed_modules`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import decimal
+import gc
+import importlib
+import io
+import locale
+import logging
+import operator
+import os
+import pickle
+import resource
+import sys
+import time
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nb_accelerate.base.devices import DEVICE_KINDS
+from nb_accelerate.base.imported import imported, when_imported
+from nb_accelerate.notebook.protocol.shipping import ValuePickler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+logger = logging.getLogger("nb_accelerate")
+
+Key = tuple[str, str]
+"""The name of a module, and a row of the table or the path of an attribute."""
+
+
+class Row(NamedTuple):
+    """How a setting is read, and how it is set. Both are given the module."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+def _calls(getter: str, setter: str, *, unpacks: bool = False) -> Row:
+    """Return the row of a setting that a module has two functions for.
+
+    Args:
+        unpacks: the second takes as keyword arguments what the first returns.
+    """
+    get, put = operator.attrgetter(getter), operator.attrgetter(setter)
+    if unpacks:
+        return Row(lambda module: get(module)(), lambda module, values: put(module)(**values))
+    return Row(lambda module: get(module)(), lambda module, value: put(module)(value))
+
+
+def _switch(getter: str, on: str, off: str) -> Row:
+    return Row(operator.methodcaller(getter), lambda module, value: getattr(module, on if value else off)())
+
+
+# How settings are read and set that are more than two functions.
+
+
+def _default_device(torch: Any) -> Any:
+    # torch.get_default_device() makes a tensor, and so would touch a GPU in the kernel.
+    return getattr(getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), "device", None)  # noqa: SLF001
+
+
+_SMALLEST = sys.float_info.min
+
+
+def _set_threads(torch: Any, number: int | None) -> None:
+    if number is not None:
+        torch.set_num_threads(number)
+
+
+def _threads(torch: Any) -> int | None:
+    """Return how many threads somebody has asked for; None for the number that torch begins with."""
+    number: int = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    is_own = number in (cores, cores // 2) or str(number) == os.environ.get("OMP_NUM_THREADS")  # half, with two each
+    return None if is_own else number
+
+
+def _autocast(device: str) -> Row:
+    def write(torch: Any, value: tuple[bool, Any]) -> None:
+        torch.set_autocast_enabled(device, value[0])
+        torch.set_autocast_dtype(device, value[1])
+
+    return Row(lambda torch: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)), write)
+
+
+def _changed_config(module: Any) -> dict[str, Any]:
+    """Return the values of a configuration of torch that differ from those it begins with."""
+    found = {}
+    for name, entry in module._config.items():  # noqa: SLF001 - its own ways to read it take half a millisecond
+        value = entry.user_override
+        value = value.get() if hasattr(value, "get") and hasattr(value, "reset") else value  # a ContextVar, from 2.12
+        if type(value) is not object and name != "_save_config_ignore":
+            found[name] = value
+    return found
+
+
+def _set_config(module: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(module, name, value)
+
+
+def _log_state(internal: Any) -> tuple[dict[str, Any], set[str]]:
+    return dict(internal.log_state.log_qname_to_level), set(internal.log_state.artifact_names)
+
+
+def _set_log_state(internal: Any, value: tuple[dict[str, Any], set[str]]) -> None:
+    internal.log_state.log_qname_to_level, internal.log_state.artifact_names = value
+    internal._init_logs()  # noqa: SLF001 - there is no other way, but by names of loggers
+
+
+_REGISTERED: dict[str, list[Any]] = {}
+
+
+def _hooks(of: str, register: str) -> Row:
+    """Return the row of hooks for all modules of torch."""
+
+    def write(module: Any, hooks: list[Any]) -> None:
+        for handle in _REGISTERED.pop(of, ()):
+            handle.remove()
+        _REGISTERED[of] = [getattr(module, register)(hook) for hook in hooks]
+
+    return Row(lambda module: list(getattr(module, of).values()), write)
+
+
+def _registry(path: str) -> Row:
+    """Return the row of a dictionary in which a library keeps what is registered: what the notebook has defined."""
+    read = operator.attrgetter(path)
+    return Row(
+        lambda module: {key: value for key, value in read(module).items() if _is_of_notebook(value)},
+        lambda module, value: read(module).update(value),
+    )
+
+
+def _is_of_notebook(value: Any) -> bool:
+    entry = getattr(value, "entry_point", None)  # of an environment of gymnasium: a class, or where it is
+    if isinstance(entry, str):
+        return not entry.startswith("gymnasium.")
+    return "__main__" in (getattr(entry or value, "__module__", None), type(value).__module__)
+
+
+def _pandas_options(config: Any) -> dict[str, Any]:
+    options = config._registered_options.items()  # noqa: SLF001 - describe_option only prints them
+    found = {}
+    for name, option in options:
+        value: Any = config._global_config  # noqa: SLF001 - get_option warns of deprecated ones
+        for part in name.split("."):
+            value = value[part]
+        if value is not option.defval and value != option.defval:
+            found[name] = value
+    return found
+
+
+def _set_quietly(update: Callable[..., object], values: Mapping[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of options that are deprecated, which the notebook has shown
+        for name, value in values.items():
+            update(name, value)
+
+
+def _rc_params(matplotlib: Any) -> dict[str, Any]:
+    defaults = matplotlib.rcParamsDefault
+    own = dict.items(matplotlib.rcParams)  # its own items() resolve the backend, and warn
+    return {name: value for name, value in own if "backend" not in name and dict.get(defaults, name) != value}
+
+
+def _add_bars(_: Any, is_wanted: bool) -> None:
+    if is_wanted:
+        importlib.import_module("tqdm").tqdm.pandas()
+
+
+_WRITES_FILES = ("svg", "pdf", "ps", "pgf", "cairo")
+
+
+def _file_backend(matplotlib: Any) -> str | None:
+    backend = dict.get(matplotlib.rcParams, "backend")
+    return backend if isinstance(backend, str) and backend.lower() in _WRITES_FILES else None
+
+
+def _decimal(_: Any) -> dict[str, Any]:
+    context = decimal.getcontext()
+    return {name: getattr(context, name) for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")}
+
+
+def _set_decimal(_: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(decimal.getcontext(), name, value)
+
+
+def _umask(_: Any) -> int:
+    mask = os.umask(0o077)  # nothing but setting it returns it; another thread's file is rather too private than open
+    os.umask(mask)
+    return mask
+
+
+_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+
+
+def _limits(_: Any) -> dict[int, tuple[int, int]]:
+    return {number: resource.getrlimit(number) for number in set(_LIMITS.values())}
+
+
+def _set_limits(_: Any, values: dict[int, tuple[int, int]]) -> None:
+    for number, value in values.items():
+        if resource.getrlimit(number) != value:
+            resource.setrlimit(number, value)
+
+
+def _set_environ(_: Any, changes: dict[str, tuple[str | None, str | None]]) -> None:
+    """Set variables to the second value of each pair, where this rank has the first: others are its own."""
+    for name, (before, now) in changes.items():
+        if os.environ.get(name) != before:
+            continue
+        os.environ.pop(name, None)
+        if now is not None:
+            os.environ[name] = now
+        if name == "TZ":
+            time.tzset()
+
+
+def _folder(_: Any) -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - it is read before each cell
+    except FileNotFoundError:
+        return None
+
+
+def _set_folder(_: Any, folder: str | None) -> None:
+    if folder is not None:
+        os.chdir(folder)
+
+
+def _list(of: str) -> Row:
+    def write(module: Any, entries: list[str]) -> None:
+        getattr(module, of)[:] = entries
+
+    return Row(lambda module: list(getattr(module, of)), write)
+
+
+# Loggers, and filters of warnings.
+
+
+class _OnStream(NamedTuple):
+    """In the place of a `logging.StreamHandler` of the notebook: one on the rank's stream of that name."""
+
+    stream: str
+    level: int
+    formatter: Any
+    filters: tuple[Any, ...]
+
+
+class _OnFile(NamedTuple):
+    """In the place of a `logging.FileHandler`: ranks append to the same file."""
+
+    path: str
+    encoding: str | None
+    level: int
+    formatter: Any
+    filters: tuple[Any, ...]
+
+
+def _handlers(owner: logging.Logger) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for handler in owner.handlers:
+        common = handler.level, handler.formatter, tuple(handler.filters)
+        if type(handler) is logging.FileHandler:
+            found.append(_OnFile(handler.baseFilename, handler.encoding, *common))
+        elif type(handler) is logging.StreamHandler:
+            stream = handler.stream
+            if (
+                stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+                or type(stream).__name__ == "OutStream"
+            ):
+                is_out = stream is sys.stdout or "stdout" in str(getattr(stream, "name", ""))
+                found.append(_OnStream("stdout" if is_out else "stderr", *common))
+    return tuple(found)
+
+
+_LOGGERS = "loggers"
+_made: dict[str, list[logging.Handler]] = {}
+
+
+def _set_loggers(module: Any, values: dict[str, tuple[Any, ...]]) -> None:
+    gone = _made.keys() - values.keys() if module is logging else ()
+    values = values | dict.fromkeys(gone, (logging.NOTSET, True, False, ()))
+    for name, (level, propagates, is_disabled, handlers) in values.items():
+        owner = logging.getLogger(name)
+        owner.setLevel(level)
+        owner.propagate, owner.disabled = propagates, is_disabled
+        made = _made.pop(name, [])
+        for handler in made:
+            owner.removeHandler(handler)
+        if owner.handlers:  # the module that they are of has made its own here
+            continue
+        for given in handlers:
+            new: logging.Handler
+            if isinstance(given, _OnFile):
+                new = logging.FileHandler(given.path, "a", given.encoding, delay=True)
+            else:
+                new = logging.StreamHandler(getattr(sys, given.stream))
+            new.setLevel(given.level)
+            new.setFormatter(given.formatter)
+            new.filters = [*given.filters]
+            owner.addHandler(new)
+            _made.setdefault(name, []).append(new)
+
+
+def _loggers() -> dict[Key, Any]:
+    """Return level, whether it propagates, whether it is disabled, and handlers of each logger, by the module it is of.
+
+    Handlers of a library's loggers are left out: it makes them as it is imported.
+    """
+    found: dict[Key, Any] = {}
+    for name, owner in [("root", logging.root), *logging.root.manager.loggerDict.items()]:
+        if not isinstance(owner, logging.Logger) or not (owner.level or owner.handlers or owner.disabled):
+            continue
+        module = name.partition(".")[0]
+        is_library = imported(module) is not None and module != "__main__" and owner is not logging.root
+        handlers = () if is_library else _handlers(owner)
+        if is_library or owner.level or owner.disabled or handlers:
+            key = (module if is_library else "logging", _LOGGERS)
+            found.setdefault(key, {})[name] = owner.level, owner.propagate, owner.disabled, handlers
+    return found
+
+
+_sent_filters: list[Any] = []
+
+
+def _set_filters(_: Any, given: tuple[Any, ...]) -> None:
+    """Put filters before those of this process, which has filters of its own."""
+    ready = []
+    for kind, message, category, *place in given:
+        if isinstance(category, str):
+            module, _, name = category.partition(":")
+            if imported(module) is None:
+                when_imported(module, lambda _: _set_filters(None, given))
+                continue
+            ready.append((kind, message, getattr(imported(module), name, Warning), *place))
+        else:
+            ready.append((kind, message, category, *place))
+    own = [one for one in warnings.filters if one not in _sent_filters and one not in ready]
+    _sent_filters[:] = ready
+    warnings.filters[:] = [*ready, *own]  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 - or what was shown counts as it did before
+
+
+def _pickled_filter(one: tuple[Any, ...]) -> tuple[Any, ...]:
+    kind, message, category, *place = one
+    module = getattr(category, "__module__", "builtins")
+    # By name, since reading the class would import its module.
+    is_far = module not in ("builtins", "__main__")
+    return kind, message, f"{module}:{category.__qualname__}" if is_far else category, *place
+
+
+# The table.
+
+_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "PIL.Image": ("MAX_IMAGE_PIXELS",),
+    "PIL.ImageFile": ("LOAD_TRUNCATED_IMAGES",),
+    "ssl": ("_create_default_https_context",),
+    "torch": (
+        *("backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic"),
+        *("backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32"),
+        # From 2.9 on. Who sets these cannot read the two above, nor the precision; who sets those has set these.
+        *("backends.fp32_precision", "backends.cuda.matmul.fp32_precision"),
+        *("backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision"),
+        "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+        *("backends.opt_einsum.enabled", "backends.opt_einsum.strategy"),
+        *("utils.deterministic.fill_uninitialized_memory", "hub._hub_dir"),
+    ),
+    "torch._dynamo.eval_frame": ("_stance",),
+    "torch.distributions.distribution": ("Distribution._validate_args",),
+    "torch.utils.checkpoint": ("_checkpoint_debug_enabled", "_enable_checkpoint_early_stop"),
+}
+"""Settings that are attributes: paths from the module."""
+
+_ROWS: dict[str, dict[str, Row]] = {
+    "sys": {
+        "path": _list("path"),
+        "argv": _list("argv"),
+        "folder": Row(_folder, _set_folder),
+        "environ": Row(lambda _: os.environ._data.copy(), _set_environ),  # type: ignore[attr-defined]  # noqa: SLF001
+        "limits": Row(_limits, _set_limits),
+        "umask": Row(_umask, lambda _, value: os.umask(value)),
+        "cores": Row(lambda _: os.sched_getaffinity(0), lambda _, value: os.sched_setaffinity(0, value)),
+        "recursion": _calls("getrecursionlimit", "setrecursionlimit"),
+        "switches": _calls("getswitchinterval", "setswitchinterval"),
+        "digits": _calls("get_int_max_str_digits", "set_int_max_str_digits"),
+        "collects": Row(lambda _: gc.isenabled(), lambda _, value: gc.enable() if value else gc.disable()),
+        "collects_at": Row(lambda _: gc.get_threshold(), lambda _, value: gc.set_threshold(*value)),
+        "locale": Row(
+            lambda _: locale.setlocale(locale.LC_ALL), lambda _, value: locale.setlocale(locale.LC_ALL, value)
+        ),
+    },
+    "copyreg": {"registered": _registry("dispatch_table")},
+    "csv": {"limit": _calls("field_size_limit", "field_size_limit")},
+    "datasets": {
+        "bars": _switch("are_progress_bars_disabled", "disable_progress_bars", "enable_progress_bars"),
+        "caches": _switch("is_caching_enabled", "enable_caching", "disable_caching"),
+    },
+    "decimal": {"context": Row(_decimal, _set_decimal)},
+    "gymnasium.envs.registration": {"registered": _registry("registry")},
+    "huggingface_hub.utils": {
+        "bars": _switch("are_progress_bars_disabled", "disable_progress_bars", "enable_progress_bars")
+    },
+    "logging": {
+        "disabled": Row(lambda _: logging.root.manager.disable, lambda _, value: logging.disable(value)),
+        "captures": Row(
+            lambda _: logging._warnings_showwarning is not None,  # type: ignore[attr-defined]  # noqa: SLF001
+            lambda _, value: logging.captureWarnings(value),
+        ),
+    },
+    "matplotlib": {
+        "parameters": Row(_rc_params, lambda module, values: _set_quietly(module.rcParams.__setitem__, values)),
+        "backend": Row(_file_backend, lambda module, value: value and module.use(value)),
+    },
+    "multiprocessing": {
+        "starts": Row(
+            lambda module: module.get_start_method(allow_none=True),
+            lambda module, value: module.set_start_method(value, force=True),
+        )
+    },
+    "numpy": {
+        "errors": _calls("geterr", "seterr", unpacks=True),
+        "printing": _calls("get_printoptions", "set_printoptions", unpacks=True),
+    },
+    "pandas._config.config": {
+        "options": Row(_pandas_options, lambda module, values: _set_quietly(module.set_option, values)),
+    },
+    "pandas": {
+        "bars": Row(lambda module: hasattr(module.Series, "progress_apply"), _add_bars),
+    },
+    "sklearn": {"config": _calls("get_config", "set_config", unpacks=True)},
+    "socket": {"timeout": _calls("getdefaulttimeout", "setdefaulttimeout")},
+    "torch": {
+        "default_dtype": _calls("get_default_dtype", "set_default_dtype"),
+        "default_device": Row(_default_device, lambda torch, device: torch.set_default_device(device)),
+        "precision": _calls("get_float32_matmul_precision", "set_float32_matmul_precision"),
+        "deterministic": _calls("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+        "grad": _calls("is_grad_enabled", "set_grad_enabled"),
+        "anomaly": Row(
+            lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda torch, value: torch.autograd.set_detect_anomaly(*value),
+        ),
+        "warns": _calls("is_warn_always_enabled", "set_warn_always"),
+        "denormal": Row(lambda _: _SMALLEST * 0.5 == 0.0, lambda torch, value: torch.set_flush_denormal(value)),
+        "threads": Row(_threads, _set_threads),
+        **{f"autocast_{kind.name}": _autocast(kind.name) for kind in DEVICE_KINDS},
+        "mkldnn": _calls("_C._get_mkldnn_enabled", "_C._set_mkldnn_enabled"),
+        "safe_globals": Row(
+            lambda torch: torch.serialization.get_safe_globals(),
+            lambda torch, value: torch.serialization.add_safe_globals(value),
+        ),
+        "printing": Row(
+            lambda torch: vars(torch._tensor_str.PRINT_OPTS).copy(),  # noqa: SLF001 - nothing else returns them
+            lambda torch, value: vars(torch._tensor_str.PRINT_OPTS).update(value),  # noqa: SLF001 - see above
+        ),
+        **{
+            f"sdp_{kind}": _calls(f"backends.cuda.{kind}_sdp_enabled", f"backends.cuda.enable_{kind}_sdp")
+            for kind in ("flash", "mem_efficient", "math", "cudnn")
+        },
+    },
+    "torch._dynamo.config": {"changed": Row(_changed_config, _set_config)},
+    "torch._logging._internal": {"state": Row(_log_state, _set_log_state)},
+    "torch.distributions.kl": {"registered": _registry("_KL_REGISTRY")},
+    "torch.multiprocessing": {"sharing": _calls("get_sharing_strategy", "set_sharing_strategy")},
+    "torch.nn.modules.module": {
+        "before": _hooks("_global_forward_pre_hooks", "register_module_forward_pre_hook"),
+        "after": _hooks("_global_forward_hooks", "register_module_forward_hook"),
+        "backward": _hooks("_global_backward_hooks", "register_module_full_backward_hook"),
+    },
+    "transformers.models.auto.configuration_auto": {"registered": _registry("CONFIG_MAPPING._extra_content")},
+    "transformers.utils.logging": {
+        "bars": _switch("is_progress_bar_enabled", "enable_progress_bar", "disable_progress_bar")
+    },
+    "warnings": {"filters": Row(lambda module: tuple(module.filters), _set_filters)},
+    "yaml": {"registered": _registry("SafeLoader.yaml_constructors")},
+}
+"""Settings that are read and set by functions, in this order: torch's precision before its flags."""
+
+_GETTERS = {module: {path: operator.attrgetter(path) for path in paths} for module, paths in _ATTRIBUTES.items()}
+
+
+def settings_here() -> dict[Key, Any]:
+    """Return what this process is set to, as the table says."""
+    found: dict[Key, Any] = {}
+    for module_name, rows in _ROWS.items():
+        module = imported(module_name)
+        if module is not None:
+            for name, row in rows.items():
+                # Of a library in another version, or that another thread imports; or torch's mix of old and new flags.
+                with contextlib.suppress(Exception):
+                    found[module_name, name] = row.read(module)
+    for module_name, paths in _GETTERS.items():
+        module = imported(module_name)
+        if module is not None:
+            for path, read in paths.items():
+                with contextlib.suppress(Exception):
+                    found[module_name, path] = read(module)
+    return found | _loggers()
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Return whether two values are one, or are equal and of one type."""
+    try:
+        return value is other or (type(value) is type(other) and bool(value == other))
+    except Exception:  # of users' classes; arrays have no truth
+        return False
+
+
+class Part(NamedTuple):
+    """Entries that a dictionary or list is to have beside those that it has."""
+
+    entries: dict[Any, Any] | list[Any]
+
+
+def pack(values: Mapping[Key, Any]) -> dict[str, bytes]:
+    """Return settings of one process for another, by module. Raises what pickling one of them raises."""
+    by_module: dict[str, dict[str, Any]] = {}
+    for (module, name), value in values.items():
+        is_filters = (module, name) == ("warnings", "filters")
+        by_module.setdefault(module, {})[name] = tuple(map(_pickled_filter, value)) if is_filters else value
+    return {module: _dumps(settings) for module, settings in by_module.items()}
+
+
+_fresh: dict[Key, Any] = {}
+"""What this rank was set to before the notebook had a say."""
+
+_set: set[Key] = set()
+_originals: dict[Key, Any] = {}
+
+
+def begin_settings(packed: Mapping[str, bytes]) -> None:
+    """Set a new rank to what the notebook is, and note what it was before."""
+    _fresh.update(settings_here())
+    use_settings(packed)
+
+
+def use_settings(packed: Mapping[str, bytes]) -> None:
+    """Set this rank to what has changed in the notebook. The kernel sends this in a `Call`, too."""
+    for name, pickled in packed.items():
+        when_imported(name, partial(_use, name, pickled))
+    # A pickled optimizer has lost the mark by which its scheduler knows `step`; torch takes it for the user's own.
+    warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
+
+
+def _use(module_name: str, pickled: bytes, module: Any) -> None:
+    try:
+        settings = pickle.loads(pickled)
+    except Exception as error:  # that must not fail the import of the module
+        logger.warning("what the notebook has set in %s could not be set here: %s", module_name, error)
+        return
+    for name, value in settings.items():
+        key, row = (module_name, name), _ROWS.get(module_name, {}).get(name)
+        if name == _LOGGERS:
+            row = Row(lambda _: None, _set_loggers)
+        try:
+            now = row.read(module) if row else operator.attrgetter(name)(module)
+        except Exception:  # it has no such attribute yet, or in this version
+            now = None
+        # A value that is sent for the first time may be that of a library which the notebook has just imported; what
+        # cells have set here is not undone for that.
+        is_news = key in _set or not (key in _fresh and is_same(_fresh[key], value))
+        _set.add(key)
+        if not is_news or is_same(now, value):
+            continue
+        try:
+            if row is not None:
+                row.write(module, value)
+            else:
+                _assign(module, name, value, now)
+        except Exception as error:  # of a system or a library that is another one here
+            logger.warning("%s of the notebook (%s) could not be set here: %s", name, module_name, error)
+
+
+def _assign(module: Any, path: str, value: Any, now: Any) -> None:
+    holder, _, name = path.rpartition(".")
+    if isinstance(value, Part):
+        if isinstance(now, dict):
+            now.update(value.entries)
+        else:
+            now += [entry for entry in value.entries if entry not in now]
+    elif type(value) is type(now) and type(value) in (dict, set):  # in place, for all who have it
+        now.clear()
+        now.update(value)
+    elif type(value) is type(now) is list:
+        now[:] = value
+    else:
+        _originals.setdefault((module.__name__, path), now)
+        setattr(operator.attrgetter(holder)(module) if holder else module, name, value)
+
+
+class _SettingsPickler(ValuePickler):
+    """Refers to what a notebook has replaced in a module as to the original there."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        module, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+        if isinstance(module, str) and isinstance(name, str) and callable(obj) and module != "__main__":
+            with contextlib.suppress(AttributeError, KeyError):
+                if operator.attrgetter(name)(imported(module)) is not obj:
+                    return _original, (module, name)
+        return super().reducer_override(obj)
+
+
+def _original(module: str, path: str) -> Any:
+    return _originals.get((module, path)) or operator.attrgetter(path)(importlib.import_module(module))
+
+
+def _dumps(value: object) -> bytes:
+    file = io.BytesIO()
+    _SettingsPickler(file, protocol=5).dump(value)
+    return file.getvalue()

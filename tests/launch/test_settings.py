@@ -1,0 +1,107 @@
+"""What the notebook is set to, ranks are set to: in launches, and in cells before and after ranks have started."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+from fixtures.kernels import Kernel
+
+ROWS = {
+    "torch.set_default_dtype(torch.float64)": "str(torch.get_default_dtype())",
+    "torch.backends.cudnn.deterministic = True": "torch.backends.cudnn.deterministic",
+    "torch.set_float32_matmul_precision('high')": "torch.get_float32_matmul_precision()",
+    "torch.use_deterministic_algorithms(True, warn_only=True)": "torch.get_deterministic_debug_mode()",
+    "torch.set_grad_enabled(False)": "torch.is_grad_enabled()",
+    "torch.set_printoptions(precision=2)": "str(torch.tensor([1 / 3]))",
+    "torch.backends.cuda.enable_flash_sdp(False)": "torch.backends.cuda.flash_sdp_enabled()",
+    "np.seterr(all='raise')": "np.geterr()['divide']",
+    "logging.basicConfig(level=15, format='MINE %(message)s', force=True)": (
+        "logging.root.level, [handler.formatter._fmt for handler in logging.root.handlers]"
+    ),
+    "logging.getLogger('mine').setLevel(10)": "logging.getLogger('mine').level",
+    "warnings.filterwarnings('ignore', 'mine')": "any(f[1] and f[1].pattern == 'mine' for f in warnings.filters)",
+    "os.umask(0o077)": "(lambda mask: (os.umask(mask), mask)[1])(os.umask(0))",
+    "os.environ['MINE'] = '1'; os.environ.pop('GONE', None)": "os.environ.get('MINE'), os.environ.get('GONE')",
+    "os.chdir('folder')": "os.path.basename(os.getcwd())",
+    "sys.argv = ['mine', '--lr']": "sys.argv",
+    "sys.setrecursionlimit(4321)": "sys.getrecursionlimit()",
+    "torch.load = functools.partial(torch.load, weights_only=False)": "type(torch.load).__name__",
+    "F.cross_entropy = lambda *args: (original, 'mine')[1]": "F.cross_entropy.__name__",
+    "np.float = float": "hasattr(np, 'float')",
+    "own.LR = 3": "own.LR",
+    "own.TAGS.append('x')": "own.TAGS",
+    "own.Args.epochs = 5": "own.Args.epochs",
+    "own.register(type('Net', (), {'__module__': '__main__'}))": "list(own.REGISTRY)",
+    "own.loss = lambda: 'mine'": "own.loss()",
+}
+IMPORTS = """
+import functools, logging, os, sys, warnings
+import numpy as np, torch, torch.nn.functional as F
+import own
+"""
+OWN = """
+import os
+RANK = os.environ.get("RANK")
+LR = 1
+RATE = 0.1
+TAGS = []
+REGISTRY = {}
+class Args:
+    epochs = 1
+def register(cls):
+    REGISTRY[cls.__name__] = cls
+def loss():
+    return "file"
+"""
+
+
+def values(notebook: Kernel, code: str) -> list[object]:
+    """Return what an expression of the notebook is, as text."""
+    found: list[object] = ast.literal_eval(notebook.run(code).ok().value)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_are_set_to_what_the_notebook_is(kernel: Kernel, tmp_path: Path):
+    read = f"[{', '.join(f'({query})' for query in ROWS.values())}, own.RANK]"
+    tmp_path.joinpath("folder").mkdir()
+    tmp_path.joinpath("own.py").write_text(OWN)
+    kernel.run(f"import os, sys\nos.chdir({str(tmp_path)!r})\nsys.path.append({str(tmp_path)!r})").ok()
+    kernel.run(f"import os\nos.environ['GONE'] = '1'\n%load_ext nb_accelerate\n{IMPORTS}").ok()
+    kernel.run(f"def read():\n{textwrap.indent(IMPORTS, '    ')}\n    return {read}").ok()
+    kernel.run("original = F.cross_entropy").ok()
+    cell = f"%%distributed --out found\n{IMPORTS}\n{read}"
+    kernel.run(cell).ok()
+    before = values(kernel, "found[1]")
+
+    for setting in ROWS:
+        kernel.run(f"{setting};").ok()
+    *here, _ = values(kernel, "read()")
+    unset = [name for name, was, now in zip(ROWS, before, here, strict=False) if was == now]
+    assert unset == []
+    wanted = [*here, "1"]
+
+    def differing(found: list[object]) -> dict[str, object]:
+        names = [*ROWS, "own.RANK"]
+        return {name: value for name, value, right in zip(names, found, wanted, strict=True) if value != right}
+
+    kernel.run(cell).ok()
+    assert differing(values(kernel, "found[1]")) == {}
+    kernel.run("%distributed restart").ok()
+    kernel.run(cell).ok()
+    assert differing(values(kernel, "found[1]")) == {}
+    for method in ("forkserver", "spawn", "fork"):
+        kernel.run("from nb_accelerate import notebook_launcher").ok()
+        kernel.run(f"found = notebook_launcher(read, num_processes=2, start_method={method!r})").ok()
+        expected = {"own.RANK": None} if method == "fork" else {}
+        assert differing(values(kernel, "found[1]")) == expected
+
+    # What ranks have set themselves stays until the notebook sets that again.
+    kernel.run("%%distributed\nown.LR = 7; torch.set_default_dtype(torch.float16)").ok()
+    kernel.run("own.RATE = 0.5").ok()
+    kernel.run("%%distributed --out found\n[own.LR, own.RATE, str(torch.get_default_dtype())]").ok()
+    assert values(kernel, "found[1]") == [7, 0.5, "torch.float16"]
+    kernel.run("%distributed stop").ok()
