@@ -494,25 +494,25 @@ _ROWS: dict[str, dict[str, Row]] = {
 }
 """Settings that are read and set by functions, in this order: torch's precision before its flags."""
 
-_GETTERS = {module: {path: operator.attrgetter(path) for path in paths} for module, paths in _ATTRIBUTES.items()}
+_GETTERS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    module: {name: row.read for name, row in _ROWS.get(module, {}).items()}
+    | {path: operator.attrgetter(path) for path in _ATTRIBUTES.get(module, ())}
+    for module in _ROWS.keys() | _ATTRIBUTES.keys()
+}
 
 
 def settings_here() -> dict[Key, Any]:
     """Return what this process is set to, as the table says."""
     found: dict[Key, Any] = {}
-    for module_name, rows in _ROWS.items():
+    for module_name, getters in _GETTERS.items():
         module = imported(module_name)
         if module is not None:
-            for name, row in rows.items():
+            for name, read in getters.items():
                 # Of a library in another version, or that another thread imports; or torch's mix of old and new flags.
-                with contextlib.suppress(Exception):
-                    found[module_name, name] = row.read(module)
-    for module_name, paths in _GETTERS.items():
-        module = imported(module_name)
-        if module is not None:
-            for path, read in paths.items():
-                with contextlib.suppress(Exception):
-                    found[module_name, path] = read(module)
+                try:  # noqa: SIM105 - contextlib.suppress takes as long as reading it
+                    found[module_name, name] = read(module)
+                except Exception:  # noqa: S110 - see above
+                    pass
     return found | _loggers()
 
 
