@@ -497,7 +497,7 @@ _ROWS: dict[str, dict[str, Row]] = {
 _GETTERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     module: {name: row.read for name, row in _ROWS.get(module, {}).items()}
     | {path: operator.attrgetter(path) for path in _ATTRIBUTES.get(module, ())}
-    for module in _ROWS.keys() | _ATTRIBUTES.keys()
+    for module in {**_ROWS, **_ATTRIBUTES}
 }
 
 
