@@ -326,7 +326,11 @@ class Launch(Steerable):
                     loop = RankLoop(monitor_interval=options.monitor_interval, monitor=self._check_machines)
                     stack.callback(loop.close)
                 notebook = stack.enter_context(
-                    pack_notebook(is_script=self._exit_returns, inherits=placing.inherits_call)
+                    pack_notebook(
+                        is_script=self._exit_returns,
+                        inherits=self._placing is None and plan.method.copies_notebook,
+                        is_elsewhere=self._placing is not None,
+                    )
                 )
                 loop.output = self._output_of(handles)
                 ranks = [RankProxy(handle) for handle in handles]

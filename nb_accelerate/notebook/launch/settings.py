@@ -27,14 +27,15 @@ _named: set[Key] = set()
 """Settings that could not be sent, which the user knows."""
 
 
-def set_here(*, at_start: bool = True) -> dict[Key, Any]:
+def set_here(*, at_start: bool = True, is_elsewhere: bool = False) -> dict[Key, Any]:
     """Return what this process is set to, and what it has changed in modules.
 
     Args:
         at_start: without what ranks get otherwise when they start.
+        is_elsewhere: without what belongs to this machine.
     """
-    found = settings_here() | changed_here()
-    return {key: value for key, value in found.items() if key not in _OF_SETUP} if at_start else found
+    left_out = (_OF_SETUP if at_start else set()) | (_OF_MACHINE if is_elsewhere else set())
+    return {key: value for key, value in (settings_here() | changed_here()).items() if key not in left_out}
 
 
 def differences(before: Mapping[Key, Any], now: Mapping[Key, Any], *, is_elsewhere: bool) -> dict[Key, Any]:

@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.handle import RankHandle
 
 
-def pack_notebook(*, is_script: bool = False, inherits: bool = False) -> Packed:
+def pack_notebook(*, is_script: bool = False, inherits: bool = False, is_elsewhere: bool = False) -> Packed:
     """Pack what all ranks get of this process as of now: text of its cells, states of random numbers, settings.
 
     Args:
         is_script: ranks run a script, which seeds and sets all by itself, as with torchrun.
         inherits: they are forks of this process, which are set to what it is.
+        is_elsewhere: they are on other machines.
     """
-    settings = {} if is_script or inherits else pack_settings(set_here())
+    settings = {} if is_script or inherits else pack_settings(set_here(is_elsewhere=is_elsewhere))
     return pack((sources_of_cells(), None if is_script else RandomStates.here(), settings))
 
 

@@ -188,7 +188,10 @@ class RankGroup:
         self.is_disconnected = True
         new: list[RankProxy] = []
         try:
-            with self._met() as rendezvous, pack_notebook(inherits=self._inherits) as notebook:
+            with (
+                self._met() as rendezvous,
+                pack_notebook(inherits=self._inherits, is_elsewhere=self.is_elsewhere) as notebook,
+            ):
                 self._start(numbers, new)
 
                 def set_up(rank: RankProxy) -> None:
@@ -236,7 +239,7 @@ class RankGroup:
 
     @property
     def _inherits(self) -> bool:
-        return self._cluster is None and self._server.inherits_call
+        return self._cluster is None and self.plan.method.copies_notebook
 
     def _open_server(self) -> None:
         if self._cluster is not None:
