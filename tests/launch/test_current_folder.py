@@ -192,6 +192,7 @@ def test_ranks_have_the_package_of_the_kernel_where_the_current_folder_is_named(
     methods: list[str], tmp_path: Path
 ) -> None:
     shutil.copytree(Path(nb_accelerate.__file__).parent, tmp_path / "nb_accelerate")
+    (tmp_path / "nb_accelerate" / "changed.py").touch()
 
     def say(**variables: str) -> str:
         words = [sys.executable, "-c", WHOSE_PACKAGE, *methods]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -90,7 +91,13 @@ def _run(copy: Path, code: str) -> str:
     check = f"import nb_accelerate; assert nb_accelerate.__file__.startswith({str(copy)!r})\n"
     program = f"import sys; sys.path.insert(0, {str(copy)!r})\n{check}{code}"
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=copy, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},  # which ranks trust, as they do not trust the current folder
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

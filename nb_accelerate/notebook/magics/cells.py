@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.magics.auto import AutoMode
     from nb_accelerate.notebook.pool.handle import CellHandle
     from nb_accelerate.notebook.pool.pool import Pool
-    from nb_accelerate.notebook.protocol.settings import Key
 
 _POOL = args.names_of(args.POOL)
 _ENGINE = args.names_of(args.ENGINE)
@@ -35,8 +34,6 @@ class Cells:
         self._shell = shell
         self._auto = auto
         self._defaults = defaults
-        self._settings: dict[Key, Any] = {}
-        """Those that the ranks have been sent."""
         self._autoreloads = False
         self._is_seeded = False
         """Whether a cell of the notebook has seeded random numbers since ranks were given their states."""
@@ -111,10 +108,8 @@ class Cells:
         """Give ranks the settings, the modules and the seeds of the notebook; busy ones with a later cell."""
         if not pool.is_idle or pool.lost:
             return
-        from nb_accelerate.notebook.launch.settings import differences, pack_settings, set_here
         from nb_accelerate.notebook.protocol.changed_modules import reloaded_here
         from nb_accelerate.notebook.protocol.random_states import RandomStates
-        from nb_accelerate.notebook.protocol.settings import use_settings
         from nb_accelerate.notebook.worker.autoreload import Autoreload, use_autoreload
         from nb_accelerate.notebook.worker.namespace import reload
 
@@ -125,27 +120,19 @@ class Cells:
         reloaded = reloaded_here()
         if reloaded and autoreload == Autoreload():
             pool.call(reload, reloaded)
-        settings = set_here(at_start=False)
-        changed = differences(self._settings, settings, is_elsewhere=pool.is_elsewhere)
-        if changed:
-            pool.call(use_settings, pack_settings(changed))
-        self._settings = settings
+        pool.follow_settings()
         if self._is_seeded:
             pool.call(RandomStates.here().use)
             self._is_seeded = False
 
     def _have_ranks(self, pool: Pool, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook.display.frontend import choose_front_end
-        from nb_accelerate.notebook.launch.settings import set_here
         from nb_accelerate.notebook.pool.options import PoolOptions
-        from nb_accelerate.notebook.protocol.changed_modules import reloaded_here
 
         asked = {name: value for name, value in given.items() if name in (*_POOL, *_ENGINE)}
         if not pool.is_running:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
             options = PoolOptions(**{**defaults, **asked})
-            reloaded_here()
-            self._settings = set_here(at_start=False)
             self._is_seeded = False
             if choose_front_end(given.get("progress", self._defaults.get("progress", "auto"))) == "widget":
                 place = {"display_id": uuid.uuid4().hex}

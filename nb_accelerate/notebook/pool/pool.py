@@ -19,6 +19,7 @@ from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import PoolError, ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.launch.cluster import Cluster
+from nb_accelerate.notebook.launch.settings import differences, pack_settings, set_here
 from nb_accelerate.notebook.pool.cell import cell_request
 from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
@@ -26,9 +27,11 @@ from nb_accelerate.notebook.pool.packing import SIZE_LIMIT, of_pulled, pack_plan
 from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.pool.variables import RANK_NAMES, SHELL_NAMES, Before, RankVariables
+from nb_accelerate.notebook.protocol.changed_modules import reloaded_here
 from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.messages import Call, Result
 from nb_accelerate.notebook.protocol.random_states import RandomStates
+from nb_accelerate.notebook.protocol.settings import use_settings
 from nb_accelerate.notebook.protocol.shipping import pack
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.pool.packing import Shipment
     from nb_accelerate.notebook.pool.source import CellSource
+    from nb_accelerate.notebook.protocol.settings import Key as SettingKey
     from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
 
@@ -106,6 +110,7 @@ class Pool:
         self._running: Request | None = None
         self.failed_rank: int | None = None
         self._disconnected_silently = False
+        self._settings: dict[SettingKey, Any] = {}  # those that the ranks have been sent
 
     # Its state.
 
@@ -182,6 +187,8 @@ class Pool:
             plan = cluster.plan
         for warning in (*plan.warnings, *(cluster.notes if cluster else ())):
             logger.warning("%s", warning)
+        reloaded_here()  # ranks import modules as they are now
+        self._settings = set_here(at_start=False)
         with Interrupts() as interrupts:
             try:
                 self.options = options
@@ -405,6 +412,14 @@ class Pool:
         """Return which of these variables have another value on some rank, or are not there."""
         found = zip(names, *self.call(remote.checksums, tuple(names)), strict=True)
         return [name for name, *sums in found if len(set(sums)) > 1]
+
+    def follow_settings(self) -> None:
+        """Set the ranks to what this process is set to now."""
+        settings = set_here(at_start=False)
+        changed = differences(self._settings, settings, is_elsewhere=self.is_elsewhere)
+        if changed:
+            self.call(use_settings, pack_settings(changed))
+        self._settings = settings
 
     def reset(self) -> None:
         """Delete all variables of the ranks."""

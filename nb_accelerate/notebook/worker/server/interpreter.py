@@ -82,9 +82,10 @@ def own_path() -> list[str]:
                 if spec is not None and spec.origin is not None:
                     path.append(str(Path(spec.origin).parents[1]))
     found = PathFinder.find_spec("nb_accelerate", path)
-    if found is not None and found.origin is not None and not _is_same(found.origin, _HERE / "__init__.py"):
+    theirs = _HERE if found is None or found.origin is None else Path(found.origin).parent
+    if not _is_same(str(theirs), _HERE) and _sources(theirs) != _sources(_HERE):
         raise StartError(
-            f"This process has nb_accelerate of {_HERE}, and ranks would have {Path(found.origin).parent}: they import "
+            f"This process has nb_accelerate of {_HERE}, and ranks would have {theirs}: they import "
             f"no package from the current folder. Start Jupyter, or Python, with PYTHONPATH={_HERE.parent}"
         )
     return path
@@ -99,6 +100,11 @@ def imports_from(path: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = users
+
+
+def _sources(package: Path) -> dict[Path, int]:
+    """Return the sizes of the sources of a package: an installed copy of the same sources may be imported as well."""
+    return {file.relative_to(package): file.stat().st_size for file in package.rglob("*.py")}
 
 
 def _is_current(entry: str) -> bool:
