@@ -104,7 +104,7 @@ class Accelerator(
 
     Args:
         device_placement: move models and batches to the device.
-        split_batches: the batch size of a loader is that of all processes together.
+        split_batches: the batch size of a loader is the total over all processes.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` (linear layers in 8 bits, by torchao); else
             ``ACCELERATE_MIXED_PRECISION``.
         gradient_accumulation_steps: number of batches for one optimizer step, 1 by default. The environment variable
@@ -170,8 +170,8 @@ class Accelerator(
         **others: Any,
     ) -> None:
         _refuse(others)
-        # Precision, compilation and sharding that are not asked for are those of the newest `Accelerator` of this
-        # process: libraries make a second one where they want that of the script.
+        # Precision, compilation and sharding that are not given are taken from the newest `Accelerator` of this
+        # process: libraries make a second one where they want the script's.
         environment = Environment()
         before = inherited(environment)
         if mixed_precision is None and before is not None:
@@ -230,7 +230,7 @@ class Accelerator(
         )
         if isinstance(precision, FP16Precision):
             shared.scaler = precision.scaler
-        # The parts, of which some are shared by all `Accelerator` objects of the process.
+        # The parts; all `Accelerator` objects of the process share some.
         prepared = Prepared()
         memory = MemoryReport(here(), process.kind, strategy, prepared, ranks=process.topology.local_world_size)
         self.core = core = Core(

@@ -1,4 +1,4 @@
-"""What belongs to a checkpoint: prepared objects, those that users register, and hooks of theirs."""
+"""What belongs to a checkpoint: prepared objects, and objects and hooks that users register."""
 
 from __future__ import annotations
 

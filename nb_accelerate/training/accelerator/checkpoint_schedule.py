@@ -125,7 +125,7 @@ class CheckpointSchedule:
         return time.monotonic() - self._saved_at >= interval.amount
 
     def _ask(self) -> None:
-        """Ask all ranks; the clock is that of rank 0, and so is the number of steps until the next question."""
+        """Agree on all ranks, by the clock of rank 0, which also sets the number of steps until the next time."""
         now = time.monotonic()
         seconds_per_step = (now - self._asked_at) / max(self._steps_since, 1)
         steps = min(max(int(_ASK_EVERY / max(seconds_per_step, 1e-9)), 1), _MOST_STEPS)

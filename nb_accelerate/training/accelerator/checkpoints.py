@@ -81,7 +81,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         Args:
             output_dir: a folder. Not used with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
                 makes ``checkpoints/checkpoint_<number>`` in the ``project_dir``, and removes the oldest if there are
-                more than its ``total_limit`` of which nothing is missing.
+                more complete ones than its ``total_limit``.
             safe_serialization: write weights as safetensors; else as `torch.save` does.
             async_save: return when everything has been copied to host memory, which is kept for the next time, and
                 write while training goes on. All processes call it. One checkpoint at a time: the next save, and the
@@ -228,7 +228,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             ```
 
         Args:
-            input_dir: the folder. ``"latest"``, and by default, the newest numbered one of the project of which
+            input_dir: the folder. ``"latest"``, and by default, the newest numbered one of the project in which
                 nothing is missing or damaged; a line says which were passed over.
             load_kwargs: arguments of `torch.load` for all but weights. ``{"weights_only": False}`` allows files to
                 run code: for files that you wrote yourself.
@@ -326,7 +326,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         return folder == "latest" and not Path("latest").is_dir()
 
     def _who_saves(self, folder: Path) -> Collectives:
-        """Return how those talk to each other that save to a folder now: all, or the main process to itself."""
+        """Return the collectives of the processes that save to a folder now: all, or the main process alone."""
         core = self.core
         is_main_of_many = core.process.topology.is_main and core.collectives.world_size > 1
         if not (is_main_of_many and core.strategy.is_replicated and is_under_main_process()):
@@ -363,7 +363,7 @@ def _given(folder: str | os.PathLike[str] | None, argument: str) -> Path:
 
 
 def _own_or(first: Path, given: str | os.PathLike[str] | None) -> Path:
-    """Return the folder that this rank was given, or that of rank 0, where all was saved, if there is nothing in it."""
+    """Return the folder given to this rank; if it is empty, the folder of rank 0, where all was saved."""
     own = _given(given, "input_dir")
     is_empty = not own.is_dir() or not any(own.iterdir())
     folder = first if is_empty and first.is_dir() else own

@@ -94,7 +94,7 @@ class CommunicationMixin(CoreMixin):
 
         Args:
             input_data: a tensor or a structure of tensors with the rows along dimension 0; or a list of objects,
-                one for each row; or a tuple with such lists, as of texts and their references, each of which is
+                one for each row; or a tuple of such lists, as of texts and their references: each list is
                 gathered by itself.
             use_gather_object: pickle ``input_data``, a list, even if it holds tensors (of unequal shapes, say).
 

@@ -75,7 +75,7 @@ class Core:
 
     @property
     def data_collectives(self) -> Collectives:
-        """How ranks that read rows of their own exchange data; those that share rows count as one."""
+        """Collectives between ranks that read rows of their own; ranks that share rows count as one."""
         return self.strategy.data_collectives
 
     @property

@@ -100,7 +100,7 @@ class LossReport:
     """Writes the loss of some steps, and the memory and utilisation of the device, to the progress page.
 
     A loss on a device is copied asynchronously into one buffer on the CPU. The value reported is the newest one whose
-    copy has finished, as an event tells: usually that of the report before.
+    copy has finished, as an event tells: usually the value of the report before.
     """
 
     def __init__(self, page: ProgressPage, kind: DeviceKind, held: MemoryReport) -> None:
@@ -158,8 +158,8 @@ class LossReport:
 class MemoryReport:
     """Writes what is held for prepared models and optimizers to the progress page, now and then.
 
-    Whoever has the page can have it measured, too, when memory did not suffice. ``ranks`` of this machine share its
-    memory.
+    The reader of the page can ask for a measurement, too, when memory did not suffice. ``ranks`` of this machine share
+    its memory.
     """
 
     def __init__(

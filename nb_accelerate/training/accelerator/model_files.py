@@ -23,15 +23,15 @@ class ModelFilesMixin(CoreMixin):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process is one that writes weights: the main one, or that of each machine."""
+        """Whether this process writes weights: the main process, or the main process of each machine."""
         topology = self.core.process.topology
         return topology.is_local_main if self.core.recording.project.save_on_each_node else topology.is_main
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the weights of a model by name.
 
-        All processes call it together where models are sharded. There, only those that write weights (see
-        `should_save_model`) get them, in host memory, and others an empty dict.
+        All processes call it together where models are sharded. There, only processes that write weights (see
+        `should_save_model`) get them, in host memory; others get an empty dict.
 
         Examples:
             ```python
@@ -43,7 +43,7 @@ class ModelFilesMixin(CoreMixin):
 
         Args:
             model: prepared or not.
-            unwrap: under the names of the user's model; else under those that the prepared one has.
+            unwrap: by the names of the user's model; else by the names of the prepared one.
         """
         strategy = self.core.strategy
         if unwrap:

@@ -65,7 +65,7 @@ class OptionsMixin(CoreMixin):
 
     @property
     def split_batches(self) -> bool:
-        """Whether the batch size of a loader is that of all processes together."""
+        """Whether the batch size of a loader is the total over all processes."""
         return self.core.loader.split_batches
 
     @property

@@ -221,7 +221,7 @@ class PreparingMixin(CoreMixin):
                 accumulation=core.accumulation,
                 step=core.precision.bind(engine),
                 scaler=core.precision.scaler,
-                # Not the core: whoever keeps one optimizer would keep all that was prepared with it.
+                # Not the core: a user who keeps one optimizer would keep all that was prepared with it.
                 before_first_step=None
                 if core.strategy.checks_optimizers
                 else partial(check_owned, models=core.shared.models),

@@ -153,7 +153,7 @@ class RecordingMixin(CoreMixin):
             self._log(tracker, values, step, (log_kwargs or {}).get(tracker.name, {}))
 
     def _log(self, tracker: GeneralTracker, values: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
-        """Log values with a tracker, without those that it does not take."""
+        """Log the values that a tracker takes."""
         refused = self.core.recording.refused
         try:
             tracker.log(values, step=step, **kwargs)

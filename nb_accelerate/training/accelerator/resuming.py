@@ -111,7 +111,7 @@ class ResumingMixin(CheckpointMixin):
                 evaluate(model)
             ```
 
-        Started again after whatever has ended it, this goes on with the batch after the checkpoint, with the same
+        Started again after any end, this goes on with the batch after the checkpoint, with the same
         random numbers, and yields no epoch if the last one is over. An epoch that is left by ``break`` is over when the
         next one is asked for. Checkpoints are saved after a batch that closes an
         accumulation window, and after the last lines of an epoch; see ``save_every``, ``save_on_signal``, ``keep`` and

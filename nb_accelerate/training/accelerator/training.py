@@ -109,7 +109,7 @@ class TrainingMixin(CoreMixin):
             ```
 
         Args:
-            *models: those whose backward runs in the block; what ``prepare`` returned, or what holds it.
+            *models: the models whose backward runs in the block; what ``prepare`` returned, or what holds it.
         """
         return AccumulateBlock(self.core, models)
 

@@ -47,8 +47,8 @@ MAKE_IT_INSIDE = (
 def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
     """Warn of optimizers that take steps though they were not prepared. Called by each `Accelerator`.
 
-    On several ranks the first step is looked at, of whatever optimizer. Nothing is said where somebody else may average
-    the gradients: `DistributedDataParallel`, FSDP or DeepSpeed. With fp16, the first step of each optimizer is.
+    On several ranks the first step of any optimizer is checked; with fp16, the first step of each. There is no warning
+    where something else may average the gradients: `DistributedDataParallel`, FSDP or DeepSpeed.
     """
     if shared.before_step is not None or collectives.rank or (collectives.world_size == 1 and shared.scaler is None):
         return
@@ -177,7 +177,7 @@ _counter = itertools.count()
 
 
 class EqualLosses:
-    """Compares the first losses of the ranks, each of which is to have rows of its own, while `is_on`.
+    """Compares the first losses of the ranks, which should have rows of their own, while `is_on`.
 
     So a loop draws its batches by hand, or goes over a loader that was not prepared: over a prepared one (``loops``)
     rows are shared out. With ``reads_later``, reading a loss would have a program compiled.

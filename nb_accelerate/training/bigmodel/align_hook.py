@@ -46,8 +46,8 @@ class AlignDevicesHook(ModelHook):
 
     Args:
         execution_device: where inputs, and weights, are when the module computes. None moves nothing.
-        offload: whether weights rest elsewhere: in host memory, or in the files of which they are views. They are the
-            parameters of the module at rest too, with their numbers; none is on ``meta``.
+        offload: whether weights rest elsewhere: in host memory, or in files that they are views of. They stay
+            parameters of the module at rest, with their numbers; none is on ``meta``.
         io_same_device: return outputs on the device of the first tensor of the inputs.
         weights_map: what weights are, by their names in the module. By default what they are now. Set to the resting
             weights when the hook is added.

@@ -142,7 +142,7 @@ def map_within(
         visits = {
             device: placing.largest_visitor(device, buffers, keeps_buffers=not offload_buffers) for device in rooms
         }
-        # A room that is too small grows to the size of a visitor, of which there are finitely many.
+        # A room that is too small grows to the size of a visitor. There are finitely many, so this ends.
         missing = {
             device: visit
             for device, visit in visits.items()
@@ -246,7 +246,7 @@ class _Placing:
         self._waiting = [part for part in self._waiting if part not in beside]
 
     def _split(self, name: str, at: int) -> bool:
-        """Replace a part by its submodules and tensors, at a place among those that wait. False if it stays whole."""
+        """Replace a part, the waiting one at index ``at``, by its submodules and tensors. False if it stays whole."""
         module = self._modules.get(name)
         if module is None or type(module).__name__ in self._whole or not any(module.children()):
             return False

@@ -30,7 +30,7 @@ def weights_in_files(
     folder: str | os.PathLike[str] | None,
     index: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, Tensor]:
-    """Return weights as views of files. Those that no file has are written, but for views of other files.
+    """Return weights as views of files. Weights that no file has are written, except views of other files.
 
     Args:
         weights: of the model, by name; on ``meta`` where they are in a file only.
@@ -92,7 +92,7 @@ def _written(weights: Mapping[str, tuple[Tensor, torch.dtype]], folder: Path) ->
     check_space(folder, sum(sizes.values()))
     first = {
         (id(weight), dtype): name for name, (weight, dtype) in reversed(list(weights.items()))
-    }  # of those that are tied
+    }  # of weights that are tied to each other
     files: list[list[str]] = [[]]
     for name in first.values():
         if sum(sizes[each] for each in files[-1]) > _BYTES_OF_FILE:

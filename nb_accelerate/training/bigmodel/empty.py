@@ -23,7 +23,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
     """Make models whose parameters have shapes and take no memory, on the device ``meta``.
 
     Args:
-        include_buffers: buffers too. Their values are lost, also of those that no checkpoint has.
+        include_buffers: buffers too. Their values are lost, also of buffers that no checkpoint has.
 
     Examples:
         ```python
@@ -42,7 +42,7 @@ def init_on_device(device: torch.device | str, include_buffers: bool = False) ->
 
     Args:
         device: of the parameters.
-        include_buffers: buffers too, and whatever tensors a module makes without naming a device.
+        include_buffers: buffers too, and all tensors that a module makes without naming a device.
     """
     device, thread = torch.device(device), threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""Weights as views of safetensors files, each of which is mapped once.
+"""Weights as views of safetensors files. Each file is mapped once.
 
 ::
 
@@ -60,7 +60,7 @@ _owners: weakref.WeakValueDictionary[int, WeightFiles] = weakref.WeakValueDictio
 
 
 def files_of(tensor: torch.Tensor) -> WeightFiles | None:
-    """Return the files of which a tensor is a view; None for any other tensor. `WeightFiles.name_of` is its name."""
+    """Return the files that a tensor is a view of; None for any other tensor. `WeightFiles.name_of` is its name."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
     return _owners.get(tensor.untyped_storage().data_ptr())

@@ -93,7 +93,7 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Return a model that comes to a device when it is called, and a handle that sends it back to the CPU.
 
-    For several models that compute one after the other, each of which fits on the device as a whole.
+    For several models that compute one after the other. Each has to fit on the device as a whole.
 
     Args:
         model: changed in place.

@@ -63,7 +63,7 @@ def offload_weight(
 
 
 def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, Tensor]) -> None:
-    """Write weights to a folder, which is made, beside those that are there.
+    """Write weights to a folder, which is made, beside weights that are there.
 
     Args:
         save_dir: the folder.
@@ -132,7 +132,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
     """Load weights of a folder that `offload_state_dict` wrote into a model, on the CPU.
 
     Args:
-        model: gets new parameters for those that are in the index.
+        model: gets new parameters for the names in the index.
         index: rows by name. The scales (``SCB``) of weights in 8 bits are not loaded for themselves.
         offload_folder: the folder of the weights.
 

@@ -41,8 +41,8 @@ class Placement(ABC):
         tensors: of each parameter and buffer the module that has it, its name there, and the tensor that it is at rest.
             A tied one is given once for each module that has it. A parameter on ``meta`` is replaced by a new one.
         device: where the block computes.
-        files: the files of which weights are views, if any.
-        names: of the weights; those in `files` if there are any.
+        files: the files that weights are views of, if any.
+        names: of the weights; the names in `files` if there are any.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Placement(ABC):
         self.__dict__.update(state)
         self._start(None)
 
-    def join(self, staging: Staging) -> None:  # noqa: B027 - for those that are copied
+    def join(self, staging: Staging) -> None:  # noqa: B027 - for placements that copy
         """Use the stream and the buffers of a schedule, which calls it first."""
 
     def check(self) -> None:
@@ -198,7 +198,7 @@ class Staged(Placement):
             self._copies = self._staging.send([each.tensor for each in self._copied])
 
     def _at_rest(self) -> list[Resting]:
-        """Return what is in the places of the block. A place that the module has lost is left out."""
+        """Return the tensors that the modules of the block hold now. A name that a module no longer has is left out."""
         found = (self._staging.swaps.at_rest(*slot) for slot in self.slots)
         return [each for each in found if each is not None]
 

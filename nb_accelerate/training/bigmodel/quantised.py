@@ -107,7 +107,7 @@ def modules_not_to_quantise(model: nn.Module) -> list[str]:
 
 
 def is_within(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a name is that of one of some modules, which may be given by parts of names, or is within one."""
+    """Return whether a name is, or is inside of, one of some modules, which may be given by parts of names."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 

@@ -7,7 +7,7 @@
                           | asks for B                     | asks for C
     thread of the schedule  fetch B ------------------|      fetch C ---------------|
 
-Which block is next is learned from the two before it, anew whenever it was another one. A block that was not seen yet
+Which block is next is learned from the two before it, and again whenever it was another one. A new block
 is followed by the one that was added after it.
 """
 
@@ -35,7 +35,7 @@ class Schedule:
     """Let each block arrive before it computes and rest afterwards, and fetch the next one ahead.
 
     One for each model and device. Several threads may compute in the model. A copy, by `copy.deepcopy` or pickling, is
-    a new schedule, which learns anew; so is the one of a forked process.
+    a new schedule, which learns from the start; so is the one of a forked process.
 
     Args:
         device: of its blocks.
@@ -69,7 +69,7 @@ class Schedule:
         return type(self), (self.device,)
 
     def add(self, placement: Placement) -> None:
-        """Add a block. The order of calls is that of blocks until another one is seen."""
+        """Add a block. Blocks are expected in the order of these calls until another order is seen."""
         if self._added:
             self._added[next(reversed(self._added))] = placement
         self._added[placement] = None

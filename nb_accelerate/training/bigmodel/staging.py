@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Slot = tuple[nn.Module, str]
 
 _ALIGNMENT = 256
-"""Bytes, of weights in a buffer; that of memory which torch allocates on GPUs."""
+"""Bytes, of weights in a buffer; memory that torch allocates on GPUs has the same."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Swaps:
         return len(self._swaps)
 
     def at_rest(self, owner: nn.Module, name: str) -> Resting | None:
-        """Return what a place holds at rest. None where the module has lost the name."""
+        """Return the tensor that a module holds under a name at rest; None if it no longer has the name."""
         found = find(owner, name)
         if found is None:
             return None

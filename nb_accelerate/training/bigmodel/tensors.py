@@ -44,7 +44,7 @@ def set_module_tensor_to_device(
         tensor_name: its name in the module, with dots if a submodule owns it.
         device: where it goes.
         value: of the same shape. One that was on ``meta`` needs it.
-        dtype: of the numbers, by default that of the tensor that is there. Integers keep theirs.
+        dtype: by default as the tensor there has. Integers keep theirs.
         fp16_statistics: scales of the rows of a weight that bitsandbytes has quantised to 8 bits.
         tied_params_map: for tied tensors, so that there is one on each device: tensors by device, by ``data_ptr()`` of
             the tensor that they were made of. Rows are made by the caller, and filled here.
@@ -150,7 +150,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
     Args:
         module: with a hook that offloads its weights, or any.
-        execution_device: by default that of the hook; without a hook nothing moves then.
+        execution_device: by default the hook's; without a hook nothing moves then.
 
     Raises:
         ConfigError: a parameter is on ``meta``.

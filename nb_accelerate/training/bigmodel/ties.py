@@ -80,7 +80,7 @@ def device_of(
     device_map: Mapping[str, int | str | torch.device],
     default: int | str | torch.device | None = None,
 ) -> int | str | torch.device:
-    """Return the device of a tensor: that of the innermost enclosing module that a device map names.
+    """Return the device of a tensor: the device of the innermost enclosing module that a device map names.
 
     Args:
         device_map: devices by names of modules and tensors; ``""`` is the whole model.

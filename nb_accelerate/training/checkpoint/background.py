@@ -186,7 +186,7 @@ class BackgroundSaves:
     def forget(self) -> None:
         """Forget the save under way, in a process that was forked from the one that writes it.
 
-        Exit handlers are registered anew: a rank begins by removing those that it inherits.
+        Exit handlers are registered again: a rank begins by removing the handlers that it inherits.
         """
         self._handle = None
         self._closes_at_exit = False

@@ -280,7 +280,7 @@ class ComparedFile(io.RawIOBase):
     @override
     def readinto(self, buffer: Any) -> int:
         view, descriptor = memoryview(buffer).cast("B"), self._file.fileno()
-        if len(view) <= _IN_LINE:  # headers, of which some are read twice
+        if len(view) <= _IN_LINE:  # headers; some are read twice
             count = os.preadv(descriptor, [view], self._at)
         else:
             count = self._verification.see(self._path, self._at, view, descriptor)
@@ -338,7 +338,7 @@ def _crc32_of(descriptor: int, start: int, end: int, crc: int = 0) -> int:
 
 
 def _joined(first: int, second: int, length: int) -> int:
-    """Return the checksum of bytes that consist of two parts; ``length`` is that of the second, in bytes.
+    """Return the checksum of two parts joined; ``length`` is the number of bytes of the second.
 
     As zlib's crc32_combine, which Python does not have: polynomials modulo 2, the highest power in the lowest bit.
     """

@@ -65,7 +65,7 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder |
         else:
             _write_to(obj, file, safe_serialization=safe_serialization)
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch raises an error of its own over that of the disk.
+        # torch raises an error of its own, caused by the disk's.
         cause: BaseException | None = error
         while isinstance(cause, RuntimeError):
             cause = cause.__context__

@@ -29,7 +29,7 @@ def class_of(thing: Any) -> str:
 
 
 def check_class(file: str, was: str | None, thing: Any) -> None:
-    """Compare the class of what was saved with that of what it is loaded into."""
+    """Compare the class of the saved object with the class of the object that it is loaded into."""
     now = class_of(thing)
     if was is not None and was != now:
         raise CheckpointError(
@@ -59,7 +59,7 @@ def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
     inside = getattr(optimizer, "optimizer", optimizer)
     if not type(inside).__module__.startswith("torch.optim."):
         return
-    # Flags are among those that versions of torch add; the numbers of an optimizer stay.
+    # Versions of torch add flags to the defaults; the numbers of an optimizer stay.
     needed = {name for name, value in inside.defaults.items() if not isinstance(value, (bool, type(None)))}
     for group in groups:
         missing = needed - group.keys()
@@ -80,7 +80,7 @@ def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
 
 
 def check_scheduler(file: str, state: Any, scheduler: Any) -> None:
-    """Compare the names in the state of a scheduler with those that it has now."""
+    """Compare the names in the saved state of a scheduler with the names in its state now."""
     now = scheduler.state_dict()
     if not isinstance(state, dict):
         raise CheckpointError(f"{file} is not the state of a scheduler: it holds a {type(state).__name__}.")
@@ -94,7 +94,7 @@ def check_scheduler(file: str, state: Any, scheduler: Any) -> None:
 
 
 def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module, now: Mapping[str, Any] | None = None) -> None:
-    """Compare the shapes of weights, by the names of the model, with those that it has; None for what is no tensor.
+    """Compare the saved shapes of weights with the model's, by name; the shape is None for what is no tensor.
 
     Args:
         now: the state dict of the model, which takes long to make for each of many files.
@@ -150,7 +150,7 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
 def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
     """Look whether a loader in the middle of an epoch still reads as many rows: it shuffles others in another order.
 
-    Rows may have been appended to those that are read in order.
+    Rows may have been appended where they are read in order.
     """
     before = manifest.num_rows[number] if number < len(manifest.num_rows) else None
     now = number_of(loader, "total_dataset_length")

@@ -364,7 +364,7 @@ def apply(
     """Put what was read into its places. All ranks call it together.
 
     What only its owner can check goes first: objects of the user's, loaders, schedulers. If one refuses, on any rank,
-    those that were loaded before get back what they had.
+    the objects loaded before it get back the state that they had.
     """
     before: list[tuple[Any, Any]] = []
 

@@ -34,8 +34,8 @@ class Manifest:
 
     step: int  # batches in the current accumulation window
     num_processes: int
-    ranks: list[int]  # those that saved: all, or the main one if only that called `save_state`, or those of one machine
-    epochs: list[int]  # that of each loader, from 0
+    ranks: list[int]  # which saved: all, the main one if no other called `save_state`, or the ranks of one machine
+    epochs: list[int]  # of each loader, from 0
     seeds: list[int | None]  # with which it shuffles; None where it has no seed
     positions: list[int] | None = None  # batches of that epoch that each rank had; None in files of older versions
     # of all ranks together; None where it has no fixed size

@@ -57,7 +57,7 @@ def write_model(
     max_shard_size: int | str,
     safe_serialization: bool,
 ) -> None:
-    """Write the weights of a model into a folder, in place of those that are there.
+    """Write the weights of a model into a folder; they replace the weights there.
 
     A single weight may be larger than ``max_shard_size``.
     """
@@ -126,7 +126,7 @@ def load_checkpoint_in_model(
             a map they are copied to where they are, and from ``meta`` to the CPU.
         offload_folder: what weights on ``"disk"`` are written to if the files have another dtype, or are not
             safetensors.
-        dtype: of the numbers that weights are to have; by default that of the model. Used with a ``device_map``.
+        dtype: which weights are to have; by default the model's. Used with a ``device_map``.
         offload_state_dict: changes nothing: what is on the CPU takes no memory before it is used.
         offload_buffers: changes nothing: buffers on ``"disk"`` are views like parameters.
         keep_in_fp32_modules: parts of names of weights that stay float32 where ``dtype`` is float16.

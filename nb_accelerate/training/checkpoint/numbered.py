@@ -39,7 +39,7 @@ def numbered(parent: Path) -> list[tuple[int, Path]]:
 
 
 def next_number(parent: Path, above: int) -> int:
-    """Return the first number above another one whose name is free, or that of an empty folder."""
+    """Return the first number above ``above`` whose folder does not exist or is empty."""
     number = above + 1
     while is_taken(parent / f"checkpoint_{number}"):
         number += 1
@@ -73,10 +73,10 @@ def read_newest(
     this_rank: ThisRank,
     first: int = 0,
 ) -> tuple[T, int]:
-    """Read the newest checkpoint of which nothing is missing or damaged, on all ranks. Collective.
+    """Read the newest checkpoint in which nothing is missing or damaged, on all ranks. Collective.
 
-    Those below number ``first`` are not read. A line says which were passed over, and why. Return what was read, and
-    the number of the next checkpoint, which none that was passed over has either.
+    Checkpoints below number ``first`` are not read. A line says which were passed over, and why. Return what was read,
+    and the number of the next checkpoint, which none that was passed over has either.
     """
     everywhere = gather_from_all_ranks(
         collectives, lambda: [number for number, _ in numbered(parent) if number >= first]
@@ -104,8 +104,8 @@ def remove_old(
 ) -> None:
     """Remove the oldest checkpoints beside the one ``saved`` just now, or the worst.
 
-    ``limit`` stay: the newest, or those of the most ``worth`` by the values that were logged before. Those that are not
-    whole do not count, so that they never push out one that is; they go when a newer one stays. Those with a number
+    ``limit`` stay: the newest, or the best by ``worth`` of the values that were logged before. Incomplete ones do not
+    count, so that they never push out a complete one; they go when a newer one stays. Checkpoints with a number
     below ``first`` are of an earlier run: they stay, and do not count. What cannot be removed stays too, and a line
     says so.
     """

@@ -115,7 +115,7 @@ def plan(
 
     Args:
         state_dict: of the model, with its parameters themselves.
-        dtype: of the numbers that weights are to have; by default that of the model.
+        dtype: which weights are to have; by default the model's.
         float32: parts of names of weights that stay float32 where ``dtype`` is float16.
     """
     known = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}

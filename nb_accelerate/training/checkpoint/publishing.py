@@ -79,7 +79,7 @@ class Staging:
         return cls(target, path, kind)
 
     def join(self, ranks: int) -> None:
-        """Put what ranks wrote into one folder. Where several wrote the same file, that of the lowest counts."""
+        """Put what ranks wrote into one folder. Where several wrote the same file, the lowest rank's counts."""
         for rank in reversed(range(ranks)):
             part = folder_of(self.path, rank)
             if part.is_dir():
@@ -109,7 +109,7 @@ class Staging:
             self._lock = None
 
     def _commit_inside(self) -> None:
-        """Rename this to a hidden folder of the target, and then put its files in place of those that are there."""
+        """Rename this to a hidden folder of the target, and then replace the files of the target by its files."""
         new = {entry.name for entry in self.path.iterdir()}
         in_the_way = [name for name in new if (self.path / name).is_file() and (self.target / name).is_dir()]
         if in_the_way:
@@ -149,7 +149,7 @@ def _refuse_planted(folder: Path) -> None:
     """Refuse what another user has put where a folder is to be saved, in one that everybody can write to.
 
     Linux refuses such links too (``fs.protected_symlinks``), but not to a process that reads where they point to. A
-    link anywhere in the path counts, and the folder itself: whoever owns it can replace what is saved there.
+    link anywhere in the path counts, and the folder itself: its owner can replace what is saved there.
     """
     path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links
     for part in (path, *path.parents[:-1]):

@@ -59,7 +59,7 @@ def load_and_quantize_model(
         ```
 
     Args:
-        model: changed in place. On ``meta``, or with weights, which then are those that are quantised.
+        model: changed in place. On ``meta``, or with weights: then these are quantised.
         bnb_quantization_config: how many bits, and what stays as it is.
         weights_location: a file, an index of several, or a folder with either.
         device_map: devices by names of modules, or ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``.
@@ -213,7 +213,7 @@ def _fill(
         if any(part in name for part in config.keep_in_fp32_modules or ()):
             dtype = torch.float32
         set_module_tensor_to_device(model, name, device, value=source[name], dtype=dtype, clear_cache=False)
-    for name, _ in list(model.named_buffers()):  # those that no file has too
+    for name, _ in list(model.named_buffers()):  # also buffers that no file has
         set_module_tensor_to_device(model, name, _resting_device(name, placed), clear_cache=False)
     retie_parameters(model, tied)
 

@@ -45,7 +45,7 @@ class Progress:
                 self.metrics[name] = float(value)
 
     def read_metrics(self) -> dict[str, float]:
-        """Return the numbers that were logged last, by name. Waits for those that are on a device."""
+        """Return the numbers that were logged last, by name. Waits for numbers on a device."""
         return {name: float(value) for name, value in self.metrics.items()}
 
 
@@ -61,7 +61,7 @@ class Registry:
     copies: HostCopies = field(default_factory=HostCopies)
     loaded: Manifest | None = None
     loaded_from: Path | None = None
-    first_of_run: int = 0  # number of the first checkpoint of this run; earlier ones are kept whatever the limit is
+    first_of_run: int = 0  # number of the first checkpoint of this run; earlier ones are always kept
 
     def add(self, *objects: Any) -> None:
         """Add objects, or none if one has no ``state_dict`` and ``load_state_dict``."""

@@ -1,4 +1,4 @@
-"""States of which every rank holds a part: folders of `torch.distributed.checkpoint`, one for each.
+"""Sharded states: every rank holds a part. A folder of `torch.distributed.checkpoint` for each state.
 
 torch plans, writes and reads; who waits for whom, and when a checkpoint is complete, is decided as for other files::
 
@@ -234,7 +234,7 @@ def _empty(entry: TensorStorageMetadata, like: Any) -> Tensor:
 
 
 def read_into(reader: ShardReader, wanted: dict[str, Any]) -> None:
-    """Read values in place of those that a flat dict has under their saved names."""
+    """Replace the values of a flat dict by the saved values of the same names."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for

@@ -91,7 +91,7 @@ class SharedStaging:
     staging: Staging | None  # where this rank publishes; None on others
     name: str  # of the save, which no other has; the same on all ranks
     path: Path  # the folder that all of `ranks` see
-    ranks: list[int]  # those that write to it
+    ranks: list[int]  # which write to it
     rank: int
 
     @property

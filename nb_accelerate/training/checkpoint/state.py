@@ -83,7 +83,7 @@ class Content:
 
     weights: list[Mapping[str, Any]]  # of the models; none on ranks that write none
     states: list[tuple[str, Any]]  # the name of each other file, and what is in it
-    folders: list[ShardedFolder]  # of which this rank writes a part
+    folders: list[ShardedFolder]  # this rank writes a part of each
     manifest: Manifest  # without files
     safe_serialization: bool
 
@@ -138,7 +138,7 @@ def collect(
 
 
 def copied(content: Content, copies: HostCopies) -> Content:
-    """Return the content as it is now, whatever training does to it later."""
+    """Return a copy of the content, which training does not change later."""
     weights = [
         clean_state_dict_for_safetensors(state) if content.safe_serialization else state for state in content.weights
     ]

@@ -152,7 +152,7 @@ def _reduced(collectives: Collectives, tensors: Sequence[Tensor], op: ReduceOp) 
 
 
 def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any:
-    """Return ``data`` with every tensor replaced by that of rank ``from_process``."""
+    """Return ``data`` with every tensor replaced by the tensor of rank ``from_process``."""
     tensors = tensors_in(data, strict=True)
     if collectives.world_size == 1:
         return data

@@ -58,9 +58,9 @@ def shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
 class TorchCollectives(Collectives):
     """Run the collectives of torch.distributed.
 
-    Tensors on another device are copied to this rank's: a backend such as nccl takes those of one kind of device only,
-    and for one of another number it would connect ranks anew, two of them by the same device. For barriers, nccl takes
-    ``device_ids``, gloo takes None.
+    Tensors on another device are copied to this rank's: a backend such as nccl takes tensors of one kind of device
+    only, and for a device of another number it would connect ranks again, two of them by the same device. For barriers,
+    nccl takes ``device_ids``, gloo takes None.
     """
 
     def __init__(self, device: torch.device, *, device_ids: list[int] | None = None) -> None:
@@ -73,7 +73,7 @@ class TorchCollectives(Collectives):
     @shows(Collective.all_gather)
     def all_gather(self, tensor: Tensor) -> Tensor:
         sent = self._on_device(tensor)
-        # Flat: gloo expects dimension 0 of the output to be world_size times that of the input, which scalars lack.
+        # Flat: gloo expects dimension 0 of the output to be world_size times the input's, which scalars lack.
         gathered = torch.empty(self.world_size * sent.numel(), dtype=sent.dtype, device=sent.device)
         _all_gather(gathered, sent.reshape(-1))
         return gathered.view(self.world_size, *sent.shape).to(tensor.device)

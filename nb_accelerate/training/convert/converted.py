@@ -60,7 +60,7 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         if process.kind.make_collectives is not None:
             raise ConfigError(f"--convert is not for {process.kind.label}s. Prepare model and loader by an Accelerator")
         self._kind = process.kind
-        # Not those that check operations on their own: `Order` has compared more.
+        # Not the collectives that check operations on their own: `Order` has compared more.
         self._collectives = unchecked_collectives(process)
         self._order = Order(self._collectives)
         self._rank_zero = RankZero(names, self._order, self._collectives)
@@ -69,7 +69,7 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         self._ours: dict[tuple[Any, str], Any] = {}
         self.models = SharedModels(process, self._collectives, self._order, names)
         for name, value in list(names.items()):
-            # What is on the notebook's GPU moves to that of the rank; what is on the CPU stays there.
+            # What is on the notebook's GPU moves to the rank's; what is on the CPU stays there.
             if isinstance(value, torch.device) and self.models.is_of_another_rank(value):
                 names[name] = process.device
             elif isinstance(value, nn.Module) and any(
@@ -247,6 +247,6 @@ def _random_numbers() -> tuple[float, ...]:
 
 
 def whole_batch(part: Any, real: int | None, collectives: Collectives) -> Any:
-    """Return the batch of which each rank has read a part; only the first `real` rows are not repeated ones."""
+    """Return the whole batch from the part on each rank, cut to its first `real` rows: the others are repeated."""
     wholes = iter(communicate_packed(tensors_in(part), collectives.all_gather, collectives.world_size))
     return map_tensors(lambda _: next(wholes).flatten(0, 1)[:real], part)

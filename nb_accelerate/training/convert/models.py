@@ -61,7 +61,7 @@ class SharedModels:
 
     @property
     def cut(self) -> list[nn.Module]:
-        """The models of which calls were cut, in the same order on all ranks."""
+        """The models whose calls were cut, in the same order on all ranks."""
         return [model for model, kinds in self.called.items() if any(calls.trial.cut for calls in kinds.values())]
 
     def is_of_another_rank(self, device: torch.device) -> bool:

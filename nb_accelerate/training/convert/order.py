@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import zlib
-from os import getpid  # of this process, also while that of rank 0 is in its place
+from os import getpid  # of this process, also while `os.getpid` is replaced by rank 0's
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +36,7 @@ class Order:
     """Compares what ranks do, before each exchange.
 
     Attributes:
-        is_inside: whether a model or backward runs, inside of which ranks may do what others do not.
+        is_inside: whether a model or backward runs: there a rank may do what others do not.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -91,7 +91,7 @@ class Order:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Return the sum of some of a tensor's numbers, each with another weight, and that of their sizes."""
+    """Return the sum of some of a tensor's numbers, each with another weight, and the sum of their sizes."""
     tensor = tensor.detach()
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     in_each_dim = max(2, round(_SAMPLE ** (1 / max(tensor.dim(), 1))))

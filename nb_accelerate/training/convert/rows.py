@@ -56,7 +56,7 @@ class Cut:
         return _mapped(part, arguments, self.dims)
 
     def joined(self, part: Any, rows: int, collectives: Collectives) -> Any:
-        """Return the whole of which each rank has computed a part."""
+        """Return the whole from the part that each rank has computed."""
         first, end = bounds(rows, collectives.rank, collectives.world_size)
 
         def join(tensor: Tensor, how: Join) -> Tensor:

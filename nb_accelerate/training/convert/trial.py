@@ -91,7 +91,7 @@ def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind, var
             try:
                 with _kept(variables) as changed:
                     found = _try(model, arguments, dims, min(rows, _ROWS), states, kind)
-            except Exception as error:  # whatever users' code makes of fewer rows
+            except Exception as error:  # users' code may raise anything for fewer rows
                 found = Trial(None, f"fewer of its rows give an error ({type(error).__name__})")
             finally:
                 rng.restore(states, kind)

@@ -252,7 +252,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._end(progress)
 
     def _begin(self) -> tuple[EpochProgress, Iterator[Any]]:
-        """Begin an epoch: return its progress, and its batches without those that are left out."""
+        """Begin an epoch: return its progress, and its batches without the skipped ones."""
         reader, position = self._reader, self._first_position
         loaded, self._loaded = self._loaded, None
         resumed = loaded is not None and loaded.position > 0

@@ -52,7 +52,7 @@ class RunningLoops:
         return True  # so that `__setstate__` is called
 
     def __setstate__(self, _: object) -> None:
-        """Begin anew."""
+        """Begin without loops."""
         self._loops: list[RunningLoop] = []
         self._positions: dict[int, int] = {}  # of loops, by id, when one outside of them advanced last
         self.active: RunningLoop | None = None
@@ -89,7 +89,7 @@ class RunningLoops:
         return next((loop for loop in reversed(self._loops) if loop.loader is loader), None)
 
     def forget(self, loaders: Iterable[Any]) -> None:
-        """Remove loops over loaders, and over those that `DataLoaderAdapter.skipping` made of them."""
+        """Remove loops over loaders, and over loaders that `DataLoaderAdapter.skipping` made of them."""
         gone = {id(getattr(loader, "epochs", loader)) for loader in loaders}
         self._keep([loop for loop in self._loops if id(getattr(loop.loader, "epochs", loop.loader)) not in gone])
 
@@ -100,7 +100,7 @@ class RunningLoops:
 
     @property
     def together(self) -> tuple[RunningLoop, ...]:
-        """The innermost loop and those that advance together with it, outer ones first; empty outside loops."""
+        """The innermost loop and the loops that advance together with it, outer ones first; empty outside loops."""
         return () if self.active is None else (*self.beside, self.active)
 
     @property
@@ -168,7 +168,7 @@ class DataLoaderStateMixin:
     """
 
     reports_progress = True
-    """Read by whoever would report the loop to the progress page otherwise."""
+    """Read by other code that reports loops to the progress page, and leaves out this one."""
 
     gradient_state: LoaderView
     end_of_dataloader: bool = False

@@ -372,8 +372,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 def check_lengths(collectives: Collectives, loaders: Sequence[DataLoaderShard]) -> None:
     """Compare the lengths of loaders between ranks, before ranks wait for batches that others do not have.
 
-    All ranks call it together, with equally many loaders. Those that may end apart (``even_batches=False``) or do not
-    know their length are not compared.
+    All ranks call it together, with equally many loaders. Loaders that may end apart (``even_batches=False``) or do
+    not know their length are not compared.
     """
     if collectives.world_size == 1 or not loaders:
         return

@@ -30,7 +30,7 @@ class AcceleratedScheduler:
         scheduler: the user's.
         optimizers: its optimizer, or several; if one skipped its step, so does the schedule.
         step_with_optimizer: False advances the schedule at every call instead.
-        split_batches: the batch size is that of all processes together, so the schedule advances once.
+        split_batches: the batch size is the total over all processes, so the schedule advances once.
         accumulation: tells whether optimizers stepped.
         repeats: how often the schedule advances for one optimizer step. Default: once with ``split_batches``, else
             once for each process.

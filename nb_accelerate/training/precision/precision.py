@@ -131,7 +131,7 @@ class Precision:
     """Compute in the dtype that the model has."""
 
     name = "no"
-    dtype: torch.dtype | None = None  # that models compute in; None for that of the model
+    dtype: torch.dtype | None = None  # that models compute in; None for the model's own
     scaler: torch.amp.GradScaler | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:

@@ -69,7 +69,7 @@ class Rank:
 
 
 class _Thread(threading.local):
-    """The rank of the thread that reads it: that of the process, unless the thread is one by itself."""
+    """The rank of the thread that reads it: the process's rank, unless the thread is a rank by itself."""
 
     def __init__(self) -> None:
         self.rank = _process

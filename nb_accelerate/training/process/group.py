@@ -100,7 +100,7 @@ def _store(url: str, topology: Topology, options: InitProcessGroupKwargs, *, is_
     store, _, _ = next(rendezvous.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))
     if not is_of_agent:
         return store
-    # Counted in the store: ranks that have another one in common than before begin anew, all of them.
+    # Counted in the store, so that all ranks of a new store begin again at 1.
     number = store.add(f"nb_accelerate/groups of rank {topology.rank}", 1)
     return PrefixStore(f"nb_accelerate/group {number}", store)
 

@@ -1,4 +1,4 @@
-"""Let `init_process_group` find the other ranks of a launch, whoever calls it: this package, torch, any library.
+"""Let `init_process_group` find the other ranks of a launch, called by this package, by torch or by any library.
 
 ::
 
@@ -56,14 +56,14 @@ _GIVE_UP_TIMEOUT = timedelta(milliseconds=1)
 
 
 class RendezvousHandler:
-    """Gives stores to whoever makes a process group of all ranks. One per rank, in use from `install` on.
+    """Gives stores to code that makes a process group of all ranks. One per rank, in use from `install` on.
 
-    Requests for another address than that of the store are left to torch. Waits for keys of a file poll in Python if
+    Requests for another address than the store's are left to torch. Waits for keys of a file poll in Python if
     the specification says so: that takes a fraction of a millisecond, and can be interrupted, where torch looks every
     10 ms. Not for nccl, whose own threads use the store: they would have to wait for Python.
 
     Args:
-        fd: the descriptor that comes with the store; that of a file has to stay open as long as this process lives.
+        fd: the descriptor that comes with the store; a file's has to stay open as long as this process lives.
         is_given_up: called while this rank waits; True ends the wait.
     """
 

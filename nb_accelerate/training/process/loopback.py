@@ -1,6 +1,6 @@
 """Gloo groups of one machine that no other user's process can join.
 
-Gloo listens on a port, and takes whoever connects and sends a small number for a rank: numbers begin at 0, and ports
+Gloo listens on a port, and takes any client that sends a small number for a rank: numbers begin at 0, and ports
 are listed in ``/proc/net/tcp``. Another user of the machine could so take the place of a rank, read the tensors that
 are meant for it and send others. Each group whose members meet through the store of a launch, which only its ranks can
 open, is therefore checked before anything is sent in it; a group that meets elsewhere is torch's own::
@@ -59,7 +59,7 @@ class _Checked(type):
 
 
 def install(path: str) -> None:
-    """Check the gloo groups that this process makes from now on through a store, whatever library makes them.
+    """Check the gloo groups that this process, with all its libraries, makes from now on through a store.
 
     Torch has no call after a group was made, so what makes it is replaced.
     """
@@ -204,7 +204,7 @@ def _listen(original: Any) -> tuple[list[Any], list[socket.socket], set[str]]:
 def _sockets(before: Collection[str]) -> Iterator[socket.socket]:
     """Yield copies of the sockets of this process whose descriptors are not in `before`."""
     for entry in set(os.listdir("/proc/self/fd")).difference(before):  # noqa: PTH208 - pathlib is slow
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
                 yield socket.socket(fileno=os.dup(int(entry)))
 

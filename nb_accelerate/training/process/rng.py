@@ -63,7 +63,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed += context.topology_here().rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # that of every device as well, once it is used
+    torch.manual_seed(seed)  # seeds every device as well, once it is used
     if (xla := _xla_model()) is not None:
         xla.set_rng_state(seed)
     if deterministic:
@@ -93,7 +93,7 @@ def capture(kind: DeviceKind, *, all_devices: bool = True) -> dict[str, Any]:
 
 
 def restore(states: Mapping[str, Any], kind: DeviceKind) -> None:
-    """Put states back that `capture` returned. Those that are missing stay as they are."""
+    """Put states back that `capture` returned. Missing ones are not changed."""
     if "random_state" in states:
         version, numbers, gauss = states["random_state"]
         random.setstate((version, tuple(numbers), gauss))

@@ -110,7 +110,7 @@ def tensors_in(data: Any, *, strict: bool = False) -> list[Tensor]:
 def paths_of_tensors(data: Any, path: str = "") -> list[str]:
     """Return the path of each tensor in Python's notation, in the order of `tensors_in`: ``['outputs'][0].logits``.
 
-    ``path`` is that of ``data`` in what it is part of.
+    ``path`` is the path of ``data`` itself in the whole.
     """
     if isinstance(data, Tensor):
         return [path]
@@ -157,7 +157,7 @@ def send_to_device(data: Any, device: torch.device | str | int, *, non_blocking:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=non_blocking)
-        leaf = copy.copy(leaf)  # encodings and graphs move in place, and whoever gave them may keep them for later
+        leaf = copy.copy(leaf)  # encodings and graphs move in place, and the caller may keep them for later
         try:
             return leaf.to(device, non_blocking=non_blocking)
         except TypeError:  # a `to` without that argument

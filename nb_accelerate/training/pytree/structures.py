@@ -149,7 +149,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Return one structure with the tensors of several joined along ``dim``.
 
     Args:
-        data: structures of the same form. One alone comes back as it is, whatever is in it.
+        data: structures of the same form. One alone is returned unchanged.
         dim: along which dimension.
 
     Raises:

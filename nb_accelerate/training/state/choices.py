@@ -165,7 +165,7 @@ def current_collectives() -> Collectives:
 
 
 def current_data_collectives() -> Collectives:
-    """Return collectives between processes that read rows of their own; those that share rows count as one."""
+    """Return collectives between processes that read rows of their own; ranks that share rows count as one."""
     collectives, known = current_collectives(), newest_choices()
     layout = None if known is None or known.engines is None else known.engines.parallelism
     if layout is None or collectives.world_size == 1:

@@ -42,7 +42,7 @@ _COMPARED = 4096
 
 
 class AveragesGradients:
-    """A prepared model of which each backward averages gradients over ranks, whatever was called before."""
+    """A prepared model whose every backward averages gradients over ranks, without a call before."""
 
     averages_always: bool = True
     compares: bool = True  # gradients that differ between ranks were not averaged

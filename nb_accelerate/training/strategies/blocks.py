@@ -53,7 +53,7 @@ def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> li
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of which a model has several in a row, such as the layers of a transformer."""
+    """Return the blocks that a model repeats in a row, such as the layers of a transformer."""
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -99,7 +99,7 @@ def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.M
 def blocks_by_class(model: nn.Module, names: Iterable[str] | None = None) -> list[nn.Module]:
     """Return the modules of given classes, inner ones first, without the model itself.
 
-    By default, of those that models of transformers call ``_no_split_modules``; without it there are none.
+    By default the classes that models of transformers name in ``_no_split_modules``; without it there are none.
     """
     known = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     wanted = set(known if names is None else names)

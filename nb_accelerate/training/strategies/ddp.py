@@ -246,7 +246,7 @@ class DDPStrategy(Strategy):
     ) -> Callable[[bool], None] | None:
         def wrappers() -> list[DistributedDataParallel]:
             found = [wrapper for wrapper in map(_wrapped, models) if isinstance(wrapper, DistributedDataParallel)]
-            return [wrapper for wrapper in found if is_alive(wrapper.process_group)]  # others were wrapped anew
+            return [wrapper for wrapper in found if is_alive(wrapper.process_group)]  # others were wrapped again
 
         return GradientAverage(optimizer, self.collectives, wrappers)
 

@@ -96,7 +96,7 @@ def has_groups(mesh: DeviceMesh) -> bool:
 
 
 class DTensorStrategy(Strategy):
-    """Train models of which each rank holds parts."""
+    """Train models whose parameters are distributed: each rank holds a part."""
 
     is_replicated: ClassVar[bool] = False
 

@@ -1,6 +1,6 @@
 """Fill a model so that the ranks compute each layer together: every rank takes its slices of mapped weights.
 
-The plan is that of tensor parallelism. Nothing is sent: the model is parallelized on ``meta``, and a rank cuts what is
+The plan is the tensor-parallel plan. Nothing is sent: the model is parallelized on ``meta``, and a rank cuts what is
 its own out of the files, which all ranks of a machine map::
 
     meta model --parallelize_module--> DTensors on meta --slice of the map--> DTensors whose local parts are views

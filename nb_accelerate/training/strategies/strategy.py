@@ -116,7 +116,7 @@ class Strategy:
         return prepared, list(optimizers)
 
     def adopt_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer the parameters that are trained now in place of those that it was made with."""
+        """Replace the parameters of an optimizer by the parameters that are trained now."""
 
     def prepare_model(self, request: ModelRequest) -> nn.Module:
         """Move one model to the device, and wrap it unless it is only evaluated. Collective."""
@@ -174,7 +174,7 @@ class Strategy:
         """Return what averages the gradients that backward left alone; None if it leaves none.
 
         Called by ``prepare``; the result is called before each step of the optimizer with True, and before clipping
-        with False. ``models`` are all prepared ones, also those that are prepared later.
+        with False. ``models`` has all prepared ones, also models prepared later.
         """
         del optimizer, models
         return None
@@ -190,7 +190,7 @@ class Strategy:
         return None
 
     def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that are trained now in place of those that a model had before it was prepared."""
+        """Return the parameters that replaced a model's own when it was prepared, and are trained now."""
         return list(parameters)
 
     def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:

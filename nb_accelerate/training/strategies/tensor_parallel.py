@@ -221,7 +221,7 @@ def _tie_again(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
 
 
 class TensorParallelStrategy(DTensorStrategy):
-    """Train one model on all ranks together, each of which computes a part of every layer of a plan."""
+    """Train one model on all ranks together: each computes a part of every layer of a plan."""
 
     def __init__(
         self,

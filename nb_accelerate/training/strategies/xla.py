@@ -142,7 +142,7 @@ class _SubmitsSteps:
 
 
 def _version(gradient: Tensor) -> tuple[int, int]:
-    """Return what changes when a gradient is computed anew or changed in place."""
+    """Return what changes when a gradient is computed again or changed in place."""
     return torch_xla._XLAC._xla_get_tensor_id(gradient), gradient._version  # noqa: SLF001 - torch has no other name
 
 
@@ -160,7 +160,7 @@ def _swapping() -> Iterator[None]:
 def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
     """Give a new optimizer the parameters of models that the user has moved to the device after it was made.
 
-    ``model.to("xla")`` makes new parameters. Those that an optimizer has are recognised by their shapes and values, in
+    ``model.to("xla")`` makes new parameters. The parameters of an optimizer are recognised by shapes and values, in
     order. Nothing is changed unless all of them are, nor where one has a gradient, is on the device already, or belongs
     to a model as it is.
     """

@@ -29,7 +29,7 @@ class TrackerEntry:
 
     module: str  # of this package, that has the class; unused where ``registered`` is given
     cls: str
-    libraries: tuple[str, ...] = ()  # import names of which one has to be installed
+    libraries: tuple[str, ...] = ()  # import names; one has to be installed
     registered: type[GeneralTracker] | None = None  # the class itself, if a program registered it
 
     @property
@@ -88,7 +88,7 @@ def filter_trackers(
 
     Args:
         log_with: a name, a `LoggerType`, a tracker object, a list of those, or None. ``"all"`` means every tracker
-            whose library is installed, without those that need a folder if ``logging_dir`` is None.
+            whose library is installed, except trackers that need a folder if ``logging_dir`` is None.
         logging_dir: folder for trackers that write files.
 
     Raises:

@@ -86,7 +86,7 @@ class OwnRandomState:
     """Restore a separate random state at the beginning of a ``with`` block, and the former one at its end.
 
     Each block goes on where the last one ended. Rank 0 reads data inside such blocks, so that outside of them its
-    random state stays equal to that of the other ranks.
+    random state stays equal to the other ranks'.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
@@ -109,7 +109,7 @@ class DispatchingReader(CollectiveReader):
 
     With ``split_batches`` each rank gets a part of each batch, and else a batch. ``slice_fn`` cuts a batch, or as many
     as there are ranks, joined: it is called with the batch, a slice, ``process_index`` and ``num_processes``.
-    ``bring_back`` leaves parts on the CPU if they came from there, whatever device carries them.
+    ``bring_back`` leaves parts on the CPU if they came from there, also where another device carries them.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class DispatchingReader(CollectiveReader):
             super().restore(saved)
 
     def _send(self, source: Iterator[Any], numbers: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
-        """Read groups, send the other ranks their parts, and yield that of rank 0. Runs on rank 0.
+        """Read groups, send the other ranks their parts, and yield the part of rank 0. Runs on rank 0.
 
         Inside of the block ``numbers``, random numbers are drawn that the others do not draw.
         """

@@ -62,7 +62,7 @@ class GroupRows:
 
 
 def rows_of_ranks(real: int, rows: Sequence[int]) -> list[GroupRows]:
-    """Return the `GroupRows` of each rank, where ranks have so many rows of a group, of which the first are real."""
+    """Return the `GroupRows` of each rank, where ranks have ``rows`` of a group and its first ``real`` are real."""
     differ = len(set(rows)) > 1
     return [GroupRows(real, on_rank, tuple(rows) if differ else None) for on_rank in rows]
 

@@ -39,7 +39,7 @@ class SeedableRandomSampler(RandomSampler):
         data_source: the dataset.
         replacement: draw rows with replacement.
         num_samples: how many to draw; all rows by default.
-        generator: what to draw with; seeded anew for each epoch.
+        generator: what to draw with; seeded again for each epoch.
         data_seed: the seed; by default the one that torch was given, which has to be the same on all ranks.
         epoch: the first epoch; counts up by itself.
 
@@ -68,7 +68,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next pass as that of ``epoch``."""
+        """Shuffle the next pass as in ``epoch``."""
         self.epoch = epoch
 
 
@@ -154,7 +154,7 @@ class BatchSamplerShard(RankSampler, BatchSampler):
     """One rank's part of a batch sampler.
 
     Args:
-        batch_sampler: that of the user's loader; every rank has the same, in the same order.
+        batch_sampler: of the user's loader; every rank has the same, in the same order.
         num_processes: how many ranks there are.
         process_index: the number of this one.
         split_batches: cut each batch into pieces instead of handing out whole batches.
@@ -321,7 +321,7 @@ class BatchSamplerShard(RankSampler, BatchSampler):
 class SamplerShard(RankSampler, Sampler[Any]):
     """One rank's part of a sampler whose items are batches by themselves (loaders with ``batch_size=None``).
 
-    An item counts as one row, whatever is in it. Arguments are those of `BatchSamplerShard`.
+    An item counts as one row. Arguments are as in `BatchSamplerShard`.
     """
 
     def __init__(

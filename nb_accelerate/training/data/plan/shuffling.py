@@ -64,7 +64,7 @@ class SamplerSync:
 class EpochStart:
     """Give ranks the random states of rank 0 at the start of each epoch, and all of them to ranks that share rows.
 
-    Those of ``rng_types``, with the ``generator`` of a dataset if it has one, and that of a sampler: ``in_step``.
+    The states of ``rng_types``, with the ``generator`` of a dataset if it has one, and of a sampler: ``in_step``.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Args:
         dataset: the user's.
-        batch_size: that of the user's loader; 1 if its items are batches by themselves.
+        batch_size: of the user's loader; 1 if its items are batches by themselves.
         drop_last: leave out an incomplete last group.
         num_processes: how many ranks there are.
         process_index: the number of this one.

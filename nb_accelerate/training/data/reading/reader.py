@@ -8,7 +8,7 @@ A prepared loader owns a `Reader`, and a reader owns a `TorchSource`::
 
 `Reader.read` begins an epoch; `Reader.starting_at` returns a reader that begins later; `Reader.read_state` and
 `Reader.restore` save and restore the state of reading. A group is what all ranks see in one step, see
-`training.data.plan.plan`; its real rows are those that are not copies.
+`training.data.plan.plan`; its real rows are the rows that are no copies.
 """
 
 from __future__ import annotations

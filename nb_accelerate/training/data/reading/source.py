@@ -130,7 +130,7 @@ class TorchSource:
         """Begin the next epoch at a state that `state` returned; an empty one is the beginning."""
 
     def encode(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
-        """Return a position in the form in which it is saved; ``per_batch`` is that of the reader."""
+        """Return a position in the form in which it is saved; ``per_batch`` is the reader's."""
         del per_batch
         found = {"epoch": position.epoch, "position": position.position}
         return found | ({"order": position.order} if position.order else {})

@@ -45,7 +45,7 @@ class EpochProgress(RunningLoop):
 
 
 class EpochCounter:
-    """Counts the epochs of a loader and of those that `DataLoaderAdapter.skipping` made of it.
+    """Counts the epochs of a loader and of loaders that `DataLoaderAdapter.skipping` made of it.
 
     It calls ``set_epoch`` of the loader's samplers and dataset, if they have it, and of samplers inside them.
     """
@@ -132,12 +132,12 @@ class _Part:
         self._epoch = part.epoch  # in which the part was left
 
     def pull(self) -> None:
-        """Set the epoch of the whole dataset to that of the part, if it was the part's that was set."""
+        """Set the epoch of the whole dataset to the part's, if the part's was set."""
         if self._part.epoch != self._epoch:
             self._whole.set_epoch(self._part.epoch)
 
     def push(self) -> None:
-        """Set the epoch of the part to that of the whole dataset."""
+        """Set the epoch of the part to the whole dataset's."""
         self._part.set_epoch(self._whole.epoch)
         self._epoch = self._part.epoch
 

@@ -2,7 +2,7 @@
 
 A loader that goes on in the middle of an epoch begins the epoch with these numbers, reads as far as was read before,
 and puts back the numbers that the process had. So the rows come in the order of the epoch that was interrupted,
-whatever was drawn since, and whatever seed the process has.
+independent of numbers drawn since and of the seed of the process.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class StatefulSource(TorchSource):
 
     is_stateful = True
     loader: Any
-    _iterator: Any = None  # of torchdata, for the epoch that this source has opened; the loader has that of the latest
+    _iterator: Any = None  # of torchdata, for the epoch that this source has opened; the loader keeps the latest
 
     @override
     def open(self, epoch: int, *, resumed: bool) -> Iterator[Any]:

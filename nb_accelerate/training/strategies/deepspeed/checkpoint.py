@@ -196,7 +196,7 @@ def read(path: str, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
 
 
 def _classes_of_deepspeed() -> list[Any]:
-    """Return the classes of DeepSpeed of which its files have instances."""
+    """Return the classes of DeepSpeed whose instances are in its files."""
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -148,7 +148,7 @@ def drop_gradients(engine: Any) -> None:
         if isinstance(held, dict):
             for group in held:
                 held[group] = None
-    if hasattr(optimizer, "_get_norm_groups"):  # stage 3 looks for missing groups, not for those that are None
+    if hasattr(optimizer, "_get_norm_groups"):  # stage 3 looks for missing groups, not for None
         optimizer.averaged_gradients = {}
     if hasattr(optimizer, "reset_cpu_buffers"):
         optimizer.reset_cpu_buffers()

@@ -158,7 +158,7 @@ def _batch_size(plugin: DeepSpeedPlugin, run: Run) -> int | None:
 
 
 def _of_size(hidden_size: int | None) -> dict[str, Any]:
-    """Return sizes of buffers for a size of hidden states, those that transformers takes too."""
+    """Return sizes of buffers for a size of hidden states; transformers takes the same sizes."""
     if hidden_size is None:
         return {}
     square = hidden_size * hidden_size
@@ -183,7 +183,7 @@ def _of_schedulers(schedulers: Sequence[Any], run: Run) -> dict[str, Any]:
 
 
 def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """Return the optimizer that trains a model, of those that are prepared with it and others; None if there is none.
+    """Return the optimizer, of ``optimizers``, that trains a model; None if there is none.
 
     It is refused if there are several, if it trains other models too, or has a state that the engine would lose.
     """
