@@ -1,6 +1,6 @@
 """An exception in a rank as data, without the frames of the worker that ran the code.
 
-Exceptions are users' code: whatever is asked of one, its text say, may raise, exit, or be of any size and type.
+Exceptions are users' code: reading any part of one, such as its text, may raise, exit, or give any size and type.
 Nothing of that hides where an exception came from: each part that cannot be had is replaced by a note.
 """
 

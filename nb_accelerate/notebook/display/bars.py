@@ -52,13 +52,13 @@ def bar_lines(samples: Mapping[int, Sample], *, has_ended: bool) -> tuple[BarLin
 
 
 def _name_ranks(bars: Mapping[int, Bar]) -> bool:
-    """Return whether labels, which differ in numbers only, have that of the rank in one place."""
+    """Return whether labels, which differ in numbers only, have the rank's number in one place."""
     numbers = [_NUMBER.findall(bar.label) for bar in bars.values()]
     return len(bars) > 1 and [str(rank) for rank in bars] in [list(column) for column in zip(*numbers, strict=True)]
 
 
 def _line(bars: Mapping[int, Bar], levels: Sequence[int], *, has_ended: bool, is_main: bool) -> BarLine:
-    """Return the line of a bar, which is that of the first rank that has it.
+    """Return the line of a bar, from the first rank that has the bar.
 
     Args:
         bars: by rank.

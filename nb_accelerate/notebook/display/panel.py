@@ -1,6 +1,6 @@
 """The panel of one run: samples the ranks now and then, and has what it saw drawn.
 
-It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
+It has no thread. The thread that waits for the ranks calls `refresh` when it is `due`::
 
     source.statuses --> PanelState --> View --> a Drawing: notebook_panel.py, lines.py
 
@@ -53,7 +53,7 @@ DELAY = 1.0
 
 @dataclass(frozen=True)
 class Action:
-    """A button that the source of a panel gives it; `Controls` adds those that only show something."""
+    """A button that the source of a panel gives it; `Controls` adds buttons that only show something."""
 
     title: str
     hint: str  # what it does

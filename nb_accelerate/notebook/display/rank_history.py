@@ -29,7 +29,7 @@ _SHORT = 0.4
 """Seconds of samples that are too few to compute a rate."""
 
 _LONG_EPOCH = 30.0
-"""Seconds of an epoch, or an evaluation, from which on its end is shown where that of the run is not known."""
+"""Seconds of an epoch or evaluation from which on its end is shown, where the end of the run is not known."""
 
 _LONG = 10.0
 """Seconds for which samples are kept, and from which the shares of phases are computed."""
@@ -85,7 +85,7 @@ class _Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What is seen of a rank from outside at one moment: what its progress page says, and its process."""
+    """The state of a rank at one moment, read from outside: its progress page and its process."""
 
     rank: int
     sample: Sample = field(default_factory=Sample)

@@ -29,7 +29,7 @@ FEW = 2
 """Ranks that have a row each. More that are alike are one row."""
 
 _MANY = 16
-"""Ranks of which each is told what it does, at most."""
+"""Ranks that are shown with what each does, at most."""
 
 _SHORT = 8
 """Characters of the numbers of ranks for which their column has room."""
@@ -143,7 +143,7 @@ class Rows:
             return "late"
         if self.has_ended or state == "returned":
             return "done" if self.state not in ("failed", *ENDED_BY_USER) else ""
-        # Of those that go on, who waits in a collective is held up by others and not late.
+        # A rank that goes on and waits in a collective is held up by others, and not late.
         if state == "stopped" or number in self.slow:
             return "late"
         return "late" if number in self.stalled and not stuck.waits(rank) else ""
@@ -166,7 +166,7 @@ class Rows:
         return rank.times.whole() if self.has_ended else rank.times.recent()
 
     def _row(self, numbers: Sequence[int], label: str) -> Row:
-        """Return a row for ranks of the same kind; what it says of one is that of the rank in their middle."""
+        """Return a row for ranks of the same kind; values of a single rank are taken from the median one."""
         ranks = [self.ranks[number] for number in numbers]
         ordered = sorted(numbers, key=lambda number: self.ranks[number].sample.steps)
         first, middle, last = ordered[0], ordered[len(ordered) // 2], ordered[-1]

@@ -41,7 +41,7 @@ def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
 
 
 def config_of(facts: Facts, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of what ranks run: those that trackers were given, and arguments of the function."""
+    """Return the settings of what ranks run: the trackers' config, and arguments of the function."""
     config = dict(facts.config)
     for key in keys:
         config |= record_of(key).config

@@ -112,7 +112,7 @@ class View:
     summary: tuple[str, ...] = ()  # of a run that has ended
     peak: str = ""  # most memory that a rank used, when it has ended
     bars: tuple[BarLine, ...] = ()
-    rows: tuple[Row, ...] = ()  # of ranks; those that are in step have one together
+    rows: tuple[Row, ...] = ()  # of ranks; ranks that are in step share one
     each: tuple[Row, ...] = ()  # what differs between ranks, where these can have one together
     columns: tuple[str, ...] = ()  # figures that have a column in any case, so that none comes and goes
     curve: Points = ()  # losses; nan where no rank had a finite one

@@ -118,7 +118,7 @@ class Cluster(Placing):
         return "; ".join(f"machine {place.link.name} {place.link.lost}" for place in self._places if place.link.lost)
 
     def _compare(self, link: Link) -> None:
-        """Note how the software of a machine differs from that of this one. Raises StartError if ranks cannot run."""
+        """Note how the software of a machine differs from this one's. Raises StartError if ranks cannot run."""
         python = self._options.engine.remote_python
         differences = compare(software_here(), {name: link.hello[name] for name in software_here()}, python=python)
         if differences.obstacles:

@@ -10,7 +10,7 @@
 The launcher of the first machine serves the store as long as the launch lasts. There is no authentication: who speaks
 torch's protocol can write keys. Other bytes only end their own connection.
 
-Whatever asks the store runs in a helper thread: on a machine without network an answer may never come.
+All requests to the store run in a helper thread: on a machine without network an answer may never come.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class ElasticRendezvous:
                 self._make_handler(_store(self._endpoint))
                 if not self._handler.is_closed():
                     break
-                raise ConnectionError("a launch that has ended is still there")  # that of the cell before, say
+                raise ConnectionError("a launch that has ended is still there")  # the launch of the cell before, say
             except (OSError, RuntimeError, RendezvousError):
                 self._forget()
                 if self._is_given_up or time.monotonic() > deadline:

@@ -32,7 +32,7 @@ def rank_environ(
     """Return the whole environment of one rank.
 
     Args:
-        extra: the user's variables; they override all others but those that select among devices.
+        extra: the user's variables; they override all others except variables that select devices.
     """
     environ = {key: value for key, value in base.items() if key not in _KERNELS_OWN}
     environ.setdefault("OMP_NUM_THREADS", str(plan.num_threads))

@@ -137,5 +137,5 @@ class ForkedServer(RankServer):
 
 
 def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # users' code waits for whatever ends
+    with contextlib.suppress(ChildProcessError):  # users' code may have waited for it
         os.waitpid(pid, 0)

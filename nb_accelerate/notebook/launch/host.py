@@ -272,7 +272,7 @@ def main() -> None:
 
 
 def _is_stream(fd: int) -> bool:
-    """Return whether a descriptor is that of a pipe or socket, and no file such as /dev/null."""
+    """Return whether a descriptor is a pipe or socket, and no file such as /dev/null."""
     mode = os.fstat(fd).st_mode
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 

@@ -46,7 +46,7 @@ def _network() -> str:
 
 
 def _addresses() -> dict[str, str]:
-    """Return the interface of each address. Bridges, such as that of Docker, are the last: they lead to no machine."""
+    """Return the interface of each address. Bridges, such as Docker's, are the last: they lead to no machine."""
     found = {}
     with contextlib.suppress(OSError):
         for name, entries in sorted(psutil.net_if_addrs().items(), key=lambda one: _is_bridge(one[0])):
@@ -97,7 +97,7 @@ def routes(others: list[str]) -> dict[str, Any]:
 
 
 def reach(places: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """Connect to other machines, of which the names, addresses and ports are given, all at once.
+    """Connect to other machines, given by names, addresses and ports, all at once.
 
     Returns the address and interface of this one on the way to each, in their order.
     """

@@ -112,7 +112,7 @@ def open_hosts(options: LaunchOptions, check: Callable[[], object]) -> Hosts:
 
 
 def keep(hosts: Hosts) -> None:
-    """Keep hosts for the next launch, in the place of others. Those that are lost, or not to be kept, are ended."""
+    """Keep hosts for the next launch, in the place of others. Lost hosts, and hosts not to be kept, are ended."""
     global _kept  # noqa: PLW0603 - one launch at a time is what users do
     if any(link.lost for link in hosts.links) or not Environment().keep_warm:
         hosts.close()

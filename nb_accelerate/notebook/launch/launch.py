@@ -124,7 +124,7 @@ class Launch(Steerable):
         self._done_for_coroutines.set_running_or_notify_cancel()  # a coroutine that is cancelled does not cancel it
         self._lock = threading.Lock()
 
-    # For whoever holds it.
+    # For the user's code.
 
     @property
     def ranks(self) -> list[RankStatus]:
@@ -282,7 +282,7 @@ class Launch(Steerable):
                 self._tell(again)
 
     def _pack_call(self, stack: contextlib.ExitStack) -> Packed | None:
-        """Pickle the call. Return None if ranks have it in memory; from now on also those that it cannot be sent to."""
+        """Pickle the call. Return None where ranks have it in memory: they are forks, or become forks if that fails."""
         plan, is_here = self._plan, self._placing is None
         if is_here and plan.method.copies_notebook:
             return None

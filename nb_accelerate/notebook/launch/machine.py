@@ -67,7 +67,7 @@ def facts_here(env: Mapping[str, str]) -> MachineFacts:
     """Return the facts as they are now.
 
     Args:
-        env: variables that ranks will have on top of ours; those that select among devices change what there is.
+        env: variables that ranks will have on top of ours; variables that select devices change the result.
     """
     check_versions()
     if importlib.util.find_spec("torch") is None:

@@ -95,7 +95,7 @@ def not_all_came(
 
 
 def no_first_machine(endpoint: str, seconds: float, error: BaseException) -> StartError:
-    """Build the error about the machine that all others come to, from that of the last attempt to connect."""
+    """Build the error about the machine that all others connect to, from the error of the last attempt."""
     why = getattr(error, "strerror", None) or str(error).split("\n", maxsplit=1)[0]
     return StartError(
         f"the first machine, {endpoint}, did not answer within {seconds:g} s ({why}). Start the same launch there, and "

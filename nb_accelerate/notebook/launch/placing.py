@@ -41,7 +41,7 @@ class Placing(ABC):
     def started_ranks(
         self, plan: LaunchPlan, rendezvous: Rendezvous, *, wants_rows: bool
     ) -> contextlib.AbstractContextManager[Sequence[RankHandle]]:
-        """Start the ranks, which wait for `Setup`, and yield their handles. Those that live are killed at the end."""
+        """Start the ranks, which wait for `Setup`, and yield their handles. Ranks still alive at the end are killed."""
 
     @abstractmethod
     def setup_of(

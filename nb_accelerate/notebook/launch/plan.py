@@ -53,7 +53,7 @@ class LaunchPlan:
     min_nodes: int = 1
     can_fork: bool = False  # nothing is known here by which forks of this process would fail
     warnings: tuple[str, ...] = ()  # what the user should know before it starts
-    machines: tuple[str, ...] = ()  # names of those that an engine has placed hosts on; their ranks are all "here"
+    machines: tuple[str, ...] = ()  # names of machines where an engine has placed hosts; their ranks are all "here"
 
     @property
     def device(self) -> str:

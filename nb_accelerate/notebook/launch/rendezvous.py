@@ -6,7 +6,7 @@ port in ``MASTER_PORT`` is kept free for code in ranks that serves a store of it
 such a file (macOS, or no ``/proc``), the store listens on another port, on a socket that is bound here, to loopback,
 and given to rank 0.
 
-Several machines find one another by torch elastic's rendezvous, whose store is that of the ranks too. Which machine
+Several machines find one another by torch elastic's rendezvous, whose store the ranks use too. Which machine
 serves it is said by ``node_rank``, or by the address that all were given.
 """
 
@@ -151,7 +151,7 @@ def _meet_here(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]
 def _file_without_name() -> int:
     """Return a descriptor of a file that others can open only by a descriptor they were given.
 
-    It is -1 where a file cannot be opened anew by its descriptor: on macOS, or without ``/proc``.
+    It is -1 where a file cannot be opened again by its descriptor: on macOS, or without ``/proc``.
     """
     file = anonymous_file()
     try:

@@ -52,7 +52,7 @@ def make_setup(
     """Return the `Setup` of a rank: with environment, working directory and search path of this process as of now.
 
     Args:
-        base: variables on top of which a rank has its own; None for those of this process.
+        base: variables that a rank's own are added to; None for the variables of this process.
     """
     environ = rank_environ(
         plan,

@@ -56,7 +56,7 @@ class SharedState:
 
     @property
     def machines(self) -> list[Machine]:
-        """Those that take part, in the order of their numbers, and those that wait."""
+        """The machines that take part, in the order of their numbers, and then the waiting ones."""
         if self._now is None:
             return []
         waiting = sorted(self._now.wait_list | self._now.redundancy_list)
@@ -91,7 +91,7 @@ class SharedState:
 
     def _read(self, found: Any) -> Any:
         if found is not None:
-            # Before torch unpickles it, which runs whatever is in it.
+            # Before torch unpickles it, which would run any code in it.
             self._now = _StateUnpickler(io.BytesIO(found[0])).load()
         return found
 

@@ -26,7 +26,7 @@ def started_ranks(
 ) -> Iterator[list[LocalRank]]:
     """Start the ranks of this machine, which wait for `Setup`, and yield a handle for each, by local rank.
 
-    When the block is left, those that live are killed and their handles closed.
+    When the block is left, ranks still alive are killed and all handles closed.
     """
     handles: list[LocalRank] = []
     with contextlib.ExitStack() as stack:

@@ -41,7 +41,7 @@ class _Extension:
         self._cells = Cells(shell, self._auto, SESSION_DEFAULTS)
 
     def register(self) -> None:
-        """Add the magics; take the place of those that are there."""
+        """Add the magics, or replace them."""
         cells = self._cells
         commands = Commands(self._shell, self._auto, SESSION_DEFAULTS)
         manager = self._shell.magics_manager

@@ -42,7 +42,7 @@ class LineParser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """How its options are written, but for those that people do not write."""
+        """How its options are written, without hidden ones."""
         shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
         return [flag for action in shown for flag in action.option_strings]
 

@@ -1,4 +1,4 @@
-"""Auto mode: every cell is a ``%%distributed`` cell, but for those that say otherwise."""
+"""Auto mode: every cell is a ``%%distributed`` cell, except cells that opt out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class AutoMode:
 
 
 def _failed_on_ranks() -> bool:
-    """Whether the last traceback that the notebook showed is that of a cell which failed on the ranks."""
+    """Whether the last traceback that the notebook showed is from a cell which failed on the ranks."""
     error = getattr(sys, "last_value", None)
     if error is None or "nb_accelerate.notebook.pool.group" not in sys.modules:
         return False

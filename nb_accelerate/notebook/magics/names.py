@@ -58,7 +58,7 @@ class RankNames:
             self._shell.events.unregister("post_run_cell", _hint)
             self._shell.events.unregister("post_run_cell", self._note_bindings)
         for method in _INSPECTORS:
-            vars(self._shell).pop(method, None)  # that of its class shows again
+            vars(self._shell).pop(method, None)  # uncovers the method of its class
 
     def _hint_of_trained(self, info: Any) -> None:
         """Say, once, of a model that a cell of the notebook uses that it was trained on the ranks only."""
@@ -192,5 +192,5 @@ def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
         return None
     try:
         return pools.current().call(function, *arguments, ranks=(0,), timeout=_ANSWER_WITHIN)[0]
-    except Exception:  # whatever it is, somebody is typing and wants no error
+    except Exception:  # somebody is typing and wants no error
         return None

@@ -21,7 +21,7 @@ def plain_errors() -> Iterator[None]:
     """Show errors about what was asked for, raised inside the block, without a traceback.
 
     Raises:
-        CellSyntaxError: instead of a SyntaxError, which IPython shows with all frames, whatever it is told.
+        CellSyntaxError: instead of a SyntaxError, which IPython always shows with all frames.
     """
     try:
         yield

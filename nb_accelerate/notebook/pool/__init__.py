@@ -79,9 +79,9 @@ def run(code: str, *, wait: bool = True, **options: Any) -> list[Any] | CellHand
 
 
 def push(values: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-    """Define variables on the ranks, also over those that cells have bound there.
+    """Define variables on the ranks, also where cells have bound them there.
 
-    A module of yours, which is sent by its name, is loaded anew from its file there.
+    A module of yours, which is sent by its name, is reloaded from its file there.
 
     Args:
         values: by name.
@@ -120,7 +120,7 @@ def interrupt() -> None:
 
 
 def restart(rank: int | None = None) -> None:
-    """Start all ranks anew, or replace one, and those that have ended. The others keep their variables then.
+    """Restart all ranks, or replace one and all that have ended. The others keep their variables then.
 
     Args:
         rank: the one to replace; None for all.

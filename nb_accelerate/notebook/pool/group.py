@@ -1,12 +1,12 @@
-"""The ranks of a pool as a group: they are started, connected, connected anew, replaced, and ended.
+"""The ranks of a pool as a group: they are started, connected, reconnected, replaced, and ended.
 
 ::
 
     start --> Setup --> Join, all of them --+--> in one process group
                           ^                 |
-                          +-- connect anew <+--> a rank is lost --> a new one in its place --> Setup --> Join, all
+                          +-- reconnect <---+--> a rank is lost --> a new one in its place --> Setup --> Join, all
 
-New ranks have no variables yet: one that does not join is killed. Those that have variables are taken out of the
+New ranks have no variables yet: one that does not join is killed. Ranks with variables are taken out of the
 rendezvous, and killed only if that does not work: every wait of a rendezvous has a deadline.
 """
 
@@ -75,7 +75,7 @@ class RankGroup:
 
     Attributes:
         by_value: modules that are sent as they are here.
-        is_disconnected: whether the ranks have no process group of use, so that they must be connected anew.
+        is_disconnected: whether the ranks have no process group of use, so that they must be reconnected.
     """
 
     @enough_room()
@@ -107,7 +107,7 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks, with those that have ended."""
+        """Number of ranks, with ended ones."""
         return self.plan.num_processes
 
     @property

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"[^\W\d]\w*")
 _DELETES = {"DELETE_NAME", "DELETE_GLOBAL"}
 _READS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"} | _DELETES
-_STORES = {"STORE_NAME", "STORE_GLOBAL"} | _DELETES  # code after a deletion fails, whatever the notebook has
+_STORES = {"STORE_NAME", "STORE_GLOBAL"} | _DELETES  # code after a deletion fails, also if the notebook has the name
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))
 
 
 def names_of(tree: ast.Module, flags: int = 0) -> tuple[set[str], set[str]]:
-    """Return the names that a cell may read before it has stored them, and those that it has stored at its end.
+    """Return the names that a cell may read before it has stored them, and the names that it has stored at its end.
 
     Built-in names are among the first, and names that it deletes among the second.
 

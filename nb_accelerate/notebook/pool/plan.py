@@ -59,9 +59,9 @@ class CellPlan:
         own: names that are not sent because cells on the ranks have bound them later, with the notebook's values.
         conflicts: names that are not sent because both the notebook and the ranks have changed the value.
         replacing: names that the notebook has bound again, which replaces something that ranks have changed.
-        undeleted: names that the notebook has deleted, and of which the ranks have trained the value.
+        undeleted: names that the notebook has deleted, whose values the ranks have trained.
         kept: objects that are not sent, though the user asks for it, because the ranks have trained them; by name.
-        unread: names of values that the ranks have and of which a part could not be compared.
+        unread: names of values that the ranks have, where a part could not be compared.
     """
 
     variables: Mapping[str, Any]
@@ -83,7 +83,7 @@ class CellPlan:
     _judged: dict[int, set[str]]
 
     def add(self, names: Iterable[str], *, are_read: bool = True) -> None:
-        """Plan for more names, and for those that functions among their values read.
+        """Plan for more names, and for names that functions among their values read.
 
         Args:
             are_read: False for lists that are only held by what is sent. If the ranks have their own, nobody is told.
@@ -127,7 +127,7 @@ class CellPlan:
             return sync.uses(name)
         snapshot = self._snapshot(name)
         if is_forced:
-            # In place if the rank has it: then whatever refers to it there has the new content too.
+            # In place if the rank has it: then everything that refers to it there has the new content too.
             if name in sync.known and state_of(value) is not None and sync.has(name, value):
                 self.send[rank].discard(name)
                 self.changed[rank][name] = snapshot.parts(name).keys() & sync.known.keys()
@@ -311,9 +311,9 @@ def plan_cell(
     """Plan what ranks are sent for a cell.
 
     Args:
-        variables: those of the notebook.
+        variables: the notebook's.
         syncs: what each rank that runs the cell has, by rank.
-        forced: names to send whatever the ranks have.
+        forced: names to send in any case.
         trained: names of models that cells on the ranks have trained.
 
     Raises:

@@ -73,7 +73,7 @@ class PoolState(enum.Enum):
     IDLE = "idle"
     RUNNING = "running"
     DISCONNECTED = "disconnected"
-    """The ranks live, but their process group is of no use. It is made anew before the next cell."""
+    """The ranks live, but their process group is of no use. A new one is made before the next cell."""
     BROKEN = "broken"
     """A rank has ended. The others keep their variables."""
 
@@ -145,7 +145,7 @@ class Pool:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, also of those that have ended."""
+        """Number of ranks, with ended ones."""
         return self.group.size if self.group else 0
 
     def describe(self) -> str:
@@ -218,7 +218,7 @@ class Pool:
             self._running = self.failed_rank = None
 
     def restart(self, rank: int | None = None) -> list[int]:
-        """Start all ranks anew, or replace one. The others then keep their variables.
+        """Restart all ranks, or replace one. The others then keep their variables.
 
         Ranks that have ended are replaced too, because a process group needs them.
 
@@ -357,9 +357,9 @@ class Pool:
             group.loop.interrupt(request)
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, *, large: bool = False) -> None:
-        """Define names on the ranks, also those that cells have bound there.
+        """Define names on the ranks, also names that cells have bound there.
 
-        A module of the user's, which is sent by its name, is loaded anew from its file there.
+        A module of the user's, which is sent by its name, is reloaded from its file there.
 
         Args:
             values: by name.

@@ -1,4 +1,4 @@
-"""Keep track of which variables of the notebook each rank was sent, and which its cells have bound. Pure.
+"""Record the variables of the notebook that each rank was sent, and the variables that its cells have bound. Pure.
 
 A name is *sent* if the rank has the notebook's value of it, and *own* if a cell on the rank has bound it. An own name
 is replaced only if the user asks for it. Of the objects in what was sent, by their numbers, it is known what they held.
@@ -219,7 +219,7 @@ class NamespaceSync:
         self._told.pop(name, None)
 
     def rejoined(self) -> None:
-        """Note that the rank has its number anew."""
+        """Note that the rank was given its number again."""
         for name in RANK_NAMES - {"accelerator"}:
             self._sent.pop(name, None)
 
@@ -228,7 +228,7 @@ class NamespaceSync:
 
         Args:
             names: all that the notebook has.
-            bound: those that it has bound for certain, perhaps to the same value again.
+            bound: names that it has bound for certain, perhaps to the same value again.
         """
         for name, before in self.own.items():
             if name in bound or before.value() is not names.get(name, _ABSENT):
@@ -246,7 +246,7 @@ class RankVariables:
 
     Attributes:
         trained: names of models that cells have trained on the ranks, with what the notebook had under each then.
-        hinted: those that the user knows to be trained there only.
+        hinted: names that the user knows to be trained there only.
     """
 
     def __init__(self) -> None:
@@ -275,8 +275,8 @@ class RankVariables:
         """Note that variables of the notebook are copies of what the ranks have.
 
         Args:
-            share: has ranks know the objects in their values by the numbers of the copies; returns the names of which
-                the values are alike, by rank. None if the ranks do not all have what was copied, and go on with theirs.
+            share: has ranks know the objects in their values by the numbers of the copies; returns the names whose
+                values are alike, by rank. None if the ranks do not all have what was copied, and go on with theirs.
         """
         looks = {name: Snapshot(value, self.numbers) for name, value in values.items()}
         before = {name: Before.of(name, values, look) for name, look in looks.items()}

@@ -4,7 +4,7 @@ A frame is a header (length, number of descriptors, whether the message is in a 
 belong to one user's process family and neither has a name, so no stranger can write to one: that is why unpickling here
 is safe.
 
-A large message travels as a descriptor of an anonymous file: whoever sends it to a suspended process is not blocked.
+A large message travels as a descriptor of an anonymous file: a sender to a suspended process is not blocked.
 
 The kernel reads without blocking (`Channel.drain`), because a rank that was stopped in the middle of a frame must
 not stop the kernel. A rank reads one message at a time (`Channel.recv`).
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("!QB?")
 _MAX_FDS = 17
-"""Descriptors in one message, at most: 16 of the sender's, and that of a file with the message."""
+"""Descriptors in one message, at most: 16 of the sender's, and a file with the message."""
 
 _LONGEST_INLINE = 1 << 15
 """Bytes of a pickled message in a frame, at most."""

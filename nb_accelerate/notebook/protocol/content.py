@@ -372,7 +372,7 @@ def _torchs_names() -> frozenset[str]:
 
 
 def attributes_of_optimizer(value: Any) -> dict[str, Any]:
-    """Return what makes an optimizer anew. What torch pickles is less: LBFGS has a list of its parameters."""
+    """Return the attributes that rebuild an optimizer. torch pickles fewer: LBFGS has a list of its parameters."""
     return {name: part for name, part in vars(value).items() if name not in _torchs_names()}
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def rule_of(kind: type, rules: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule for objects of a type: that of its nearest base class that has one."""
+    """Return the rule for objects of a type: the rule of its nearest base class that has one."""
     found = (rules.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
     return next((rule for rule in found if rule is not None), None)
 
@@ -58,7 +58,7 @@ def plain_state(value: Any) -> tuple[Any, ...]:
 
 
 def refuse_file(value: Any) -> Any:
-    """Refuse a file; a standard stream becomes that of the process that unpickles it."""
+    """Refuse a file; a standard stream becomes the one of the process that unpickles it."""
     for stream in ("stdout", "stderr", "stdin", "__stdout__", "__stderr__"):
         if getattr(sys, stream) is value:
             return getattr, (sys, stream.strip("_"))
@@ -120,7 +120,7 @@ def _lock(lock: Any) -> Any:
 
 def _local(value: Any) -> Any:
     kind: Any = type(value)
-    if hasattr(kind, "__dataclass_fields__"):  # it is made anew for each thread, by these arguments
+    if hasattr(kind, "__dataclass_fields__"):  # it is made again in each thread, from these arguments
         return functools.partial(kind, **vars(value)), ()
     return copyreg.__newobj__, (kind,), vars(value)  # type: ignore[attr-defined]
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def interrupts_later() -> Iterator[None]:
     """Put off an interrupt of the cell until the block is left.
 
-    It must not end a child before that one has set its handler of SIGINT, nor come between two steps of which the
-    second undoes the first. SIGINT is blocked for the sake of the child; in this process another thread may get it, so
+    It must not end a child before that one has set its handler of SIGINT, nor come between a step and the step that
+    undoes it. SIGINT is blocked for the sake of the child; in this process another thread may get it, so
     Python's handler is replaced too.
     """
     came: list[int] = []

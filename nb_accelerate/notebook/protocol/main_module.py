@@ -5,7 +5,7 @@ writes and when it reads. So what users' code pickles (``torch.save``, a pool of
 process that was sent a class needs it there by its name.
 
 Code keeps the name of its file, by which tracebacks and stacks show the user's line: from its version 3.1.3 on,
-cloudpickle writes ``<dynamic-code>`` instead. Files are refused, of which cloudpickle sends the content.
+cloudpickle writes ``<dynamic-code>`` instead. Files are refused: cloudpickle would send their content.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ _WITH_SETTER = 6
 def _complete(obj: Any, state: tuple[Any, Callable[[Any, Any], object], str, dict[str, Any]]) -> None:
     own_state, set_state, qualname, brought = state
     set_state(obj, own_state)
-    obj.__qualname__ = qualname  # cloudpickle forgets that of a nested class
+    obj.__qualname__ = qualname  # cloudpickle loses a nested class's
     main_globals().update(brought)
 
 

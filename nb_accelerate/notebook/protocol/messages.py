@@ -54,14 +54,14 @@ class Setup:
 
     Attributes:
         environ: its whole environment, not a difference, unless it `keeps_environ`.
-        cwd: working directory; "" if that of the kernel has been deleted.
+        cwd: working directory; "" if the kernel's has been deleted.
         sys_path: the module search path of the kernel as it is now.
         notebook: text of its cells by file name, so that tracebacks and `inspect.getsource` find them, and its
             `RandomStates` or None, and its settings; a parcel, since a long notebook is more than a socket's buffer
             takes.
         store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
         shows_displays: a notebook can show what a launched function displays; else it is printed.
-        keeps_environ: `environ` comes on top of the environment that the rank has: that of another machine.
+        keeps_environ: `environ` is added to the environment that the rank has, on another machine.
     """
 
     rank: int

@@ -12,7 +12,7 @@ rank's channel before the frame was written. One of the kind `RECORD` carries va
 The mark is 16 bytes, new for every rank, all but the first of them random, so that no output can be taken for a frame.
 Its first byte never occurs in UTF-8: the end of a piece of text is never the beginning of a mark, which would have to
 be kept back until more comes. A frame is at most
-`PIPE_BUF` long: the kernel of the operating system never mixes such a write with that of another writer. C code
+`PIPE_BUF` long: the kernel of the operating system never mixes such a write with another writer's. C code
 that writes to descriptor 2 has a pipe of its own; only its order relative to the rest is approximate.
 
 Because each write goes to a pipe at once, what a rank wrote last is there after it was killed.

@@ -32,7 +32,7 @@ def is_of_torch(value: object, name: str) -> bool:
 
 
 def state_of(value: Any) -> Any:
-    """Return what `renew` takes, which can be pickled; None if an object of its type can only be made anew."""
+    """Return what `renew` takes, which can be pickled; None if an object of its type can only be replaced."""
     try:
         return _state_of(value, type(value))
     except Exception:  # users' code takes part. If it cannot be pickled, that is told where it is
@@ -61,7 +61,7 @@ def _state_of(value: Any, kind: type) -> Any:
 
 
 def pickled_by_torch(value: Any) -> bool:
-    """Return whether a value is an optimizer of which torch pickles its groups and state only."""
+    """Return whether a value is an optimizer, and torch would pickle only its groups and state."""
     kind: Any = type(value)
     has_own_way = kind.__reduce__ is not object.__reduce__  # a prepared one is pickled as the one inside
     return (
@@ -95,7 +95,7 @@ def renew(value: Any, state: Any) -> None:
             if name not in state and not _is_of_class(name, part):
                 type.__delattr__(value, name)
         for name, part in state.items():
-            type.__setattr__(value, name, part)  # that of an enumeration would refuse
+            type.__setattr__(value, name, part)  # an enumeration's own would refuse
     elif kind is types.FunctionType:
         value.__defaults__, value.__kwdefaults__, attributes, closure = state
         vars(value).clear()
@@ -110,7 +110,7 @@ def renew(value: Any, state: Any) -> None:
             vars(value).clear()
             vars(value).update(attributes or {})
         for name, part in (slots or {}).items():
-            object.__setattr__(value, name, part)  # that of a frozen dataclass would refuse
+            object.__setattr__(value, name, part)  # a frozen dataclass's own would refuse
 
 
 def edit(value: Any, change: Edit) -> None:

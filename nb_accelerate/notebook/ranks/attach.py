@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def attach(name: str | None = None) -> None:
     """Show the panel of a run here too: one that is on moves, one that is over shows its end and its log.
 
-    After the page was loaded anew, say, or far below the cell that has started it. The cell that calls it ends at once,
+    For a page that was reloaded, say, or far below the cell that has started it. The cell that calls it ends at once,
     also while another cell waits for the run, if nothing else is in it. The last eight runs of this notebook are known.
 
     Args:

@@ -156,7 +156,7 @@ class RankHandle(ABC):
         self.request(ASK_LINE)
 
     def processor_time(self) -> float | None:
-        """Return the seconds on a processor of its process and those that it has started.
+        """Return the processor seconds of its process and of processes that it has started.
 
         None if that cannot be told, or one of them computes, waits for a processor or for a disk now.
         """
@@ -165,7 +165,7 @@ class RankHandle(ABC):
     def memory(self) -> int:
         """Return the bytes of main memory that its process holds (RSS); 0 if that cannot be told.
 
-        For any thread but that of the loop.
+        Not for the loop's thread.
         """
         return 0
 

@@ -9,7 +9,7 @@
 A launch runs it in the calling thread until its request is done (`RankLoop.run`); a pool, and a launch in which the
 user is asked for input, in a thread of its own (`RankLoop.start`). All but the methods at the top of the class runs in
 that thread, so only the queue of posted actions has a lock. If the thread of a pool fails, it kills the ranks, and
-whoever waits for them gets an error at once.
+every waiting thread gets an error at once.
 
 The class is long because all of it acts, in that one thread, on the same ranks and requests.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OOM_KILLS_MAX_AGE = 1.0
-"""Seconds for which the count of the out-of-memory killer's victims is reused. Reading it anew for each of many short
+"""Seconds for which the count of the out-of-memory killer's victims is reused. Reading it again for each of many short
 cells would take a tenth of their time."""
 
 _JOIN_TIMEOUT = 5.0
@@ -66,9 +66,9 @@ class RankLoop(RankReader):
         on_rank_end: called, in the thread, when a rank has ended.
 
     Attributes:
-        requests: those that were begun and are not done.
-        observers: called in the thread after each event, before deadlines are checked: for tests, and for whoever
-            wants to act when something has happened and not at a time.
+        requests: begun and not done.
+        observers: called in the thread after each event, before deadlines are checked: for tests, and for code that
+            acts when something has happened and not at a time.
     """
 
     observers: ClassVar[list[Callable[[RankLoop], object]]] = []
@@ -181,7 +181,7 @@ class RankLoop(RankReader):
 
     @property
     def why_it_ended(self) -> PoolError:
-        """The error for whoever still wants something of it."""
+        """The error for requests after its end."""
         if self.failure is None:
             return PoolError("the ranks were stopped")
         error = PoolError(

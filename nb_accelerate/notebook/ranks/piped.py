@@ -72,7 +72,7 @@ class PipedRank(RankHandle):
 
     @override
     def close(self) -> None:
-        # Whoever started it may keep it for long, and what it told events to has what ranks returned.
+        # Its owner may keep it for long, and the receiver of its events has what ranks returned.
         for name in ("_sources", "_events"):
             vars(self).pop(name, None)
 

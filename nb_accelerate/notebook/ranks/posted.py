@@ -55,11 +55,11 @@ class PostedActions:
             try:
                 posted[0]()
             except BaseException:
-                self._actions.appendleft(posted)  # it is refused when the thread ends, which tells whoever waits for it
+                self._actions.appendleft(posted)  # it is refused when the thread ends, which ends the wait for it
                 raise
 
     def end(self) -> None:
-        """Refuse all actions from now on, and those that are in the queue."""
+        """Refuse all actions in the queue, and all later ones."""
         self.ended.set()
         self._refuse()
 

@@ -143,7 +143,7 @@ class Incoming(RankEvents):
             self._reader.output.display(self._rank.rank, display)
 
     def _thread_failed(self, message: ThreadFailed) -> None:
-        """Kill a rank of which a thread has failed: what that thread was for would be waited for in vain."""
+        """Kill a rank after one of its threads has failed: a wait for the work of that thread would never end."""
         rank = self._rank.rank
         logger.warning("Rank %s is killed: its thread %s has failed.\n%s", rank, message.name, message.traceback)
         error = RemoteError(message.traceback, rank=rank, type_name=message.error.partition(":")[0])

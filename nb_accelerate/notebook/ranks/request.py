@@ -64,7 +64,7 @@ class Request:
     """Something that ranks are asked. `RankLoop.begin` begins it; it is over when `done` is set.
 
     Attributes:
-        world_size: number of ranks in all, of which `ranks` may be some.
+        world_size: number of ranks in all; `ranks` may be fewer.
         start: seconds in which all ranks must become ready, for a request that does not itself wait for `Awaits.READY`.
         timeout: seconds in which all ranks must answer; None for no limit.
         spent: seconds of these that were over before it began.
@@ -262,7 +262,7 @@ class Request:
             self._enter(kind)
 
     def abandon(self, error: BaseException) -> None:
-        """End it because its ranks cannot go on. The error, a reason outside them, is raised for whoever waits."""
+        """End it because its ranks cannot go on. The error, a reason outside them, is raised in the waiting thread."""
         self._add(Incident(kind=IncidentKind.ABANDONED, when=time.monotonic(), error=error))
 
     def act(self) -> None:
@@ -298,12 +298,12 @@ class Request:
     # Its end.
 
     def finish(self) -> None:
-        """Wake up whoever waits for it."""
+        """Wake up the threads that wait for it."""
         self.done.set()
         self.input_requests.close()
 
     def fail(self, error: BaseException) -> None:
-        """Note that the loop has ended, and wake up whoever waits."""
+        """Note that the loop has ended, and wake up the waiting threads."""
         self.failure = error
         self.finish()
 

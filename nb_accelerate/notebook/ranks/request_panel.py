@@ -62,7 +62,7 @@ class RequestView:
         ]
 
     def ask(self) -> None:
-        """Ask the ranks that are busy for their stacks, and those that are not ready yet as soon as they are."""
+        """Ask the busy ranks for their stacks, and the others as soon as they are ready."""
         self._unasked = {rank.rank for rank in self._request.waiting}
         self._ask_ready()
 

@@ -33,7 +33,7 @@ _MAX_TIMEOUT = 1e6
 
 
 class Sources:
-    """A selector of descriptors and channels, each with an action, and with a pipe that wakes up whoever waits."""
+    """A selector of descriptors and channels, each with an action, and with a pipe that ends a wait."""
 
     def __init__(self, on_ring: Callable[[], object]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -66,7 +66,7 @@ class Sources:
             del self._keys[self._selector.unregister(source).fd]
 
     def wait(self, seconds: float) -> None:
-        """Wait until a source can be read, at most so many seconds, and call the actions of those that can."""
+        """Wait until sources can be read, at most so many seconds, and call their actions."""
         for key, _ in self._selector.select(max(0.0, seconds) if seconds < _MAX_TIMEOUT else None):
             # An action before this one may have closed the source, and what was opened since may have its number.
             # Reading that would take what is meant for somebody else, or block.

@@ -53,7 +53,7 @@ class Steerable(ABC):
         """
         deadline = time.monotonic() + timeout
         request, page = self._page_of_loop(deadline)
-        number = time.monotonic_ns()  # of which there is one
+        number = time.monotonic_ns()  # unique
         page.save(number)
         while (state := _look(page, number)) is None or state.answer is None:
             if state is None or not state.loop or request.done.wait(_INTERVAL):

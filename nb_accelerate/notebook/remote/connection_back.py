@@ -10,7 +10,7 @@
       | <================= sealed frames ==============> |
 
 A proof is a checksum over both nonces and the number, whose key is the secret of the run. The secret reaches hosts by
-the channel of the engine, and never this connection. Each side makes its nonce anew, so that what was recorded of one
+the channel of the engine, and never this connection. Each connection has new nonces, so that a recording of one
 connection proves nothing in another one. Frames are not encrypted, but sealed: each has a checksum whose key both sides
 have made of the secret and the nonces (BLAKE2b in its keyed mode, https://www.rfc-editor.org/rfc/rfc7693).
 """
@@ -76,7 +76,7 @@ class KeyedSeal:
         """Check the tag of the next frame that has come.
 
         Raises:
-            LinkError: it is not that of this frame at this place.
+            LinkError: it is not the tag of this frame at this place.
         """
         if not hmac.compare_digest(self._checksum(self._receives, self._num_received, data), tag):
             raise LinkError(
@@ -273,7 +273,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def address_towards(other: str) -> str:
-    """Return the address of this machine that another one can answer to: that of the interface on the way there."""
+    """Return the address of this machine that another one can answer to: of the interface on the way there."""
     with socket.socket(_family(other), socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))  # sends nothing
         return str(probe.getsockname()[0])

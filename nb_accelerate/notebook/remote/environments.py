@@ -21,7 +21,7 @@ class Differences(NamedTuple):
 
 
 def compare(here: Mapping[str, str], there: Mapping[str, str], *, python: str = "python3") -> Differences:
-    """Compare the software of this notebook with that of another machine.
+    """Compare the software of this notebook with another machine's.
 
     Args:
         here: ``"python"``, ``"torch"`` and ``"package"``: their versions; "" for a torch that is not installed.

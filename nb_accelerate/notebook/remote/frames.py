@@ -49,7 +49,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 class LinkError(LaunchError):
-    """What came over the stream of a machine are no frames, or not those that were sent."""
+    """The bytes from the stream of a machine are no frames, or not the frames that were sent."""
 
 
 class Kind(enum.IntEnum):
@@ -66,7 +66,7 @@ class Kind(enum.IntEnum):
     ANSWER = 5
     """From the host: the answer, as JSON, with the ``number`` of the question."""
     START = 6
-    """To the host: start a rank, as JSON. The number in place of the rank is that of its handle, used once."""
+    """To the host: start a rank, as JSON. The number in place of the rank is its handle's, used once."""
     PID = 7
     """To the host: the process id of a rank, which it has told the kernel, as `NUMBER`."""
     SIGNAL = 8
@@ -120,7 +120,7 @@ class Seal(Protocol):
         """Check the tag of the next frame that has come.
 
         Raises:
-            LinkError: it is not that of this frame at this place.
+            LinkError: it is not the tag of this frame at this place.
         """
 
 

@@ -1,6 +1,6 @@
 """The kernel's side of one machine: it reads what its host sends, for all ranks there, and tells the host what to do.
 
-One descriptor is waited for, whoever the frames are for. What is sent goes out in a thread of its own, so that a slow
+One descriptor is waited for, for the frames of all ranks. What is sent goes out in a thread of its own, so that a slow
 network does not hold up the kernel. That thread also notices if nothing has been heard for long.
 """
 
@@ -91,7 +91,7 @@ class Link:
     def ask(
         self, what: str, *, seconds: float = 30.0, check: Callable[[], object] = lambda: None, **arguments: Any
     ) -> dict[str, Any]:
-        """Ask the host something, and wait for the answer. For any thread but that of the loop, once there is one.
+        """Ask the host something, and wait for the answer. Not for the loop's thread, once there is a loop.
 
         Raises:
             StartError: it cannot do it, or does not answer in time.
@@ -191,7 +191,7 @@ class Link:
         self._notify()
 
     def _notify(self) -> None:
-        """Wake up whoever waits for an answer, or for the end of the loop that read it."""
+        """Wake up the threads that wait for an answer, or for the end of the loop that read it."""
         with self._answered:
             self._answered.notify_all()
 

@@ -61,7 +61,7 @@ class SentSegments:
             return self._kept[key][0]
 
     def drop_unused(self) -> None:
-        """Drop those that no message came with since this was called last; at each beat."""
+        """Drop the segments that no message named since the last call; called at each beat."""
         with self._lock:
             for key in self._kept.keys() - self._used:
                 number, fd = self._kept.pop(key)

@@ -61,7 +61,7 @@ class _Queued(NamedTuple):
     kind: int
     rank: int
     parts: tuple[Bytes, ...]
-    file: int = -1  # of which the content is to be sent, in pieces
+    file: int = -1  # its content is to be sent, in pieces
     offset: int = 0  # of the next piece
 
 

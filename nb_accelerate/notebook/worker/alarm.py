@@ -107,7 +107,7 @@ def cut_connections(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ..
 
 
 def _within_this_machine() -> list[int]:
-    """Return the descriptors of the TCP connections from this machine to itself, of which those to ranks are some."""
+    """Return the descriptors of the TCP connections from this machine to itself, with those to ranks among them."""
     found = []
     for fd in range(_MAX_FILES):
         with contextlib.suppress(OSError):  # not open, or not connected

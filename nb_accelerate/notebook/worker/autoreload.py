@@ -23,7 +23,7 @@ class Autoreload:
 
     @classmethod
     def of(cls, shell: InteractiveShell) -> Autoreload:
-        """Return that of a shell; the default where its extension was not loaded."""
+        """Return the settings of a shell; the default where its extension was not loaded."""
         reloader: Any = getattr(shell.magics_manager.registry.get(_MAGICS), "_reloader", None)
         if not getattr(reloader, "enabled", False):
             return cls()

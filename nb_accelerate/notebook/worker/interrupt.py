@@ -6,14 +6,14 @@ rank's progress page, what it interrupts: the number of a call or cell, counted 
 One that has not begun yet is interrupted as it begins, and one that has ended is not mistaken for the next.
 
 A signal that comes just before Python begins to wait for something would be noticed when that comes. The kernel
-therefore sends `NUDGE` after it: any signal ends the wait, and Python then handles those that came before. It does not
+therefore sends `NUDGE` after it: any signal ends the wait, and Python then handles earlier ones. It does not
 send SIGINT twice, since users' own handlers may end the program at the second one.
 
 Where an event loop is at work, between two steps of tasks, the exception waits for the loop's next round. Raised at
 once, it could hit just when a task's next step is put into the queue or taken out of it, and that task would never
 go on, not even to be cancelled.
 
-In a finalizer or the callback of a weak reference (a loop's set of tasks has one) Python drops whatever is raised. An
+In a finalizer or the callback of a weak reference (a loop's set of tasks has one) Python drops exceptions. An
 interrupt that hit there comes once more, with the next nudge.
 """
 

@@ -24,7 +24,7 @@ def is_hidden(name: str) -> bool:
 
 
 def reload(modules: tuple[str, ...]) -> None:
-    """Load modules anew from their files, which may have been edited since they were imported here."""
+    """Reload modules from their files, which may have been edited since they were imported here."""
     importlib.invalidate_caches()
     for name in modules:
         if name in sys.modules:
@@ -55,7 +55,7 @@ def checksums(names: tuple[str, ...]) -> list[int | None]:
 
 
 def reset(kept: tuple[str, ...]) -> None:
-    """Delete all variables of the user's but those that are named."""
+    """Delete all variables of the user's except ``kept``."""
     variables = main_globals()
     for name in list(variables):
         if not is_hidden(name) and name not in kept:

@@ -71,11 +71,11 @@ def run_rank(
     """Run a rank in a prepared process (see `prepare_process`) until the kernel sends `Quit` or ends.
 
     Args:
-        scratch: a folder for what multiprocessing puts into files; whoever forked this process removes it.
+        scratch: a folder for what multiprocessing puts into files; the process that forked this one removes it.
         broken: why this process cannot work (a preloaded module failed to import, say); told to the kernel.
-        own_path: `sys.path` for imports of this package; by default the current one, before that of the kernel is set.
+        own_path: `sys.path` for imports of this package; by default the current one, before the kernel's is set.
     """
-    # Before any output and any signal: what was inherited belongs to whoever forked this process.
+    # Before any output and any signal: what was inherited belongs to the process that forked this one.
     replace_streams(ends.stdout, ends.stderr, mark)
     if sys.version_info < (3, 11):
         os.register_at_fork(before=functools.partial(time.sleep, _FORK_PAUSE))

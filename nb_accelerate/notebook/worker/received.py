@@ -47,7 +47,7 @@ class Received(Numbers):
         """Define, or change in place, what has come with a cell: a `Names`. Its descriptors are taken over."""
         sent, objects = unpack_numbered(parcel, fds, lambda key: self._find(key, names))
         changed = {key: self._find(key, names) for key in sent.states}
-        # Whatever holds a list that is changed here holds something else then, and has not been changed by this rank.
+        # An object that holds a list which is changed here differs afterwards, though this rank has not changed it.
         has_lists = any(isinstance(key, str) for key in changed)
         same = self._tokens.keys() - self.changed([*self._tokens], names) if has_lists else ()
         for key, value in changed.items():
@@ -71,7 +71,7 @@ class Received(Numbers):
                 self._tokens[key] = self._read(value)
 
     def share(self, name: str, value: Any, numbers: Shape) -> bool:
-        """Know the objects in a value, of which the notebook has a copy, by the numbers of that from now on.
+        """Know the objects in a value, which the notebook has a copy of, by the numbers of the copy from now on.
 
         Returns:
             Whether they are alike; if not, nothing is done.
@@ -105,7 +105,7 @@ class Received(Numbers):
 
     def take_gone(self) -> tuple[int, ...]:
         """Return the numbers of objects that are gone. Each is returned once."""
-        # Not that of a parameter in whose place its module has another one: what refers to it must not get a copy.
+        # Not the number of a parameter that its module has replaced: what refers to it must not get a copy.
         kept = [number for number in self._gone if number in self._homes and self._homes[number][0]() is not None]
         gone = tuple(set(self._gone).difference(kept))
         self._gone = kept

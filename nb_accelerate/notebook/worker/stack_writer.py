@@ -109,7 +109,7 @@ def _inside(frame: FrameType | None) -> str:
         elif not is_deep:
             # Not by `f_locals`: until Python 3.13 a frame keeps what was read there, a batch say, until it ends.
             said = code.co_name
-            if said.startswith("__"):  # the class, of which Python 3.10 does not tell
+            if said.startswith("__"):  # the class; Python 3.10 does not name it
                 said = getattr(code, "co_qualname", "").rpartition(".")[0].rpartition(".")[2]
     return said
 

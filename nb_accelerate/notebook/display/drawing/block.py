@@ -26,7 +26,7 @@ def can_redraw(stream: TextIO) -> bool:
 
 
 class Block(Drawing):
-    """Lines at the bottom of a terminal. Whoever prints there calls `hide` before and `show` after.
+    """Lines at the bottom of a terminal. Code that prints there calls `hide` before and `show` after.
 
     What was printed last may be an unfinished line: then `show` is called after the rest of it, and nothing is drawn
     until then.
@@ -47,7 +47,7 @@ class Block(Drawing):
         self._put(text.lines(view, size.columns - 1, color=color, bars=True), size.lines)
 
     def draw_lines(self, lines: Sequence[str]) -> None:
-        """Draw these, as many of them as there is room for, in place of those that are there."""
+        """Replace the lines by these, as many as there is room for."""
         size = shutil.get_terminal_size()
         # A line that wraps would be two, and redrawing would leave one of them behind.
         self._put([line[: size.columns - 1] for line in lines], size.lines)

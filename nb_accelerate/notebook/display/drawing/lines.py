@@ -33,7 +33,7 @@ class Output(Protocol):
 
 
 class Lines(Drawing):
-    """For a log: a line after five seconds, ten, twenty ..., then one each minute, and whatever goes wrong at once.
+    """For a log: a line after five seconds, ten, twenty ..., then one each minute, and each problem at once.
 
     What was shorter leaves nothing but its bars, since those were not printed.
     """

@@ -2,8 +2,8 @@
 
 ::
 
-    loss, smoothed, with that of earlier runs and with losses of validation     one scale, logarithmic if it is wide
-    whatever else was logged, such as the learning rate                         a low picture each, over the same steps;
+    loss, smoothed, with losses of earlier runs and of validation               one scale, logarithmic if it is wide
+    other logged numbers, such as the learning rate                             a low picture each, over the same steps;
                                                                                 a constant is said in words
 
 Values appear as the browser's own tooltips when the run is over. While it is on the chart is sent with each drawing: it
@@ -30,7 +30,7 @@ _HEIGHT, _LOW_HEIGHT = 186, 58
 """Pixels: heights of the picture of losses and of each below it."""
 
 _MOST_LOW = 4
-"""Pictures below that of the losses."""
+"""Pictures below the losses, at most."""
 
 _OF_EARLIER = (("#8f8f8f", "2 3"), ("#a58a5c", "7 3"), ("#9a7fa8", "9 3 2 3"))
 """Strokes and dashes of earlier runs."""
@@ -111,6 +111,6 @@ def draw_losses(
 
 
 def is_loss_of_validation(name: str) -> bool:
-    """Return whether a logged name is that of a loss on data that is not trained with: ``val_loss``, ``eval/loss``."""
+    """Return whether a logged name stands for a loss on validation data: ``val_loss``, ``eval/loss``."""
     parts = name.lower().replace("/", "_").replace("-", "_").replace(".", "_").split("_")
     return "loss" in parts and any(part.startswith(_OF_VALIDATION) for part in parts)

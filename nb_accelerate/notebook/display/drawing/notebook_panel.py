@@ -5,9 +5,9 @@
     View --> HTML --display_data, then update_display_data--> the table: stays in the saved notebook, needs no kernel
     style sheet --display_data, once-----------------------> for the table while it moves; the last table has its own
     buttons, a log, stacks --comm of ipywidgets------------> below it, and gone when the run is over
-    HTML, once a page asks for all widgets ----------------> in a page that was loaded anew, in place of the table
+    HTML, once a page asks for all widgets ----------------> in a page that was reloaded, in place of the table
 
-A page that is loaded anew knows no display ids, so the table in it stands still. It does ask for the state of the
+A reloaded page knows no display ids, so the table in it stands still. It does ask for the state of the
 widgets that it was saved with (`notebook.display.widgets.widget_messages`): from then on one of them draws the panel.
 
 Clicks are answered while the cell runs (see `notebook.display.widgets.shell_channel`). In a kernel where they could not
@@ -121,7 +121,7 @@ class NotebookPanel(Drawing):
         self._is_made = True
 
     def _reserve(self, display_id: str) -> None:
-        """Display nothing, below the table, where something comes to stand whatever is printed until it is made."""
+        """Display nothing, below the table, to keep the place for a later display: output until then comes below it."""
         self._send("display_data", display_id, {})
 
     def _show(self, data: dict[str, Any]) -> None:

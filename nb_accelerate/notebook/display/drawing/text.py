@@ -44,7 +44,7 @@ def line(view: View) -> str:
     row = _slowest(view.rows)
     if row is not None and row.step:
         share = "" if row.share is None else f" ({100 * row.share:.0f} %)"
-        # With the number of epochs, the step is that of the whole run.
+        # With the number of epochs, the step counts over the whole run.
         epoch = f"{',' if 'of' in row.epoch else ' of'} epoch {row.epoch}" if row.epoch else ""
         parts.append(f"step {row.step.replace(' ', '')}{share}{epoch}")
         parts += [f"{row.rate} it/s"] if row.rate not in ("", "-") else []
@@ -60,7 +60,7 @@ def table(view: View, *, bars: bool = False) -> str:
 
 
 def lines(view: View, width: int, *, color: bool = False, bars: bool = False) -> list[str]:
-    """Return the whole panel, in lines of which none is wider than a terminal."""
+    """Return the whole panel, in lines no wider than ``width``."""
     remarks = [*([view.held] if view.held else []), *view.warnings, *_times(view), *view.notes]
     said = [line for remark in remarks for line in remark.split("\n")]
     return [
@@ -84,7 +84,7 @@ def _times(view: View) -> list[str]:
 
 
 def _slowest(rows: Sequence[Row]) -> Row | None:
-    """Return the row that stands for all: the slowest of those that have not failed."""
+    """Return the row that stands for all: the slowest one that has not failed."""
     well = [row for row in rows if row.kind != "bad"] or list(rows)
     return min(well, key=lambda row: row.share or 0.0) if well else None
 

@@ -1,4 +1,4 @@
-"""What is worth a sentence: the interface of the findings, each of which has a file here. `state.py` has their list."""
+"""What is worth a sentence: the interface of the findings. Each has a file here; `state.py` has their list."""
 
 from __future__ import annotations
 

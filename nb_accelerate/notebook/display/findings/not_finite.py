@@ -52,7 +52,7 @@ class NotFinite(Finding):
 
     @override
     def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
-        # Of those that are over only if none goes on.
+        # Spans that are over are used only if none goes on.
         spans = {number: self._spans[number] for number in sorted(self._since or self._spans)}
         if not spans:
             return ()

@@ -1,7 +1,7 @@
 """Ranks that are slower than the others, by how much, and what they spend their time on.
 
-Ranks that train together take their steps at the same rate, that of the slowest. It is the one that works while the
-others wait for it: so what is compared is the part of the time that a rank works by itself.
+Ranks that train together take their steps at the rate of the slowest. It works while the others wait for it: so
+the part of the time that each rank works by itself is compared.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _stragglers(ranks: Ranks) -> dict[int, Straggler]:
         factor = 1.0
         if share > middle and share - middle > _NOISE / math.sqrt(ranks[number].samples_in_loop):
             factor = _factor(share, [value for other, value in own.items() if other != number])
-        rate = rates.get(number)  # differs for those that do not wait for each other
+        rate = rates.get(number)  # differs for ranks that do not wait for each other
         if rate and middle_rate / (ranks[number].rate_at_most or rate) > _FACTOR:
             factor = max(factor, middle_rate / rate)
         if factor > _FACTOR:

@@ -25,7 +25,7 @@ STALL = 5.0
 def stalled_ranks(ranks: Ranks, now: float) -> set[int]:
     """Return the ranks that were making progress and have made none for `STALL` seconds.
 
-    Also those that have not begun to, while others wait for them.
+    Also ranks that have not begun to, while others wait for them.
     """
     quiet = {number: rank for number, rank in ranks.items() if now - rank.moved_at > STALL}
     stalled = {number for number, rank in quiet.items() if _has_begun(rank)}

@@ -1,11 +1,11 @@
-"""The widgets below a panel in a cell: its buttons, what they open, and what draws it in a page that was loaded anew.
+"""The widgets below a panel in a cell: its buttons, what they open, and what draws it in a page that was reloaded.
 
-One button ends the run, another one opens those that show something or steer training, in the same row.
+One button ends the run, another one opens the buttons that show something or steer training, in the same row.
 
 Each widget is a message when it is made and another when it is closed, and so is the layout and the style of each.
 Therefore widgets share these, and what a button opens is made when it is pressed for the first time.
 
-When the run is over they are closed, but for the one that has drawn the panel in a page that was loaded anew. That page
+When the run is over they are closed, but for the one that has drawn the panel in a page that was reloaded. That page
 keeps a view in the saved notebook, which nothing but the page could remove: the style sheet hides what is left of it.
 
 Clicks are answered in the thread that reads the shell channel (`notebook.display.widgets.shell_channel`): what they do
@@ -66,7 +66,7 @@ class Controls:
         self._aside: Any = None
         self._rank_field: Any = None
         self._others: list[tuple[Action, Any]] = []  # buttons that are opened, once they were for the first time
-        self._opened: tuple[Any, ...] = ()  # those that are there now
+        self._opened: tuple[Any, ...] = ()  # shown now
         self._is_open = False
         self._check_actions_at = 0.0
         self._shown: Callable[[], str] | None = None
@@ -106,7 +106,7 @@ class Controls:
         self._draw_aside()
 
     def close(self, view: View) -> None:
-        """Close them. In a page that was loaded anew, and knows no display to leave in their place, one stays."""
+        """Close them. In a reloaded page, which knows no display to leave in their place, one stays."""
         with self._lock:
             self._is_over = True
         kept: list[Any] = []
@@ -190,7 +190,7 @@ class Controls:
                 return
             self._check_actions_at = time.monotonic() + _ACTIONS_EVERY
             can = [button for action, button in self._others if self._is_open and action.can()]
-            # New ones come last: a front end would make those behind anew, which would lose the focus of the keyboard.
+            # New ones come last: a front end would rebuild the buttons behind, which would lose the keyboard's focus.
             kept = [button for button in self._opened if button in can]
             self._opened = (*kept, *(button for button in can if button not in kept))
             children = [*self._row, *self._opened]

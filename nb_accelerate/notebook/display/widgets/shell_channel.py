@@ -34,7 +34,7 @@ _LINGER = 10.0
 comm", in a cell."""
 
 _channels: dict[int, _Channel] = {}
-"""Those that are read here, by the ``id`` of their kernel."""
+"""The channels that are read here, by the ``id`` of their kernel."""
 
 _lock = threading.Lock()
 
@@ -66,7 +66,7 @@ def stop_answering(kernel: Any) -> None:
 def read_shell_channel() -> float:
     """Answer what has come for this thread to read, and return the seconds after which this is to be called again.
 
-    Whoever waits in a cell calls it. It does nothing, and returns infinity, where another thread reads the channel.
+    A wait in a cell calls it. It does nothing, and returns infinity, where another thread reads the channel.
     """
     if not _channels or threading.current_thread() is not threading.main_thread():
         return math.inf
@@ -89,7 +89,7 @@ class _Channel:
         self._read_at = 0.0
 
     def begin(self) -> None:
-        """Count one more user. Whoever calls it or `end` holds the lock."""
+        """Count one more user. The caller of this and of `end` holds the lock."""
         self._users += 1
         self._changes += 1
         self._stream.io_loop.add_callback(self._take)

@@ -1,16 +1,16 @@
-"""Answer the messages of our own widgets, and of a page that is loaded anew, in the place of the kernel.
+"""Answer the messages of our own widgets, and of a page that is reloaded, in the place of the kernel.
 
 ::
 
     click --> `Answers` --busy--> what the button does --idle--> page
-    page that is loaded anew --"what are you?", "which widgets are there?"--> `Answers` --> page
+    page that is reloaded --"what are you?", "which widgets are there?"-----> `Answers` --> page
     user --nb_accelerate.attach() in another cell-------------------------------^
 
 The kernel would answer a click after the cell that runs, when the widget is gone; and it would run the user's
-``pre_execute`` and ``post_execute`` hooks around the answer, of which matplotlib's closes the figures of that cell.
-So whatever widgets are sent is answered here, by a direct call, also what names a subshell.
+``pre_execute`` and ``post_execute`` hooks around the answer, and matplotlib's closes the figures of that cell.
+So all messages to widgets are answered here, by a direct call, also messages that name a subshell.
 
-JupyterLab and Notebook 7, when they are loaded anew, ask for all states at once and, where no answer comes within four
+JupyterLab and Notebook 7, when they are reloaded, ask for all states at once and, where no answer comes within four
 seconds, for a list of comms and then for the state of each.
 """
 

@@ -40,7 +40,7 @@ OF_PYTHON = (
         "there is no {python} there. Name one that is: remote_python='/path/to/env/bin/python'",
     ),
 )
-"""Said by a shell or by Python on the other machine, whatever has started them."""
+"""Messages of a shell or of Python on the other machine, for all engines."""
 
 _SHELL_NOT_FOUND = (126, 127)
 
@@ -52,7 +52,7 @@ def explained(command: str, code: int | None, said: str, failures: Iterable[Fail
         command: its name, for where nothing is known.
         code: its exit code, negative for a signal; None if it still runs.
         said: what it has written to its stderr.
-        failures: those that this command tells of; those of `OF_PYTHON` are looked for after them.
+        failures: that this command reports; `OF_PYTHON` is searched after them.
     """
     of_python = [
         failure for failure in OF_PYTHON if failure.pattern.startswith("No module") or code in _SHELL_NOT_FOUND

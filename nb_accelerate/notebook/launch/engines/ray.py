@@ -46,7 +46,7 @@ _LOOPBACK_ONLY = {
     "RAY_raylet_start_wait_time_s": "120",
     # By default 15, with which ranks get little of a machine on which something else runs, the kernel for one.
     "RAY_worker_niceness": "0",
-    # One for each processor core by default, of which none is used.
+    # One for each processor core by default; none would be used.
     "RAY_prestart_worker_first_driver": "0",
 }
 """For a cluster of this machine alone."""

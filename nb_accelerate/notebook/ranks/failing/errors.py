@@ -223,7 +223,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def show_traceback_of_rank(error: BaseException, report: ErrorReport, title: str, world_size: int, footer: str) -> None:
-    """Have IPython and plain Python print the traceback on the rank, and not that of the wait for it."""
+    """Have IPython and plain Python print the traceback on the rank instead of the traceback of the wait for it."""
     who = f"Raised by {title}{_place_of_import(error, report)}."
     add_note(error, who)
     add_note(error, footer)
@@ -234,7 +234,7 @@ def show_traceback_of_rank(error: BaseException, report: ErrorReport, title: str
 
 
 def _place_of_import(error: BaseException, report: ErrorReport) -> str:
-    """Return the user's line that led to a SyntaxError, of which IPython shows no other line of a rank."""
+    """Return the user's line that led to a SyntaxError: IPython shows no other line of a rank for it."""
     users = [frame for frame in report.frames if is_users(frame.filename)]
     return f", in {place(users[-1])}" if isinstance(error, SyntaxError) and users else ""
 

@@ -69,8 +69,8 @@ class Wording:
 def first_cause(incidents: Iterable[Incident]) -> Incident:
     """Return the incident that explains the others.
 
-    An interrupt of the user comes first. Of other incidents the earliest does, but those that only say that another
-    rank was lost come after the rest, and those that happened after ranks were signalled come last.
+    An interrupt of the user comes first. Of other incidents the earliest does, but incidents that only say that another
+    rank was lost come after the rest, and incidents after ranks were signalled come last.
     """
 
     def order(incident: Incident) -> tuple[bool, bool, bool, float]:

@@ -85,7 +85,7 @@ def one_line(report: ErrorReport) -> str:
 def meanwhile(stacks: Mapping[int, str]) -> str:
     """Return where ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``.
 
-    Not those that were outside users' code, as most are that have heard of the failure: it says nothing of the cause.
+    Leaves out ranks outside users' code, where most are that know of the failure: it says nothing of the cause.
     """
     locations = {rank: where(dump) for rank, dump in stacks.items()}
     return _lines({rank: found for rank, found in locations.items() if found != OUTSIDE}, "Meanwhile ")

@@ -3,8 +3,8 @@
 Output is a sequence of items (lines, displays) of each rank. An item that all ranks have at the same place is shown
 once, as in an ordinary cell. Where they differ, each rank's items are shown as a block, in the order of the ranks, up
 to the next item that all ranks have; blocks of different ranks may differ in length. Equal blocks are shown once, for
-all their ranks. What was shown is not moved: an item that other ranks have not printed in time is shown for those that
-have, and theirs follows when it comes.
+all their ranks. What was shown is not moved: an item that other ranks have not printed in time is shown for the ranks
+that have, and theirs follows when it comes.
 
 A line like ``loss 0.5`` comes in every epoch, with other figures, and two ranks may have the same figures in different
 epochs. So lines that differ in their figures only are counted: the first of one rank is compared with the first of the
@@ -91,7 +91,7 @@ class Merge(Generic[T]):
             that do the same are milliseconds apart.
         apart: whether an item of the first rank waits for no other one and is compared with none.
         last: whether an item is the last of its rank. It waits for all ranks until `finish`, however long they take.
-        kind: returns what an item has in common with those that are counted with it; None for one that is not counted.
+        kind: returns what items that are counted together have in common; None for an item that is not counted.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class RequestOutput:
             unless these are all, or the first of them has printed the line for all.
 
     Attributes:
-        guard: for whatever else shows output of the request.
+        guard: for other code that shows output of the request.
         alone: whether there is one rank only and its lines have no prefix, so that they need not be whole.
         panel: what shows lines of information, if there is a panel that does.
     """
@@ -231,7 +231,7 @@ class RequestOutput:
 
 
 def _as_message(display: Display) -> dict[str, Any]:
-    """Return the content of a Jupyter message, with all its parts, whatever users' code on the rank has left out."""
+    """Return the content of a Jupyter message, with the parts that users' code on the rank has left out."""
     try:
         content = json.loads(display.content)
     except RecursionError:

@@ -211,7 +211,7 @@ class CellSink(Sink):
         send, socket = self.kernel.session.send, self.kernel.iopub_socket
         try:
             send(socket, kind, _sendable(content), parent=self._parent)
-        except Exception as error:  # whatever a rank has displayed, it must not end the loop
+        except Exception as error:  # what a rank displays must never end the loop
             text = f"<a message of a rank cannot be sent to the notebook: {type(error).__name__}>\n"
             with contextlib.suppress(Exception):  # the kernel is closing
                 send(socket, "stream", {"name": "stderr", "text": text}, parent=self._parent)

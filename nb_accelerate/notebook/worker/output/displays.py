@@ -1,7 +1,7 @@
 """Send what a rank displays to the kernel, in its order among what is printed.
 
-The data goes over the channel, an empty frame into the output pipe. The data is sent first, so whoever reads the
-frame finds the data waiting. Frames and data keep one order, whichever threads show something.
+The data goes over the channel, an empty frame into the output pipe. The data is sent first, so that the reader of
+the frame finds the data waiting. Frames and data keep one order, also with several threads.
 """
 
 from __future__ import annotations

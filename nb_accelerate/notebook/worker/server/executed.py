@@ -126,7 +126,7 @@ class _ExecutedServer(Server):
         if len(self._idle) < self._wanted:
             try:
                 self._fork_idle()
-            except OSError:  # no room for it; whoever asks for a rank is told
+            except OSError:  # no room for it; the next request for a rank reports it
                 self._wanted = len(self._idle)
             return
         self._import_later()

@@ -59,7 +59,7 @@ def serve_forked(
     for signum in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # ranks are signalled, whatever a thread had blocked
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # ranks are signalled: undo what a thread had blocked
     gc.freeze()  # else the collector would write to, and so copy, the pages of all objects in every rank
     adopt_orphans()
     _forget_kernel()

@@ -1,7 +1,7 @@
 """Start a fresh interpreter like this one, which imports nothing from the current folder unless PYTHONPATH names it.
 
 ``python -c`` puts the current folder in front of the path, so a file there, in a folder that several people share,
-would run with the rights of whoever launches. Users' code may import from there: a rank takes over the kernel's path,
+would run with the rights of the launching user. Users' code may import from there: a rank takes over the kernel's path,
 with the current folder if it is in it, before it runs any of that code.
 """
 

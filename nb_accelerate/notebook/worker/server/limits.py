@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _FILES_OF_A_RANK = 11
-"""Descriptors that the kernel has open for each rank while it starts, with those that the rank gets."""
+"""Descriptors that the kernel has open for each rank while it starts, with the rank's own."""
 
 
 def limits() -> tuple[tuple[int, int], ...]:
