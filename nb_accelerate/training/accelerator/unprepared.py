@@ -47,8 +47,9 @@ MAKE_IT_INSIDE = (
 def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
     """Warn of optimizers that take steps though they were not prepared. Called by each `Accelerator`.
 
-    On several ranks the first step of any optimizer is checked; with fp16, the first step of each. There is no warning
-    where something else may average the gradients: `DistributedDataParallel`, FSDP or DeepSpeed.
+    On several ranks the first step of any optimizer is checked. If nothing was prepared, there is no warning where
+    something else may average the gradients: `DistributedDataParallel`, FSDP or DeepSpeed. With fp16, the first step of
+    each optimizer is checked.
     """
     if shared.before_step is not None or collectives.rank or (collectives.world_size == 1 and shared.scaler is None):
         return

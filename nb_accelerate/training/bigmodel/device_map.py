@@ -246,7 +246,7 @@ class _Placing:
         self._waiting = [part for part in self._waiting if part not in beside]
 
     def _split(self, name: str, at: int) -> bool:
-        """Replace a part, the waiting one at index ``at``, by its submodules and tensors. False if it stays whole."""
+        """Insert the submodules and tensors of a part at index ``at`` of the waiting ones. False if it stays whole."""
         module = self._modules.get(name)
         if module is None or type(module).__name__ in self._whole or not any(module.children()):
             return False

@@ -190,7 +190,7 @@ class Strategy:
         return None
 
     def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that replaced a model's own when it was prepared, and are trained now."""
+        """Return the parameters that are trained now, for each parameter that a model had before it was prepared."""
         return list(parameters)
 
     def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
