@@ -350,7 +350,7 @@ def test_a_button_that_training_could_not_obey_is_not_there(open_notebook: OpenN
     notebook.run(2)
     notebook.wait_until_done()
     notebook.run(3)
-    notebook.wait_for_output(3, "2 / 1000", timeout=60)  # epochs
+    notebook.wait_for_output(3, "2 of 1000", timeout=60)  # epochs
     notebook.press_button(3, "More")
     for title in ("Save now", "Stop after this epoch"):
         notebook.wait_until(BUTTON, title)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
@@ -32,7 +33,7 @@ from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.comm.operations import communicate_packed
-from nb_accelerate.training.convert.models import SharedModels
+from nb_accelerate.training.convert.models import SharedModels, refuse_wrapper
 from nb_accelerate.training.convert.order import Order, line_here
 from nb_accelerate.training.convert.rank_zero import RankZero
 from nb_accelerate.training.data import prepare_data_loader
@@ -88,6 +89,7 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             (nn.Module, "__call__"): lambda model, *args, **kwargs: self._call(model, args, kwargs),
             (DataLoader, "__iter__"): lambda loader: self._iterate(loader),  # noqa: PLW0108 - as above
             (Accelerator, "__init__"): _refuse,
+            (DistributedDataParallel, "__init__"): refuse_wrapper,
             (torch.autograd, "backward"): self._backward,
             (torch.autograd, "grad"): self._grad,
             (torch, "save"): self._save,

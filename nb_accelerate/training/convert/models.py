@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -148,10 +148,7 @@ class SharedModels:
 
     def _check(self, model: nn.Module) -> None:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
-            raise ConfigError(
-                f"line {line_here()}: the model is in {type(model).__name__}, which shares out rows itself (a "
-                "Trainer does that). Run the cell without --convert, or leave it out"
-            )
+            refuse_wrapper(model)
         device = next(model.parameters()).device
         if self.is_of_another_rank(device):
             raise ConfigError(
@@ -225,3 +222,15 @@ def _leaves_of(losses: Sequence[Tensor]) -> set[int]:
             pending += [following for following, _ in node.next_functions]
             found |= {id(node.variable)} if hasattr(node, "variable") else set()
     return found
+
+
+def refuse_wrapper(model: nn.Module, *_: object, **__: object) -> NoReturn:
+    """Refuse a wrapper that shares out rows: its exchanges would meet those of a converted cell.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"line {line_here()}: the model is in {type(model).__name__}, which shares out rows itself (a Trainer does "
+        "that). Run the cell without --convert, or leave it out"
+    )
