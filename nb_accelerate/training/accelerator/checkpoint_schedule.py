@@ -11,6 +11,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
@@ -77,18 +79,29 @@ class CheckpointSchedule:
 
     def end_step(self) -> None:
         """Decide whether a checkpoint is due after a batch that is not the last of its epoch."""
+        if self._core.steering.has_uneven_batches:
+            return
         interval = self._interval
         if interval is not None and interval.unit == "steps":
             self.is_due |= self._step - self._saved_at_step >= interval.amount
         self._steps_to_question -= 1
         if not self._asks:
-            self._core.steering.note([self._core.steering.own])
+            self._core.steering.agree()
             self._decide(self._time_is_over(), self._received is not None)
         elif self._steps_to_question <= 0:
             self._ask()
 
     def end_epoch(self, epoch: int, *, is_last: bool) -> None:
-        """Decide whether a checkpoint is due when an epoch, and what the user does after it, is over."""
+        """Decide whether a checkpoint is due when an epoch, and what the user does after it, is over.
+
+        Raises:
+            ConfigError: ranks come here with different numbers of batches, so that they cannot save together.
+        """
+        if self._core.steering.has_uneven_batches:
+            raise ConfigError(
+                "The loop over resumable stands inside join_uneven_inputs, in which ranks cannot save together. Write "
+                "join_uneven_inputs inside the loop, around the batches of one epoch."
+            )
         interval = self._interval
         has_news = self._step > self._saved_at_step
         if interval is not None:
@@ -97,7 +110,7 @@ class CheckpointSchedule:
             elif interval.unit == "steps":
                 self.is_due |= self._step - self._saved_at_step >= interval.amount
             self.is_due |= is_last and has_news
-        if self._asks:
+        if self._core.collectives.world_size > 1:
             self._ask()
         else:
             self._decide(self._time_is_over(), self._received is not None)
@@ -130,11 +143,12 @@ class CheckpointSchedule:
         seconds_per_step = (now - self._asked_at) / max(self._steps_since, 1)
         steps = min(max(int(_ASK_EVERY / max(seconds_per_step, 1e-9)), 1), _MOST_STEPS)
         steering = self._core.steering
-        own = (steps, self._time_is_over(), self._received is not None, steering.own)
+        own = (steps, self._time_is_over(), self._received is not None, self.is_due, steering.own)
         told = self._core.collectives.all_gather_object(own)
         self._asked_at, self._steps_since = now, 0
         self._steps_to_question = told[0][0]
-        self._decide(told[0][1], any(signalled for _, _, signalled, _ in told))
+        self._decide(told[0][1], any(signalled for _, _, signalled, _, _ in told))
+        self.is_due |= any(due for *_, due, _ in told)  # a rank with fewer batches has counted fewer steps
         steering.note(asked for *_, asked in told)
 
     def _decide(self, time_is_over: bool, signalled: bool) -> None:

@@ -26,12 +26,14 @@ class Steering:
     Attributes:
         saves: a checkpoint is to be saved now.
         stops: training is to end after this epoch.
+        has_uneven_batches: whether ranks have different numbers of batches just now, and so ask each other nothing.
     """
 
     def __init__(self, collectives: Collectives, prepared: Prepared) -> None:
         self._collectives = collectives
         self._prepared = prepared
         self.saves = self.stops = False
+        self.has_uneven_batches = False
 
     @property
     def asks(self) -> bool:
@@ -44,9 +46,21 @@ class Steering:
         commands = here().commands
         return bool(commands.save), commands.stop
 
+    @contextmanager
+    def uneven_batches(self) -> Iterator[None]:
+        """Ask no other rank in a block in which each comes to the end of an epoch after batches of its own number."""
+        self.has_uneven_batches = True
+        try:
+            yield
+        finally:
+            self.has_uneven_batches = False
+
     def agree(self) -> None:
         """Ask all ranks, which call this at the same point of their loops."""
-        self.note(self._collectives.all_gather_object(self.own) if self.asks else [self.own])
+        if self._collectives.world_size == 1:
+            self.note([self.own])
+        elif self.asks and not self.has_uneven_batches:
+            self.note(self._collectives.all_gather_object(self.own))
 
     def note(self, of_ranks: Iterable[tuple[bool, bool]]) -> None:
         """Note what all ranks were asked: see `own`."""

@@ -342,7 +342,7 @@ class TrainingMixin(CoreMixin):
         try:
             for loader in loaders:
                 loader.even = bool(even_batches)
-            with self.core.strategy.join(joinables):
+            with self.core.steering.uneven_batches(), self.core.strategy.join(joinables):
                 yield
         finally:
             for loader, even in before:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -114,15 +115,62 @@ def test_a_command_between_two_attempts_is_for_the_second(begin: Any) -> None:
     assert len({*launch.result(60)}) == 1
 
 
-def _leaves_its_loop() -> None:
+def _with_uneven_batches(project: str, kind: str) -> int:
+    import torch
+    from torch.utils.data import DataLoader
+
+    from nb_accelerate import ProjectConfiguration
+    from nb_accelerate.training.accelerator import Accelerator
+
+    config = ProjectConfiguration(project, save_every="5 steps")
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(5, 1)))
+    batches = 0
+
+    def train(epoch: Iterable[Any]) -> None:
+        nonlocal batches
+        for inputs in epoch:
+            accelerator.backward(model(inputs).sum())
+            batches += 1
+
+    if kind == "epochs inside":
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for _ in accelerator.epochs(2):
+                train(loader)
+    elif kind == "resumable inside":
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for _, epoch in accelerator.resumable(loader, 2):
+                train(epoch)
+    else:
+        for _, epoch in accelerator.resumable(loader, 2):
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                train(epoch)
+    return batches
+
+
+def test_ranks_with_uneven_batches_ask_each_other_only_where_they_are_together(begin: Any, tmp_path: Path) -> None:
+    assert begin(_with_uneven_batches, str(tmp_path / "epochs"), "epochs inside").result(60) == [6, 4]
+    assert begin(_with_uneven_batches, str(tmp_path / "resumable"), "resumable outside").result(60) == [6, 4]
+    saved = sorted((tmp_path / "resumable" / "checkpoints").iterdir())
+    assert [json.loads((one / "checkpoint.json").read_text())["global_step"] for one in saved] == [6]
+    with pytest.raises(ConfigError, match="join_uneven_inputs"):
+        begin(_with_uneven_batches, str(tmp_path / "refused"), "resumable inside").result(60)
+
+
+def _stays_in_its_first_epoch(begun: Path) -> None:
     from nb_accelerate.training.accelerator import Accelerator
 
     for _ in Accelerator(cpu=True, project_dir="nowhere").epochs(3):
+        begun.open("w").close()
         signal.pause()
 
 
-def test_who_waits_for_a_checkpoint_learns_that_training_has_ended(begin: Any) -> None:
-    launch = begin(_leaves_its_loop)
+def test_who_waits_for_a_checkpoint_learns_that_it_does_not_come(begin: Any, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    launch = begin(_stays_in_its_first_epoch, begun, ranks=1)
+    with begun.open():  # by a rank too: it is in the loop
+        pass
     with pytest.raises(DeadlineError, match=r"not come to save within 0\.5 s"):
         launch.save_checkpoint(timeout=0.5)
     with pytest.raises(DeadlineError, match="begun no loop"):
