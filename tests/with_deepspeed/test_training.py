@@ -78,6 +78,7 @@ def assert_close_in_16_bits(reference, result):
     assert difference(reference.norms, result.norms) < BF16
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own; ranks have the filters of this process
 def test_nothing_is_compiled_and_nothing_is_printed(run_ranks, capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
     run_ranks(lambda: train(plugin(3), epochs=1).losses, env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")})
