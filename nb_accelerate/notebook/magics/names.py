@@ -5,7 +5,6 @@ For completion and inspection rank 0 is asked, briefly, while it is idle.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import re
 import sys
@@ -44,7 +43,6 @@ class RankNames:
     def register(self) -> None:
         """Add the completer and the inspector to the shell."""
         self._remove_completer = add_completer(self._shell, self._complete)
-        self._shell.events.register("pre_run_cell", self._hint_of_trained)
         self._shell.events.register("post_run_cell", _hint)
         self._shell.events.register("post_run_cell", self._note_bindings)
         for method in _INSPECTORS:
@@ -54,29 +52,10 @@ class RankNames:
         """Take them out of the shell."""
         self._remove_completer()
         with contextlib.suppress(ValueError):
-            self._shell.events.unregister("pre_run_cell", self._hint_of_trained)
             self._shell.events.unregister("post_run_cell", _hint)
             self._shell.events.unregister("post_run_cell", self._note_bindings)
         for method in _INSPECTORS:
             vars(self._shell).pop(method, None)  # uncovers the method of its class
-
-    def _hint_of_trained(self, info: Any) -> None:
-        """Say, once, of a model that a cell of the notebook uses that it was trained on the ranks only."""
-        pools = sys.modules.get("nb_accelerate.notebook.pool")
-        variables = pools.current().variables if pools is not None else None
-        cell = info.raw_cell or ""
-        if variables is None or not variables.trained or not self._auto.runs_here(cell):
-            return
-        # Before IPython 8 there is no other text than the user's, which with magics in it cannot be parsed.
-        for name in reads(getattr(info, "transformed_cell", None) or cell).intersection(variables.trained):
-            value = self._shell.user_ns.get(name)
-            is_sent = variables.trained[name].value() is value and hasattr(type(value), "parameters")
-            if is_sent and name not in variables.hinted:
-                variables.hinted.add(name)
-                print(  # noqa: T201 - above what the cell prints
-                    f"{name} was trained on the ranks; the notebook's own is unchanged. To have the trained one here: "
-                    f"%distributed pull {name}"
-                )
 
     def _note_bindings(self, result: Any) -> None:
         """Note which names a cell of the notebook has bound later than the ranks, or deleted."""
@@ -100,7 +79,6 @@ class RankNames:
         for name, before in variables.trained.items():
             if before.value() is not names.get(name, before.value()):
                 variables.trained[name] = Before.of(name, names)
-                variables.hinted.add(name)
                 print(  # noqa: T201 - under what the cell prints
                     f"{name} was trained on the ranks, and is bound to something else here: the next cell there that "
                     f"uses {name} gets that, and loses what was trained. To have the trained one: "
@@ -174,15 +152,6 @@ def words_for(line: str) -> list[str]:
         return []
     parser = DISTRIBUTED_CELL if option[1] is None else COMMANDS.get(option[1])
     return sorted(flag for flag in parser.flags if flag.startswith(option[2])) if parser is not None else []
-
-
-def reads(python: str) -> set[str]:
-    """Return the names that code reads; none of code that cannot be parsed. Pure."""
-    try:
-        nodes = [*ast.walk(ast.parse(python))]
-    except (SyntaxError, ValueError):
-        return set()
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -31,6 +31,7 @@ from nb_accelerate.notebook.protocol.changed_modules import reloaded_here
 from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.messages import Call, Result
 from nb_accelerate.notebook.protocol.random_states import RandomStates
+from nb_accelerate.notebook.protocol.renewal import is_of_torch
 from nb_accelerate.notebook.protocol.settings import use_settings
 from nb_accelerate.notebook.protocol.shipping import pack
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
@@ -577,9 +578,16 @@ class Pool:
         received = [name for shipment in shipments for name in shipment.sent]
         for name in (*received, *(name for end in ends for name in (*end.bound, *end.unbound))):
             trained.pop(name, None)
-        for name in [name for end in ends for name in end.trained]:
-            trained[name] = Before.of(name, variables)
-            self.variables.hinted.discard(name)
+        names = {name for end in ends for name in end.trained}
+        trained |= {name: Before.of(name, variables) for name in names}
+        self.variables.told.difference_update(received)
+        first_last = [name for name in reversed(list(variables)) if name in names]
+        models = {id(variables[name]): name for name in first_last if is_of_torch(variables[name], "nn.Module")}
+        news = sorted(set(models.values()) - self.variables.told)
+        self.variables.told.update(news)
+        if news and request.output is not None:
+            were = f"{' and '.join(news)} {'was' if len(news) == 1 else 'were'}"
+            request.output.note(f"{were} trained on the ranks: %distributed pull {' '.join(news)}")
         self.failed_rank = request.failed_rank if request.failed_rank is not None else self.failed_rank
         if breaks_group(request, group.ranks, group.plan.backend):
             group.is_disconnected = True

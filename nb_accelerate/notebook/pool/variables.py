@@ -246,14 +246,14 @@ class RankVariables:
 
     Attributes:
         trained: names of models that cells have trained on the ranks, with what the notebook had under each then.
-        hinted: names that the user knows to be trained there only.
+        told: names of models that the user knows to be trained there only.
     """
 
     def __init__(self) -> None:
         self.syncs: dict[int, NamespaceSync] = {}
         self.numbers = Numbers()
         self.trained: dict[str, Before] = {}
-        self.hinted: set[str] = set()
+        self.told: set[str] = set()
 
     @property
     def own_names(self) -> set[str]:
@@ -292,7 +292,7 @@ class RankVariables:
                     sent = Sent.of(name, values[name], look if parts else None, uses)
                     sync.sent({name: sent}, parts, uses)
         self.trained |= {name: before[name] for name in before.keys() & self.trained.keys()}
-        self.hinted |= values.keys()
+        self.told |= values.keys()
 
 
 def _reference(value: object) -> Callable[[], Any]:
