@@ -187,6 +187,38 @@ def contexts():
 """,
 }
 
+IDIOMS |= {
+    "registered_by_parent": """
+class Animal:
+    kinds = {}
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        Animal.kinds[cls.__name__] = cls
+class Cat(Animal):
+    legs = 4
+def registered_by_parent():
+    return Animal.kinds["Cat"]().legs, isinstance(Cat(), Animal), list(Animal.kinds)
+""",
+    "own_operator": """
+@torch.library.custom_op("rows::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+twice.register_autograd(lambda ctx, grad: grad * 2)
+def own_operator():
+    x = torch.ones(1, requires_grad=True)
+    twice(x).sum().backward()
+    return x.grad.item(), torch.ops.rows.twice(x).item()
+""",
+    "underscores": """
+__private, __ = 3, "IPython's"
+def underscores():
+    return __private
+""",
+}
+
 SELF_MADE = "import sys\nclass Settings:\n    rate = 3\nsys.modules[__name__] = Settings()\n"
 
 COLLECT = """

@@ -105,3 +105,30 @@ def test_ranks_are_set_to_what_the_notebook_is(kernel: Kernel, tmp_path: Path):
     kernel.run("%%distributed --out found\n[own.LR, own.RATE, str(torch.get_default_dtype())]").ok()
     assert values(kernel, "found[1]") == [7, 0.5, "torch.float16"]
     kernel.run("%distributed stop").ok()
+
+
+@pytest.mark.slow
+def test_ranks_read_variables_at_import_and_reload_modules_as_the_notebook_has(kernel: Kernel, tmp_path: Path):
+    module = tmp_path / "edited.py"
+    module.write_text("LR = 1\ndef version():\n    return 'first'\n")
+    kernel.run(f"import importlib, os, sys\nsys.path.insert(0, {str(tmp_path)!r})\n%load_ext nb_accelerate").ok()
+    kernel.run("os.environ['TORCH_COMPILE_DISABLE'] = '1'\nimport torch, edited\nedited.LR = 2").ok()
+    kernel.run(
+        "def read():\n"
+        "    import torch._dynamo.config\n"
+        "    return torch._dynamo.config.disable, edited.version(), edited.LR\n"
+        "from nb_accelerate import notebook_launcher\n"
+        "launched = lambda: notebook_launcher(read, num_processes=2, progress='off')[1]"
+    ).ok()
+    cell = "%%distributed --out found\nread()"
+    kernel.run(cell).ok()
+    assert values(kernel, "[found[1], launched()]") == [(True, "first", 2)] * 2
+    module.write_text("LR = 30\ndef version():\n    return 'second'\n")
+    kernel.run("importlib.reload(edited)").ok()
+    kernel.run(cell).ok()
+    assert values(kernel, "[found[1], launched()]") == [(True, "second", 30)] * 2
+
+    told = kernel.run("import codecs\ncodecs.register(lambda name: None)\nlaunched()").ok().stderr
+    assert "codecs.register of this notebook does not reach ranks" in told
+    assert "codecs" not in kernel.run("launched()").ok().stderr
+    kernel.run("%distributed stop").ok()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _WORD = re.compile(r"[^\W\d]\w*")
+_OF_PYTHON = re.compile(r"__\w+__|__+")  # and outputs that IPython keeps
 _DELETES = {"DELETE_NAME", "DELETE_GLOBAL"}
 _READS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"} | _DELETES
 _STORES = {"STORE_NAME", "STORE_GLOBAL"} | _DELETES  # code after a deletion fails, also if the notebook has the name
@@ -39,7 +40,7 @@ def names_of(tree: ast.Module, flags: int = 0) -> tuple[set[str], set[str]]:
     with warnings.catch_warnings():  # the cell has been compiled before, with its warnings
         warnings.simplefilter("ignore")
         stored = reader.block(tree.body, set())
-    return {name for name in reader.free | _words_in_magics(tree) if not name.startswith("__")}, stored
+    return {name for name in reader.free | _words_in_magics(tree) if not _OF_PYTHON.fullmatch(name)}, stored
 
 
 def names_in(code: types.CodeType) -> set[str]:

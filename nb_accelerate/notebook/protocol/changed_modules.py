@@ -14,6 +14,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import logging
 import operator
 import re
 import struct
@@ -30,6 +31,8 @@ from nb_accelerate.notebook.protocol.settings import Part, is_same
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
+
+logger = logging.getLogger("nb_accelerate")
 
 _BEGAN = time.time()
 
@@ -61,6 +64,7 @@ class _Notebook:
         self.read: set[str] = set()
         self.aliases: dict[str, str] = {}
         self.assigned: set[str] = set()
+        self.told: set[str] = set()
         self.paths: dict[tuple[str, str], Callable[[Any], Any]] = {}
         self.num_modules = 0
         self.looked_at: set[str] = set()
@@ -106,7 +110,13 @@ def reloaded_here() -> list[str]:
 
 # The text of the notebook.
 
-_OF_INTEREST = re.compile(r"\bimport\b|\w\.\w+\s*=(?!=)|\bsetattr\b")
+_OF_INTEREST = re.compile(r"\bimport\b|\w\.\w+\s*=(?!=)|\bsetattr\b|\bsys\.|\.register\b|\.library\.")
+
+_STAYS_HERE = re.compile(
+    r"codecs\.register|sys\.(meta_path|path_hooks)\.(append|insert)|sys\.modules\[\]"
+    r"|torch\.library\.(define|impl|Library|register_\w+)"
+)
+"""What changes a process by a call, or assigns to an entry, and cannot be read from it."""
 
 
 def _read_texts() -> None:
@@ -134,20 +144,45 @@ def _read_text(tree: ast.Module) -> None:
             for alias in node.names:
                 _notebook.aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     for node in nodes:
-        target: Any = None
+        target: Any = node
         name: Any = None
+        is_stub = False
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             target, name = node.value, node.attr
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr" and len(node.args) > 1:
             target, name = node.args[0], getattr(node.args[1], "value", None)
-        parts = []
+        elif isinstance(node, ast.Call):
+            target = node.func
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            target, is_stub = node.value, True
+        else:
+            continue
+        parts: list[str] = []
         while isinstance(target, ast.Attribute):
-            parts.append(target.attr)
+            parts.insert(0, target.attr)
             target = target.value
-        if isinstance(target, ast.Name) and isinstance(name, str):
-            base = _notebook.aliases.get(target.id)
-            if base is not None and base.partition(".")[0] not in _NOT_FOLLOWED:
-                _notebook.assigned.add(".".join([base, *reversed(parts), name]))
+        base = _notebook.aliases.get(target.id) if isinstance(target, ast.Name) else None
+        if base is None:
+            continue
+        dotted = ".".join([base, *parts])
+        if isinstance(name, str):
+            if base.partition(".")[0] not in _NOT_FOLLOWED:
+                _notebook.assigned.add(f"{dotted}.{name}")
+        else:
+            _tell_if_it_stays(f"{dotted}[]" if is_stub else dotted)
+
+
+def _tell_if_it_stays(dotted: str) -> None:
+    """Say of a call that ranks do not get what it changes."""
+    generic = _resolved(dotted) if dotted.endswith(".register") else None
+    function = imported(generic[0]) if generic is not None else None
+    for part in generic[1].split(".")[:-1] if generic is not None else ():
+        function = getattr(function, part, None)
+    if dotted not in _notebook.told and (_STAYS_HERE.fullmatch(dotted) or hasattr(function, "dispatch")):
+        _notebook.told.add(dotted)
+        logger.warning(
+            "%s of this notebook does not reach ranks. Write it in the function or cell that they run too.", dotted
+        )
 
 
 def _resolved(dotted: str) -> tuple[str, str] | None:

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib
 import io
-import logging
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.errors import ShippingError
 
 if TYPE_CHECKING:
+    import logging
     from collections.abc import Callable, Mapping
 
     Rule = Callable[[Any], Any]
@@ -89,19 +89,6 @@ def _bar(bar: Any) -> Any:
     options = {name: getattr(bar, name) for name in names if hasattr(bar, name)}
     desc = (getattr(bar, "desc", "") or "").removesuffix(": ")
     return functools.partial(kind, desc=desc or None, initial=bar.n, **options), ()
-
-
-def _logger(logger: logging.Logger) -> Any:
-    # Others may be connected to something, and are as good as none: so it was when none was sent.
-    handlers = [one for one in logger.handlers if type(one) in (logging.StreamHandler, logging.FileHandler)]
-    made = logging.getLogger, () if logger is logging.root else (logger.name,)
-    state = logger.level, logger.propagate, logger.disabled, handlers
-    return (*made, state, None, None, _configure) if handlers else made
-
-
-def _configure(logger: logging.Logger, state: tuple[int, bool, bool, list[logging.Handler]]) -> None:
-    level, logger.propagate, logger.disabled, logger.handlers[:] = state
-    logger.setLevel(level)  # which forgets what it has remembered of levels
 
 
 def _file_handler(handler: logging.FileHandler) -> Any:
@@ -178,6 +165,24 @@ def _operator(operator: Any) -> Any:
     return by_name, ("torch", ".".join(filter(None, ["ops", *name.split("::"), overload])))
 
 
+def _custom_op(op: Any) -> Any:
+    if {*op._backend_fns} != {None}:  # noqa: SLF001 - torch has no other way to read them
+        raise ShippingError("It has kernels for some devices: define it in the function or cell that the ranks run.")
+    made = op._qualname, op._init_fn, op._schema  # noqa: SLF001
+    return _defined_op, (*made, op._abstract_fn, op._backward_fn, op._setup_context_fn)  # noqa: SLF001
+
+
+def _defined_op(name: str, function: Any, schema: str, fake: Any, backward: Any, setup_context: Any) -> Any:
+    import torch
+
+    op = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+    if fake is not None:
+        op.register_fake(fake)
+    if backward is not None:
+        op.register_autograd(backward, setup_context=setup_context)
+    return op
+
+
 def _loader(loader: Any) -> Any:
     if vars(loader).get("_iterator") is None:
         return NotImplemented
@@ -217,6 +222,10 @@ _STAY = {
     "h5py._hl.files.File": "Open it by its path, {0.filename!r}, where it is read: in `__getitem__`, say.",
     "h5py._hl.dataset.Dataset": "Open its file by its path, {0.file.filename!r}, where it is read: in `__getitem__`, "
     "say.",
+    **dict.fromkeys(
+        ("builtins.Environment", "builtins.Transaction"),  # of lmdb
+        "Call lmdb.open with the path where it is read: in `__getitem__`, say.",
+    ),
     "sqlite3.Connection": "Call sqlite3.connect with the path of its file where it is read.",
     "concurrent.futures.thread.ThreadPoolExecutor": "Its threads stay in their process: make it inside the function "
     "that the ranks run.",
@@ -234,7 +243,6 @@ def stays(value: object) -> bool:
 RULES: dict[str, Rule] = {
     **{name: functools.partial(_stays, sentence) for name, sentence in _STAY.items()},
     "tqdm.std.tqdm": _bar,
-    "logging.Logger": _logger,
     "logging.FileHandler": _file_handler,
     "ipykernel.iostream.OutStream": _kernels_stream,
     "IPython.core.interactiveshell.InteractiveShell": _shell,
@@ -249,6 +257,7 @@ RULES: dict[str, Rule] = {
     "contextlib._GeneratorContextManager": _context,
     "torch._ops.OpOverload": _operator,
     "torch._ops.OpOverloadPacket": _operator,
+    "torch._library.custom_ops.CustomOpDef": _custom_op,
     "torch.utils.data.dataloader.DataLoader": _loader,
     "torch.jit.torch.jit.ScriptFunction": _script,
     "torch.jit._script.ScriptModule": _script,

@@ -130,6 +130,8 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _definition(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and reduced[0] is cloudpickle.cloudpickle._make_skeleton_class:  # noqa: SLF001
+            reduced = (_make_class, *reduced[1:])
         if reduced is NotImplemented or len(reduced) < _WITH_SETTER or self._is_by_value(obj.__module__):
             return reduced
         # Classes of C may have another name than the one by which they say they are found.
@@ -177,6 +179,24 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return True
         registered = cloudpickle.list_registry_pickle_by_value()
         return any(f"{module}.".startswith(f"{name}.") for name in registered)
+
+
+def _make_class(constructor: type, name: str, bases: tuple[Any, ...], options: Any, number: str, extra: Any) -> type:
+    """Make a class whose attributes are set later, as cloudpickle does, once; ``__init_subclass__`` has run before."""
+    made: type | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)  # noqa: SLF001
+    if made is not None:
+        return made
+    classes = [base for base in types.resolve_bases(bases) if isinstance(base, type)]
+    parents = {parent for base in classes for parent in base.__mro__ if parent.__module__ in _MAIN_NAMES}
+    hooks = {parent: vars(parent)["__init_subclass__"] for parent in parents if "__init_subclass__" in vars(parent)}
+    for parent in hooks:
+        del parent.__init_subclass__
+    try:
+        make = cloudpickle.cloudpickle._make_skeleton_class  # noqa: SLF001
+        return make(constructor, name, bases, options, number, extra)  # type: ignore[no-any-return]
+    finally:
+        for parent, hook in hooks.items():
+            parent.__init_subclass__ = hook  # type: ignore[method-assign]
 
 
 def _as_pickle_does(_: object) -> Any:

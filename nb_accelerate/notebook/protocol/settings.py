@@ -154,11 +154,12 @@ def _is_of_notebook(value: Any) -> bool:
     return "__main__" in (getattr(entry or value, "__module__", None), type(value).__module__)
 
 
-def _pandas_options(config: Any) -> dict[str, Any]:
-    options = config._registered_options.items()  # noqa: SLF001 - describe_option only prints them
+def _pandas_options(pandas: Any) -> dict[str, Any]:
+    config = pandas._config.config  # noqa: SLF001 - describe_option only prints them
+    options = config._registered_options.items()  # noqa: SLF001
     found = {}
     for name, option in options:
-        value: Any = config._global_config  # noqa: SLF001 - get_option warns of deprecated ones
+        value: Any = config._global_config  # noqa: SLF001 - get_option warns of deprecated options
         for part in name.split("."):
             value = value[part]
         if value is not option.defval and value != option.defval:
@@ -440,10 +441,8 @@ _ROWS: dict[str, dict[str, Row]] = {
         "errors": _calls("geterr", "seterr", unpacks=True),
         "printing": _calls("get_printoptions", "set_printoptions", unpacks=True),
     },
-    "pandas._config.config": {
-        "options": Row(_pandas_options, lambda module, values: _set_quietly(module.set_option, values)),
-    },
     "pandas": {
+        "options": Row(_pandas_options, lambda module, values: _set_quietly(module.set_option, values)),
         "bars": Row(lambda module: hasattr(module.Series, "progress_apply"), _add_bars),
     },
     "sklearn": {"config": _calls("get_config", "set_config", unpacks=True)},
