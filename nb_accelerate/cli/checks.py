@@ -131,7 +131,7 @@ def _check_checkpoint(accelerator: Accelerator) -> str:
         loaded = [parameter.detach() for parameter in model.parameters()]
         accelerator.wait_for_everyone()  # before the folder goes
     if not all(map(torch.equal, saved, loaded)):
-        raise CheckFailed("weights that were loaded are not those that were saved")
+        raise CheckFailed("the loaded weights differ from the saved ones")
     return "saved and loaded"
 
 

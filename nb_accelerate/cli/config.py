@@ -88,7 +88,7 @@ def _write_default(arguments: argparse.Namespace) -> int:
 
     path = _path(arguments)
     if path.exists():
-        print(f"{path} is there and was not changed. To answer the questions anew: nb-accelerate config")
+        print(f"{path} is there and was not changed. To answer the questions again: nb-accelerate config")
         return 0
     print(f"wrote {write_config(default_config(machine_here(), arguments.mixed_precision), path)}")
     return 0

@@ -85,7 +85,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
     """
     path = default_path() if save_location is None else Path(save_location).expanduser()
     if path.exists():
-        print(f"{path} is there and was not changed. To answer the questions anew: nb-accelerate config")  # noqa: T201 - as accelerate does
+        print(f"{path} is there and was not changed. To answer the questions again: nb-accelerate config")  # noqa: T201 - as accelerate does
         return False
     kind = next(kind for kind in DEVICE_KINDS if kind.is_available())
     gpus = 0 if kind.is_host or kind.start_runtime else max(1, kind.count())

@@ -247,9 +247,9 @@ def test_a_long_compilation_is_shown_as_such_and_not_as_a_hang():
 
 def test_what_ranks_warn_of_is_said_once():
     run = Run(3)
-    run.put([0, 2], warning="XLA compiled step 5 anew.")
+    run.put([0, 2], warning="XLA compiled step 5 again.")
     run.look()
-    assert run.view.warnings == ("XLA compiled step 5 anew.",)
+    assert run.view.warnings == ("XLA compiled step 5 again.",)
 
 
 def test_ranks_that_wait_for_one_that_has_returned_are_told_so():

@@ -114,7 +114,7 @@ def test_a_completion_that_comes_too_late_costs_the_process_group_and_nothing_el
     assert reply["content"]["matches"] == []
     notebook.run("waiting.join(20)").ok()
     again = notebook.run(SUM).ok()
-    assert (again.stdout, "the process group was made anew" in str(again.displays)) == ("2\n", True)
+    assert (again.stdout, "the process group was made again" in str(again.displays)) == ("2\n", True)
 
 
 @pytest.mark.may_leave("processes")  # a new rank

@@ -259,7 +259,7 @@ def test_when_the_server_dies_in_a_cell_it_is_told_that_the_variables_of_all_ran
     code = "import os, signal, time\nif rank == 0:\n    os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
     with pytest.raises(PoolError, match="the process it was forked from has ended") as caught:
         run(pool, code)
-    assert "So are all other ranks and their variables. To start them anew: %distributed restart" in str(caught.value)
+    assert "So are all other ranks and their variables. To start them again: %distributed restart" in str(caught.value)
     assert "kept" not in str(caught.value)
     assert pool.restart(0) == [0, 1]
 

@@ -138,7 +138,7 @@ def test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool:
     psutil.wait_procs(ranks, timeout=20)
     assert not any(rank.is_running() for rank in ranks)
     with pytest.raises(
-        StartError, match=rf"machine {machines.names[1]} is lost: .* To start all ranks anew: %distributed restart"
+        StartError, match=rf"machine {machines.names[1]} is lost: .* To start all ranks again: %distributed restart"
     ):
         pool.restart(1)
     assert pool.restart() == [0, 1, 2]

@@ -230,7 +230,9 @@ def test_no_login_without_a_password(sshd: Sshd) -> None:
 
 def test_the_key_of_the_machine_has_changed(sshd: Sshd) -> None:
     sshd.trust("key")
-    assert "the key of a is another one than before. If the machine was set up anew: ssh-keygen -R a" in failure_of("a")
+    assert "the key of a is another one than before. If the machine was set up again: ssh-keygen -R a" in failure_of(
+        "a"
+    )
 
 
 def test_the_key_of_the_machine_is_not_known(sshd: Sshd) -> None:

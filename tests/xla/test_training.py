@@ -448,7 +448,7 @@ def test_steps_whose_shapes_change_get_one_warning(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, logger="nb_accelerate"):
         steps_of_lengths([3, 3, 4, 5, 6, 7, 8, 9])
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "XLA compiled step 5 anew, as it did 3 steps" in said
+    assert "XLA compiled step 5 again, as it did 3 steps" in said
     assert "batch from (1, 5) to (1, 6)" in said
     assert "Pad all batches to one shape" in said
 

@@ -1,4 +1,4 @@
-"""What ranks are sent of the settings of this process: all of them when they start, later those that have changed."""
+"""What ranks are sent of the settings of this process: all of them when they start, later the changed ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def differences(before: Mapping[Key, Any], now: Mapping[Key, Any], *, is_elsewhe
 
 
 def pack_settings(values: Mapping[Key, Any]) -> dict[str, bytes]:
-    """Return settings for ranks. Those that cannot be pickled are left out, and named once."""
+    """Return settings for ranks. Settings that cannot be pickled are left out, and named once."""
     try:
         return pack(values)
     except Exception:  # users' code takes part; which of them it is takes longer to find out

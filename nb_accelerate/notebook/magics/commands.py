@@ -41,7 +41,7 @@ COMMANDS = {
         RANKS,
     ),
     "interrupt": _command("interrupt", "Interrupt a cell that runs in the background."),
-    "restart": _command("restart [RANK]", "Put a new rank in the place of one; or start all anew."),
+    "restart": _command("restart [RANK]", "Put a new rank in the place of one; or start all again."),
     "debug": _command(
         "debug [RANK]",
         "Look into the failure of the last cell on a rank, in the debugger; by default where it failed first.",

@@ -54,7 +54,7 @@ def _after_end(rank: RankProxy) -> str:
     if not rank.has_joined:
         return " while it was being started"
     if rank.handle.exitcode is None and rank.handle.is_lost_with_others and not rank.why_lost:
-        return f". So are all other ranks and their variables. To start them anew: %distributed restart {rank.rank}"
+        return f". So are all other ranks and their variables. To start them again: %distributed restart {rank.rank}"
     return (
         f". Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {rank.rank}"
     )
@@ -251,7 +251,7 @@ class RankGroup:
         if self._cluster is None:
             return open_rendezvous(self._options, self.plan)
         if self._cluster.lost:
-            raise StartError(f"{self._cluster.lost}. To start all ranks anew: %distributed restart")
+            raise StartError(f"{self._cluster.lost}. To start all ranks again: %distributed restart")
         return self._cluster.meet()
 
     def _setup_of(self, rank: RankProxy, rendezvous: Rendezvous, notebook: Parcel) -> Setup:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _WORD = re.compile(r"[^\W\d]\w*")
-_OF_PYTHON = re.compile(r"__\w+__|__+")  # and outputs that IPython keeps
+_OF_PYTHON = re.compile(r"__(name|doc|package|loader|spec|builtins?|file|annotations|session)__|__+")
+"""Names that each process has of its own; the short ones are outputs that IPython keeps."""
 _DELETES = {"DELETE_NAME", "DELETE_GLOBAL"}
 _READS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"} | _DELETES
 _STORES = {"STORE_NAME", "STORE_GLOBAL"} | _DELETES  # code after a deletion fails, also if the notebook has the name

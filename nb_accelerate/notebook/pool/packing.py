@@ -83,13 +83,13 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
     values = {name: plan.variables[name] for name in delivery.names}
     states: dict[Key, Any] = {}
     roots = {id(snapshot.value): name for name, snapshot in snapshots.items()}
-    anew: set[Key] = set()
+    whole: set[Key] = set()
     for key, value in delivery.objects.items():
         state = state_of(value)
         if state is not None:
             states[key] = state
             continue
-        anew.add(key)
+        whole.add(key)
         if id(value) in roots:
             values[roots[id(value)]] = value
         elif not plan.forced:
@@ -101,7 +101,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
     containers = {address: name for address, name in sync.containers(plan.variables).items() if name not in values}
     parts = {key: tokens for name, snapshot in snapshots.items() for key, tokens in snapshot.parts(name).items()}
     # What was not looked at, in a large list, may have changed: rather a copy of it than what the ranks have.
-    references = References(plan.numbers, (sync.known.keys() & parts.keys()) - anew, containers)
+    references = References(plan.numbers, (sync.known.keys() & parts.keys()) - whole, containers)
     try:
         packed = pack(
             Names(dict(sorted(values.items())), states, delivery.edits, sorted(delivery.deleted)),

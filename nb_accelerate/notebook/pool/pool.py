@@ -111,7 +111,7 @@ class Pool:
         self._running: Request | None = None
         self.failed_rank: int | None = None
         self._disconnected_silently = False
-        self._settings: dict[SettingKey, Any] = {}  # those that the ranks have been sent
+        self._settings: dict[SettingKey, Any] = {}  # as the ranks have been sent them
 
     # Its state.
 
@@ -545,7 +545,7 @@ class Pool:
         began = time.monotonic()
         with Interrupts() as interrupts, self._starting():
             self._bring_up((), interrupts)
-        anew = f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept"
+        anew = f"the process group was made again in {time.monotonic() - began:.1f} s; variables are kept"
         output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
 
     def _take_note(

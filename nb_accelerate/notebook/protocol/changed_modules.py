@@ -37,7 +37,7 @@ logger = logging.getLogger("nb_accelerate")
 _BEGAN = time.time()
 
 _NOT_FOLLOWED = ("sys", "os", "__main__", "nb_accelerate", "IPython", "ipykernel")
-"""Packages of which ranks have their own state: streams, environment, shell."""
+"""Packages whose state belongs to each rank: streams, environment, shell."""
 
 _MANY = 1000
 """Entries of a dictionary or list that is still read before each cell."""
@@ -97,7 +97,7 @@ def changed_here() -> dict[tuple[str, str], Any]:
 
 
 def reloaded_here() -> list[str]:
-    """Return the modules of the user's that were loaded anew since this was called."""
+    """Return the modules of the user's that were reloaded since this was called."""
     others = [
         name
         for name, own in _own_modules().items()
@@ -259,7 +259,7 @@ def _literals_of(scope: ast.Module | ast.ClassDef, holder: Any, path: str) -> It
                 if name not in found:
                     found[name] = value
                     continue
-        # Whatever else binds a name: a loop, a branch, a second assignment, a function with "global".
+        # A name that something else binds: a loop, a branch, a second assignment, a function with "global".
         elsewhere |= {
             part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
         }

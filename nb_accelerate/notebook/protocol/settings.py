@@ -3,7 +3,7 @@
 ::
 
     kernel   settings_here: {("torch", "default_dtype"): torch.float64, ("mine", "LR"): 0.1 ...}
-             |-- with `Setup`: all of them; before a cell: those that differ from what ranks have been sent
+             |-- with `Setup`: all of them; before a cell: settings that have changed since
              v   pack_settings: one pickle for each module
     rank     use_settings: at once, or when it has imported that module; what it has already is not set again
 
@@ -524,7 +524,7 @@ def is_same(value: Any, other: Any) -> bool:
 
 
 class Part(NamedTuple):
-    """Entries that a dictionary or list is to have beside those that it has."""
+    """Entries that are added to a dictionary or list."""
 
     entries: dict[Any, Any] | list[Any]
 
@@ -573,8 +573,8 @@ def _use(module_name: str, pickled: bytes, module: Any) -> None:
             now = row.read(module) if row else operator.attrgetter(name)(module)
         except Exception:  # it has no such attribute yet, or in this version
             now = None
-        # A value that is sent for the first time may be that of a library which the notebook has just imported; what
-        # cells have set here is not undone for that.
+        # A value that is sent for the first time may be a default of a library that the notebook has just imported:
+        # it does not undo what cells have set here.
         is_news = key in _set or not (key in _fresh and is_same(_fresh[key], value))
         _set.add(key)
         if not is_news or is_same(now, value):

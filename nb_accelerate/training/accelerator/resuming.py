@@ -205,7 +205,7 @@ class ResumingMixin(CheckpointMixin):
             limit = "" if project.total_limit is None else "; total_limit counts its own only"
             note(
                 f"{parent} has checkpoints of an earlier run, the newest is checkpoint_{earlier[-1]}. This run begins "
-                f"anew and keeps them{limit}. To go on from there instead: resume=True."
+                f"from the start and keeps them{limit}. To go on from there instead: resume=True."
             )
         core.registry.progress.global_step = 0
         return 0

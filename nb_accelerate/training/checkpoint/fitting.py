@@ -34,7 +34,7 @@ def check_class(file: str, was: str | None, thing: Any) -> None:
     if was is not None and was != now:
         raise CheckpointError(
             f"{file} is the state of a {was}, and would be loaded into a {now}. Make a {was} as when it was saved, "
-            f"or leave the state behind: start the {now} anew, and load the model alone."
+            f"or leave the state behind: start the {now} from the beginning, and load the model alone."
         )
 
 

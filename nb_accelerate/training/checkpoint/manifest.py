@@ -87,7 +87,7 @@ class Manifest:
                 content: Any = json.loads(file.read(_LARGEST))
             found = content.pop("format")
             if found in (2, 3, _FORMAT) and content.pop("crc32") != _checksum_of({"format": found, **content}):
-                raise ValueError("its checksum is not that of its content")
+                raise ValueError("its checksum does not fit its content")
             if found in (1, 2, 3, _FORMAT):  # a list, say, is in no set
                 return _checked(content, has_crc32=found != 3)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:

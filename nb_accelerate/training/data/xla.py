@@ -83,7 +83,7 @@ class StepEnd:
             "for branches, inside of the step"
         )
         sentence = (
-            f"XLA compiled step {step} anew, as it did {len(self._known) + self._num_again - 1} steps of this epoch "
+            f"XLA compiled step {step} again, as it did {len(self._known) + self._num_again - 1} steps of this epoch "
             f"before, in {self._seconds - self._began:.1f} s: {why}. A step that does what an earlier one did is not "
             "compiled."
         )

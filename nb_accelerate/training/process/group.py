@@ -89,7 +89,7 @@ def create_alone(kind: DeviceKind, device: torch.device) -> None:
 
 
 def _store(url: str, topology: Topology, options: InitProcessGroupKwargs, *, is_of_agent: bool) -> Any:
-    """Return the store at which ranks meet. That of torchrun's agent outlives a process group: each gets a part.
+    """Return the store at which ranks meet. The store of torchrun's agent outlives a group: each group gets a part.
 
     In one part for all, torch would look for the second group's addresses under the names that the first has left.
     """

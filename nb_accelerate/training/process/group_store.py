@@ -123,7 +123,7 @@ class RendezvousHandler:
             spec.address, spec.store_port, is_master=False, wait_for_workers=False, timeout=timeout
         )
         yield self._meet(store, rank, world_size, timeout), rank, world_size
-        raise RuntimeError("the ranks of this group are connected already. To connect them anew, make another group")
+        raise RuntimeError("the ranks of this group are connected already. To connect them again, make another group")
 
     def _meet(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Announce this rank, wait for the others, and return the part of the store for this process group."""

@@ -60,7 +60,7 @@ def _move(model: DistributedDataParallel) -> None:
 
 def _refuse(model: Any, _: object) -> NoReturn:
     raise ConfigError(
-        f"This {type(model).__name__} was sharded before a rank failed. The ranks have met anew since, and its shards "
-        "may not fit each other. Make it anew and load a checkpoint: model = accelerator.prepare(Model()), "
+        f"This {type(model).__name__} was sharded before a rank failed. The ranks have met again since, and its shards "
+        "may not fit each other. Make it again and load a checkpoint: model = accelerator.prepare(Model()), "
         "accelerator.load_state(...)."
     )

@@ -115,7 +115,7 @@ class FSDPStrategy(DTensorStrategy):
             if mesh is not None and not has_groups(mesh):  # shards of ranks that are gone are lost
                 raise ConfigError(
                     f"This {type(inner).__name__} was sharded over a process group that has ended, so its shards "
-                    "cannot be gathered. Make the model anew and load a checkpoint: model = "
+                    "cannot be gathered. Make the model again and load a checkpoint: model = "
                     "accelerator.prepare(Model()), accelerator.load_state(...)."
                 )
             return model

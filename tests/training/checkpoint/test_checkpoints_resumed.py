@@ -241,7 +241,7 @@ def test_a_run_that_begins_anew_keeps_checkpoints_of_the_one_before(tmp_path: Pa
     first = _run(tmp_path, **options, resume=False, die_after=15)
     assert there() == ["checkpoint_1", "checkpoint_2", "checkpoint_3", "checkpoint_4"]
     assert (
-        "has checkpoints of an earlier run, the newest is checkpoint_2. This run begins anew and keeps them; "
+        "has checkpoints of an earlier run, the newest is checkpoint_2. This run begins from the start and keeps them; "
         "total_limit counts its own only. To go on from there instead: resume=True."
     ) in caplog.text
     rest = _run(tmp_path, **options)  # it goes on with the second one, and is that run from there on

@@ -51,7 +51,7 @@ class SshEngine(CommandEngine):
         ),
         Failure(
             r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-            "the key of {host} is another one than before. If the machine was set up anew: ssh-keygen -R {host}, then "
+            "the key of {host} is another one than before. If the machine was set up again: ssh-keygen -R {host}, then "
             "log in once by hand: ssh {host}. If it was not, somebody may be in between",
         ),
         Failure(

@@ -168,7 +168,7 @@ class DeepSpeedStrategy(Strategy):
             if model not in engines and model.optimizer is not None:
                 raise NotPreparedError(
                     f"The process group of the DeepSpeed engine of this {type(model.module).__name__} has ended, and "
-                    "with it the engine. Make the model anew, and load a checkpoint."
+                    "with it the engine. Make the model again, and load a checkpoint."
                 )
             return request.model
         free = [optimizer for optimizer in optimizers if id(optimizer) not in taken] if request.training else []
