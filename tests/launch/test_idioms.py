@@ -212,6 +212,26 @@ def own_operator():
     twice(x).sum().backward()
     return x.grad.item(), torch.ops.rows.twice(x).item()
 """,
+    "trees": """
+import weakref
+class Node:
+    def __init__(self, parent=None):
+        self.parent = parent and weakref.ref(parent)
+        self.children = []
+root = Node()
+root.children.append(Node(root))
+gone = weakref.ref(Node())
+def trees():
+    return root.children[0].parent() is root, gone()
+""",
+    "vectorized": """
+@np.vectorize
+def rounded(x):
+    return round(x)
+rounded([1.2])
+def vectorized():
+    return rounded([1.6, 2.2]).tolist()
+""",
     "underscores": """
 __private, __ = 3, "IPython's"
 def underscores():

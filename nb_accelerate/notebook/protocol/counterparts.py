@@ -116,6 +116,14 @@ def _simple_queue(queue: Any) -> Any:
     return (type(queue), ()) if queue.empty() else NotImplemented
 
 
+def _weak_reference(value: Any) -> Any:
+    return _referring, (type(value), value())
+
+
+def _referring(kind: Any, target: Any) -> Any:
+    return kind(set() if target is None else target)  # the set is gone at once, as what was referred to is
+
+
 def _weak_dictionary(value: Any) -> Any:
     return type(value), (dict(value),)
 
@@ -143,6 +151,11 @@ def _of_library(function: Any) -> Any:
         return NotImplemented
     setattr(library, function.__name__, function)  # so that the library tells what it takes and returns
     return getattr, (library, function.__name__)
+
+
+def _vectorized(function: Any) -> Any:
+    make, arguments, state = plain_state(function)
+    return make, arguments, {name: value for name, value in state.items() if name != "_ufunc"}  # it is made again
 
 
 def _context(manager: Any) -> Any:
@@ -250,10 +263,12 @@ RULES: dict[str, Rule] = {
     "_thread.RLock": _lock,
     "_thread._local": _local,
     "_queue.SimpleQueue": _simple_queue,
+    "weakref.ReferenceType": _weak_reference,
     "weakref.WeakKeyDictionary": _weak_dictionary,
     "weakref.WeakValueDictionary": _weak_dictionary,
     "ctypes.CDLL": _library,
     "_ctypes.CFuncPtr": _of_library,
+    "numpy.vectorize": _vectorized,
     "contextlib._GeneratorContextManager": _context,
     "torch._ops.OpOverload": _operator,
     "torch._ops.OpOverloadPacket": _operator,
