@@ -228,14 +228,15 @@ def trees():
 @np.vectorize
 def rounded(x):
     return round(x)
-rounded([1.2])
+halved = np.vectorize(lambda x: x / 2, otypes=[float])
+rounded([1.2]), halved([1])
 def vectorized():
-    return rounded([1.6, 2.2]).tolist()
+    return rounded([1.6, 2.2]).tolist(), halved([3]).tolist()
 """,
     "underscores": """
-__private, __ = 3, "IPython's"
+__private, __version__ = 3, "1.2"
 def underscores():
-    return __private
+    return __private, __version__, __name__
 """,
 }
 
@@ -257,6 +258,7 @@ def notebook(shared_kernel: Kernel, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("modules")
     (folder / "self_made_module.py").write_text(SELF_MADE)
     shared_kernel.run(f"import sys\nsys.path.insert(0, {str(folder)!r})\n%load_ext nb_accelerate").ok()
+    shared_kernel.run("from nb_accelerate import notebook_launcher").ok()
     shared_kernel.warm_up()
     for code in (*IDIOMS.values(), f"idioms = [{', '.join(IDIOMS)}]", COLLECT):
         shared_kernel.run(code).ok()
@@ -270,7 +272,6 @@ def alone(notebook: Kernel) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def launched(notebook: Kernel) -> list[dict[str, object]]:
-    notebook.run("from nb_accelerate import notebook_launcher").ok()
     cell = notebook.run("print(notebook_launcher(outcomes, num_processes=2, progress='off'))").ok()
     return list(ast.literal_eval(cell.stdout))
 

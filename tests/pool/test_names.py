@@ -72,7 +72,6 @@ class TestStatements:
             ("[i + k for i in data for k in i.parts if k in keep]", {"data", "keep"}),
             ("{k: (v, w) for k, v in data}", {"data", "w"}),
             ("i = 1\n[i for i in i]", set()),
-            ("__mine, __version__, __name__, __, ___", {"__mine", "__version__"}),
             ("x: Kind = 1\ny: Other\ny", {"Kind", "Other", "y"}),
             ("from __future__ import annotations\nx: Kind = 1\ndef f(a: Kind) -> Kind: ...", set()),
             ("def f(a: Kind = default) -> Kind: return a, late", {"Kind", "default", "late"}),

@@ -15,12 +15,12 @@ import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.notebook.worker.namespace import is_hidden
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _WORD = re.compile(r"[^\W\d]\w*")
-_OF_PYTHON = re.compile(r"__(name|doc|package|loader|spec|builtins?|file|annotations|session)__|__+")
-"""Names that each process has of its own; the short ones are outputs that IPython keeps."""
 _DELETES = {"DELETE_NAME", "DELETE_GLOBAL"}
 _READS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"} | _DELETES
 _STORES = {"STORE_NAME", "STORE_GLOBAL"} | _DELETES  # code after a deletion fails, also if the notebook has the name
@@ -41,7 +41,8 @@ def names_of(tree: ast.Module, flags: int = 0) -> tuple[set[str], set[str]]:
     with warnings.catch_warnings():  # the cell has been compiled before, with its warnings
         warnings.simplefilter("ignore")
         stored = reader.block(tree.body, set())
-    return {name for name in reader.free | _words_in_magics(tree) if not _OF_PYTHON.fullmatch(name)}, stored
+    free = reader.free | _words_in_magics(tree)
+    return {name for name in free if not (name.startswith("__") and is_hidden(name))}, stored
 
 
 def names_in(code: types.CodeType) -> set[str]:

@@ -155,7 +155,7 @@ def _of_library(function: Any) -> Any:
 
 def _vectorized(function: Any) -> Any:
     make, arguments, state = plain_state(function)
-    return make, arguments, {name: value for name, value in state.items() if name != "_ufunc"}  # it is made again
+    return make, arguments, {**state, "_ufunc": {}}  # they are made again
 
 
 def _context(manager: Any) -> Any:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.shipping import checksum
 
-_HIDDEN = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__|open")
+_HIDDEN = re.compile(
+    r"_+|_i+|_i?\d+|_[iod]h|__(name|doc|package|loader|spec|builtins?|file|annotations|session)__|open"
+)
 
 
 def is_hidden(name: str) -> bool:
