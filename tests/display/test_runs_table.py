@@ -363,8 +363,44 @@ def test_launches_and_cells_are_runs_with_their_arguments_and_ends(shared_kernel
     assert "('train', 0.1, 'done', True), ('train-2', 0.2, 'failed: ValueError', True)" in shown
     assert "('digits', 0.3, 'failed: ValueError', True), ('digits-2', 0.4, 'done', True), ('cell " in shown
     (failed, ended) = Runs(kept.runs(project_dir=tmp_path))
-    assert (failed.config, failed.ended) == ({"lr": 0.3, "fails": True, "folder": str(tmp_path)}, "failed: ValueError")
-    assert (ended.name, ended.config, ended.ended) == ("digits-2", {"lr": 0.4}, "done")
+    ranks = {"device": "cpu", "effective batch": 2, "mixed_precision": "no", "ranks": 2, "start": "fresh"}
+    arguments = {"lr": 0.3, "fails": True, "folder": str(tmp_path)}
+    assert (failed.config, failed.ended) == (ranks | arguments, "failed: ValueError")
+    in_a_cell = {"device": "cpu", "effective batch": 1, "mixed_precision": "no", "ranks": 1}
+    assert (ended.name, ended.config, ended.ended) == ("digits-2", in_a_cell | {"lr": 0.4}, "done")
+
+
+CHOOSE = """
+import os, torch
+from nb_accelerate import Accelerator, notebook_launcher, runs
+
+def train(folder=None, **choices):
+    accelerator = Accelerator(cpu=True, **choices)
+    model, optimizer = accelerator.prepare(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(48, 1), batch_size=4))
+    if folder and os.path.exists(folder):
+        accelerator.load_state(folder)
+    elif folder:
+        accelerator.save_state(folder)
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+"""
+
+
+@pytest.mark.limit(120)
+def test_runs_differ_in_ranks_batch_precision_and_start(shared_kernel: Kernel, tmp_path: Path) -> None:
+    shared_kernel.wait_for_server()
+    shared_kernel.run(CHOOSE).ok()
+    choices = "dict(mixed_precision='bf16', gradient_accumulation_steps=3)"
+    saved = str(tmp_path / "checkpoint")
+    for call in ("num_processes=2", f"kwargs={choices}, num_processes=1", *[f"args=({saved!r},), num_processes=2"] * 2):
+        shared_kernel.run(f"notebook_launcher(train, {call})").ok()
+    shown = "(run.config[name] for name in ('ranks', 'effective batch', 'mixed_precision', 'start'))"
+    found = shared_kernel.run(f"print(*(' '.join(map(str, {shown})) for run in runs('train')[-4:]), sep='\\n')").ok()
+    assert found.stdout.splitlines() == ["2 8 no fresh", "1 12 bf16 fresh", "2 8 no fresh", "2 8 no resumed"]
+    assert "device=cpu" in (shared_kernel.run("runs('train')[-4:]").value or "").splitlines()[-1]
 
 
 SCRIPT = """
@@ -390,8 +426,8 @@ def test_scripts_that_are_launched_from_a_terminal_are_runs_in_the_same_folder(t
         assert (ran.returncode == 0) == (how == "ends"), ran.stderr
     runs = kept.runs(project_dir=tmp_path)
     assert [(run.name, run.config, run.ended) for run in runs] == [
-        ("script", {"lr": 0.1}, "failed: ValueError"),
-        ("script-2", {"lr": 0.1}, "done"),
+        ("script", {"lr": 0.1, "ranks": 2, "device": "cpu", "start": "fresh"}, "failed: ValueError"),
+        ("script-2", {"lr": 0.1, "ranks": 2, "device": "cpu", "start": "fresh"}, "done"),
     ]
 
 

@@ -46,7 +46,13 @@ WORKERS = 42  # `num_workers` of the current loop's loader, and 1 more; 0 if not
 SPANS_EPOCHS = 43  # the current loop goes over all epochs of the run, and its steps are the steps of the run
 OTHER_GROUP = 44  # this process has made a process group at another address than its launch's, since it began
 INTERRUPT = 45  # set by the notebook: which call or cell SIGINT is meant for, and how often that was said
-NUM_WORDS = 46
+ACCUMULATION = 46  # batches in one optimizer step; 0 if not known
+PRECISION = 47  # 1 and more: number in `PRECISIONS`; 0 if not known
+RESUMED = 48  # this call or cell has loaded the state of a checkpoint
+NUM_WORDS = 49
+
+PRECISIONS = ("", "no", "fp16", "bf16", "fp8")
+"""Values of ``mixed_precision``, by number."""
 
 INTERRUPTS = 1 << 16
 """The count of interrupts wraps to 0 here. It shares a word with the number of the call or cell."""

@@ -92,6 +92,15 @@ class ProgressPage:
         """Note that a checkpoint begins to be written in a thread, or that it is written. Any thread."""
         self._words[layout.SAVES] = begins
 
+    def note_choices(self, *, precision: str, accumulation: int) -> None:
+        """Note what the newest `Accelerator` trains with; in later calls and cells too."""
+        self._words[layout.PRECISION] = layout.PRECISIONS.index(precision)
+        self._words[layout.ACCUMULATION] = accumulation
+
+    def note_resumed(self) -> None:
+        """Note that this call or cell has loaded the state of a checkpoint."""
+        self._words[layout.RESUMED] = 1
+
     def note_other_group(self) -> None:
         """Note that this process makes a process group whose ranks may be processes outside of its launch."""
         self._words[layout.OTHER_GROUP] = 1
@@ -101,7 +110,7 @@ class ProgressPage:
         words = self._words
         request = words[layout.REQUEST] + 1
         for index in range(layout.PHASE, layout.NUM_WORDS):
-            if index not in (layout.SAVES, layout.OTHER_GROUP, layout.INTERRUPT):
+            if index not in _STAY:
                 words[index] = 0
         self._memory[layout.SCALARS_AT : layout.MEMORY_AT] = bytes(layout.MEMORY_AT - layout.SCALARS_AT)
         self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)
@@ -329,6 +338,9 @@ class Loop:
         """Number of its steps that train."""
         return self.words[0] if self.words[-1] else 0
 
+
+_STAY = (layout.SAVES, layout.OTHER_GROUP, layout.INTERRUPT, layout.PRECISION, layout.ACCUMULATION)
+"""What holds for later calls and cells."""
 
 _LOOP_WORDS = (
     layout.STEP,

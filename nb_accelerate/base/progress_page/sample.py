@@ -52,6 +52,11 @@ class Sample:
     num_workers: int | None = None  # of the loader
     rows: int = 0  # of all ranks together in one batch
 
+    # What it trains with.
+    accumulation: int = 0  # batches in one optimizer step
+    precision: str = ""  # "" is not known
+    resumed: bool = False  # it has loaded the state of a checkpoint
+
     # The run.
     epoch: int = 0  # of the run if `epochs` is known, else of the loader that is trained with
     epochs: int = 0
@@ -118,6 +123,9 @@ def read(memory: Buffer) -> Sample:
         epochs=epochs if has_epochs else 0,
         steps_before=max(0, words[layout.STEPS_BEFORE]),
         rows=max(0, words[layout.ROWS]),
+        accumulation=max(0, words[layout.ACCUMULATION]),
+        precision=dict(enumerate(layout.PRECISIONS)).get(words[layout.PRECISION], ""),
+        resumed=bool(words[layout.RESUMED]),
         waits_in=activity.waits_in,
         collectives=words[layout.COLLECTIVES],
         memory=max(0, words[layout.MEMORY]),

@@ -230,7 +230,7 @@ class Panel:
         if not (self._was_drawn or others or own.is_announced or self._runs or self._notes or self._state.has_content):
             return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
         self._last_view = view = self._view(self._runs, now)
-        remember(view, config_of(view.facts, self._runs), now - self._began, self._runs)
+        remember(view, config_of(view, self._runs), now - self._began, self._runs)
         # What was over before a panel appeared has none, but for what was not printed, and warnings.
         if self._was_drawn or view.bars or view.charts or view.warnings or view.notes or own.is_announced:
             own.finish(view, was_drawn=self._was_drawn)
@@ -239,9 +239,15 @@ class Panel:
 
     def _view(self, runs: Sequence[str], now: float) -> View:
         view = self._state.view(now)
-        own, before = earlier_runs(view.facts.name, config_of(view.facts, runs))
+        config = config_of(view, runs)
+        own, before = earlier_runs(view.facts.name, config)
         return replace(
-            view, charts=charts_of(runs), before=before, own_settings=own, key=self._key, notes=tuple(self._notes)
+            view,
+            charts=charts_of(runs, config),
+            before=before,
+            own_settings=own,
+            key=self._key,
+            notes=tuple(self._notes),
         )
 
     def _observe(self, source: PanelSource, now: float, *, inspects: bool = True) -> None:

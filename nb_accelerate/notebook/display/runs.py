@@ -10,9 +10,9 @@ from nb_accelerate.base.records.naming import labels
 from nb_accelerate.notebook.display.view import Chart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from nb_accelerate.notebook.display.view import Facts
+    from nb_accelerate.notebook.display.view import View
 
 _MOST_CHARTS = 8
 """Charts in a panel; `runs` has the rest."""
@@ -21,15 +21,22 @@ _EARLIER_RUNS = 3
 """Earlier runs in a chart."""
 
 
-def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
-    """Return charts of what runs (by id) have logged, each value beside those of earlier runs of the name."""
+def charts_of(keys: Iterable[str], settings: Mapping[str, Any] | None = None) -> tuple[Chart, ...]:
+    """Return charts of what runs (by id) have logged, each value beside those of earlier runs of the name.
+
+    Args:
+        settings: of these runs, which were not told by a tracker.
+    """
     found = []
     for key in keys:
         record = record_of(key)
         if record.file:
             continue  # which `runs` draws
         before = earlier(key)[-_EARLIER_RUNS:]
-        said = labels([run.name for run in (*before, record)], [run.config for run in (*before, record)])
+        said = labels(
+            [run.name for run in (*before, record)],
+            [*(run.config for run in before), {**(settings or {}), **record.config}],
+        )
         for name in record.columns:
             others = tuple(
                 Curve(label, tuple(old.column(name)))
@@ -40,9 +47,9 @@ def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
     return tuple(found[:_MOST_CHARTS])
 
 
-def config_of(facts: Facts, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of what ranks run: the trackers' config, and arguments of the function."""
-    config = dict(facts.config)
+def config_of(view: View, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of what ranks run: the trackers' config, the function's arguments, the ranks' own."""
+    config = {**view.settings, **view.facts.config}
     for key in keys:
         config |= record_of(key).config
     return config

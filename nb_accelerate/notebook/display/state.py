@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base import words
 from nb_accelerate.notebook.display.bars import bar_lines
@@ -24,6 +24,7 @@ from nb_accelerate.notebook.display.view import FIGURES, View
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nb_accelerate.base.progress_page import Sample
     from nb_accelerate.notebook.display.findings.finding import Finding
     from nb_accelerate.notebook.display.rank_history import Ranks, RankStatus
     from nb_accelerate.notebook.display.view import Facts, FailureSummary, PanelStatus, Row
@@ -61,6 +62,7 @@ class PanelState:
         self._columns = {*_FIRST_COLUMNS}
         self._peak = 0
         self._rows_per_batch = 0
+        self._settings = dict(facts.settings)
 
     def observe(self, now: float, seen: Sequence[RankStatus]) -> None:
         """Take what was seen of each rank at the time `now`."""
@@ -68,6 +70,7 @@ class PanelState:
             self.ranks[status.rank].add(now, status)
             if status.sample.trains:
                 self._rows_per_batch = status.sample.rows
+                self._settings |= _settings(status.sample)
             self._peak = max(self._peak, status.sample.peak or status.memory)
         if self._state == "starting" and any(status.state != "starting" for status in seen):
             self._state = "running"
@@ -132,6 +135,7 @@ class PanelState:
             each=makes.each() if rows and len(ranks) > FEW else (),
             columns=tuple(name for name, _ in FIGURES if name in self._columns) if has_steps or not has_ended else (),
             curve=self._losses.points,
+            settings=dict(self._settings),
             held=sharded_line({number: rank.sample.held for number, rank in ranks.items()}),
             logged=self._logged.curves,
             warnings=self._sentences(now, is_advice=False),
@@ -153,3 +157,12 @@ class PanelState:
             if (finding.while_on if self._ended is None else finding.at_end)
             for sentence in finding.sentences(self.ranks, now)
         )
+
+
+def _settings(sample: Sample) -> dict[str, Any]:
+    """Return what a rank that trains says of its settings, as far as that is known."""
+    # Batches of a loop over all epochs are those of an optimizer's step.
+    batch = sample.rows * (1 if sample.spans_epochs else max(1, sample.accumulation))
+    start = "resumed" if sample.resumed else ""
+    found = {"effective batch": batch, "mixed_precision": sample.precision, "start": start}
+    return {name: value for name, value in found.items() if value}

@@ -46,6 +46,7 @@ class Facts:
     details: str = ""  # the same with everything there is to know; shown on request
     cores: int = 1  # of this machine
     config: Mapping[str, Any] = field(default_factory=dict)  # arguments of the function
+    settings: Mapping[str, Any] = field(default_factory=dict)  # in which runs differ: number of ranks, device, start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,7 @@ class View:
     before: tuple[Curve, ...] = ()  # losses of earlier runs, called by the settings in which they differ
     own_settings: str = ""  # the same of this run; "" if none differ
     charts: tuple[Chart, ...] = ()  # what was logged to be drawn here
+    settings: Mapping[str, Any] = field(default_factory=dict)  # those of `facts`, and what ranks have told of theirs
     held: str = ""  # how the model is spread over ranks, and what they hold of it
     warnings: tuple[str, ...] = ()  # sentences
     notes: tuple[str, ...] = ()  # lines of information, in grey

@@ -36,9 +36,21 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
 
 
 def facts_of(name: str, plan: LaunchPlan, config: Mapping[str, Any] | None = None) -> Facts:
-    """Return what a panel says about a launch or cell that does not change."""
-    setup, details = _setup(plan), plan.describe()
-    return Facts(name=name, setup=setup, brief=plan.brief, details=details, cores=num_cpus(), config=config or {})
+    """Return what a panel says about a launch or cell that does not change.
+
+    Args:
+        config: arguments of the function of a launch; None for a cell.
+    """
+    settings: dict[str, Any] = {"ranks": plan.world_size, "device": plan.device}
+    return Facts(
+        name=name,
+        setup=_setup(plan),
+        brief=plan.brief,
+        details=plan.describe(),
+        cores=num_cpus(),
+        config=config or {},
+        settings=settings if config is None else {**settings, "start": "fresh"},  # a cell trains on with what is there
+    )
 
 
 def simple_arguments(options: LaunchOptions) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from nb_accelerate.base import words
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import (
     ConfigError,
@@ -219,9 +220,9 @@ class Launch(Steerable):
 
     def __repr__(self) -> str:
         seconds = time.monotonic() - self._began if self._seconds is None else self._seconds
-        ranks = f"{self._plan.num_processes} rank{'s' if self._plan.num_processes > 1 else ''}"
+        ranks = words.plural(self._plan.num_processes, "rank")
         why = f": {summary(self._error)}" if self._error is not None else ""
-        return f"<Launch of {self._name} on {ranks}: {self.status()} after {seconds:.1f} s{why}>"
+        return f"<Launch of {self._name} on {ranks}: {self.status()} after {words.duration(seconds)}{why}>"
 
     # For `notebook_launcher`.
 

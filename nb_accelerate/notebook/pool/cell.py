@@ -100,7 +100,8 @@ def _panel(
     facts = facts_of(name, plan)
     numbers = [rank.rank for rank in request.ranks]
     if len(numbers) < plan.num_processes:
-        facts = replace(facts, setup=(f"{label(numbers)} of {plan.num_processes}", *facts.setup[1:]))
+        setup = (f"{label(numbers)} of {plan.num_processes}", *facts.setup[1:])
+        facts = replace(facts, setup=setup, settings={**facts.settings, "ranks": len(numbers)})
     return make_panel(facts, numbers, sink, RequestView(request, actions), front_end)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.base import words
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.ranks.failing.errors import summary
 from nb_accelerate.notebook.ranks.steerable import Steerable
@@ -82,7 +83,7 @@ class CellHandle(Steerable):
     def __repr__(self) -> str:
         ranks = label([rank.rank for rank in self.request.ranks])
         if not self.done():
-            return f"<Cell on {ranks}: running for {time.monotonic() - self._began:.1f} s>"
+            return f"<Cell on {ranks}: running for {words.duration(time.monotonic() - self._began)}>"
         if isinstance(self._outcome, BaseException):
             return f"<Cell on {ranks}: {summary(self._outcome)}>"
         return f"<Cell on {ranks}: {'failed; .result() raises why' if self.request.incidents else 'done'}>"

@@ -257,6 +257,7 @@ class Accelerator(
             engines=engines,
         )
         remember(process, core.choices)
+        core.page.note_choices(precision=precision.name, accumulation=core.accumulation.num_steps)
         given, counts = gradient_accumulation_steps, core.accumulation.num_steps
         if given not in {None, counts} and process.topology.is_main:
             logger.warning(

@@ -312,6 +312,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         if states.step is not None:
             core.accumulation.step = states.step
         core.registry.loaded, core.registry.loaded_from = checkpoint.manifest, checkpoint.folder
+        here().note_resumed()
         if checkpoint.manifest is not None:
             # Only `resumable` counts batches, and not the user's own loop, which may go on from here.
             core.registry.progress.global_step = None

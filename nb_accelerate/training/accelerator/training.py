@@ -85,6 +85,7 @@ class TrainingMixin(CoreMixin):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         self.core.accumulation.num_steps = check_whole("gradient_accumulation_steps", steps, at_least=1)
+        self.core.page.note_choices(precision=self.mixed_precision, accumulation=steps)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
