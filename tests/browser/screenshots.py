@@ -18,7 +18,7 @@ from browser.conftest import notebook_of
 from browser.notebook import IDLE, Notebook
 from browser.server import JupyterServer, Theme, Where
 
-WIDTHS = (1280, 700, 420)
+WIDTHS = (1280, 620, 420)
 THEMES: tuple[Theme, ...] = ("dark", "light")
 _GONE = "() => [...document.querySelectorAll('.nba-gone')].some(one => getComputedStyle(one).visibility === 'visible')"
 """Whether a frame that is not drawn again says so: after 6 seconds, and once more after a change of the theme."""
@@ -68,6 +68,11 @@ def train(state, steps=100, epochs=30, pause=0.05, lr=0.02):
                 optimizer.step()
             optimizer.zero_grad()
             time.sleep(pause)
+        if state == "evaluation":
+            with torch.no_grad():
+                for x, y in loader:
+                    model(x)
+                    time.sleep(4 * pause)
         accelerator.print(f"epoch {epoch + 1} is over")
 """
 
@@ -94,15 +99,16 @@ class State(NamedTuple):
 
 STATES = {
     "first-step": State(2, "", "forward", False),
-    "running": State(2, "", "2 / 30", False),
+    "running": State(2, "", "2 of 30", False),
     "epoch-2-of-3": State(2, "steps=200, epochs=3, pause=0.1", "2 of 3", False),
-    "ranks-8": State(8, "", "2 / 30", False),
-    "ranks-16": State(16, "pause=0.2", "1 / 30", False, launch=", start_method='fork'"),
-    "ranks-64": State(64, "pause=0.5", "1 / 30", False, launch=", start_method='fork'"),
-    "chart": State(2, "", "2 / 30", False, opened="nba-chart"),
-    "each-of-8": State(8, "", "2 / 30", False, opened="nba-each"),
-    "each-of-64": State(64, "pause=0.5", "1 / 30", False, opened="nba-each", launch=", start_method='fork'"),
-    "stacks": State(2, "", "2 / 30", False, opened="Stacks"),
+    "evaluation": State(2, "steps=60", "evaluation", False),
+    "ranks-8": State(8, "", "2 of 30", False),
+    "ranks-16": State(16, "pause=0.2", "1 of 30", False, launch=", start_method='fork'"),
+    "ranks-64": State(64, "pause=0.5", "1 of 30", False, launch=", start_method='fork'"),
+    "chart": State(2, "", "2 of 30", False, opened="nba-chart"),
+    "each-of-8": State(8, "", "2 of 30", False, opened="nba-each"),
+    "each-of-64": State(64, "pause=0.5", "1 of 30", False, opened="nba-each", launch=", start_method='fork'"),
+    "stacks": State(2, "", "2 of 30", False, opened="Stacks"),
     "log": State(2, "steps=5, pause=0.1, epochs=60", "12 of 60", False, opened="Log"),
     "done": State(2, "steps=40, epochs=2", "✓", True),
     "slow": State(8, "pause=0.1", "slower than the", False),

@@ -25,6 +25,7 @@ MEASURE = """() => [...document.querySelectorAll('.cell')].map(cell => {
         width: Number(cell.dataset.width),
         bar: wide('.nba-track'),
         rest: wide('table') - wide('.nba-track'),
+        setupIsCut: cell.querySelector('.nba-setup').scrollWidth > cell.querySelector('.nba-setup').clientWidth,
         isCut: now.clientWidth > 1 && now.scrollWidth > now.clientWidth,
         keeps: wide('td.nba-loss') > 0 && wide('td.nba-step') > 0,
         passes: cell.querySelector('table').scrollWidth > cell.querySelector('.nba-inside').clientWidth + 1,
@@ -57,7 +58,7 @@ def in_cells(chromium: Chromium, source: str, measure: str) -> list[dict[str, An
 
 
 def measured(chromium: Chromium, ranks: int) -> list[dict[str, Any]]:
-    run = Run(ranks)
+    run = Run(ranks, name="finetune_classifier")
     run.begin_loop(total=3000)
     run.put(memory=840_000_000, utilisation=97)
     for rank in run.ranks:
@@ -74,7 +75,7 @@ def test_columns_close_up_before_the_bar_shrinks_and_each_row_is_one_line(chromi
     assert [(cell["width"], cell["bar"]) for cell in cells if cell["bar"] < (90 if cell["width"] >= 450 else 60)] == []
     rest = [cell["rest"] for cell in cells]
     assert max(rest) < 850, "the bar takes the room that is left"
-    for what in ("isCut", "passes"):
+    for what in ("isCut", "setupIsCut", "passes"):
         assert [cell["width"] for cell in cells if cell[what]] == [], what
     assert [cell["width"] for cell in cells if not cell["keeps"]] == []
     assert max(cell["line"] for cell in cells) < 30

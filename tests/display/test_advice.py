@@ -92,14 +92,42 @@ def test_a_panel_says_where_the_time_goes_live_and_the_advice_at_its_end() -> No
         run.train(0.125)
     view = run.view
     assert view.rows[0].times == "forward 50 %, waiting 50 %"
-    assert view.times == "loading data 25 %, forward 50 %, waiting 25 %"
+    assert view.times == "loading data 25 %, forward 50 %, waiting 25 % (for rank 1)"
     assert not view.advice
     assert 'title="time: loading data 50 %, forward 50 %"' in html.render(view)
     end = run.end()
     assert end.advice.startswith("Rank 1 spent 50 % of the time loading data. ")
     assert end.advice.replace(" %", "\u00a0%") in html.render(end), "no line may begin with the sign"
     for shown in (text.table(end), text.line(end)):
-        assert shown.endswith(f"time: loading data 25 %, forward 50 %, waiting 25 %\n{end.advice}")
+        assert shown.endswith(f"time: loading data 25 %, forward 50 %, waiting 25 % (for rank 1)\n{end.advice}")
+
+
+def times_of(*ranks: dict[Phase, float]) -> str:
+    """Where the time goes by a panel while the run is on, of ranks that have spent so many seconds in phases."""
+    run = Run(len(ranks))
+    run.begin_loop()
+    run.put(step=1, phase=Phase.RUNNING)
+    activity = run.ranks[0].sample.activity
+    run.put(line=CodeLine(number=1, activity=activity, entered=5, filename="/data/train.py", lineno=23))
+    run.look()
+    for number, seconds in enumerate(ranks):
+        run.put([number], step=9, seconds=seconds)
+    run.wait(1.0)
+    return run.view.times
+
+
+def test_it_is_said_whom_ranks_wait_for_and_whose_code_takes_the_time() -> None:
+    waits, works = {Phase.WAITING: 30.0, Phase.FORWARD: 70.0}, {Phase.RUNNING: 29.0, Phase.FORWARD: 71.0}
+    assert times_of(waits, waits) == "forward 70 %, waiting 30 % (for each other)"
+    assert times_of(waits, waits, waits, works).endswith("waiting 22 % (for rank 3), between steps 7 %")
+    assert times_of(waits, works) == "forward 70 %, waiting 15 %, between steps 14 %", "little of it needs no words"
+    assert times_of(works) == "forward 71 %, between steps 29 % (your own code, mostly train.py:23)"
+
+
+def test_waiting_that_took_most_of_the_time_is_advice_where_it_was_for_a_few() -> None:
+    waits = {"waiting": 200.0}
+    assert said(waits, waits, {}) == "Other ranks waited for rank 2 for 68 % of the time."
+    assert said(waits, waits, waits) == ""
 
 
 def test_what_comes_before_the_first_step_counts_for_nothing() -> None:

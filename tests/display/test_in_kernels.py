@@ -289,6 +289,17 @@ def test_a_cell_of_ranks_that_stay_has_a_widget(notebook: Kernel) -> None:
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
 
 
+@pytest.mark.slow
+def test_the_panel_of_the_first_cell_takes_the_place_of_the_line_that_ranks_start(kernel: Kernel) -> None:
+    kernel.run("%load_ext nb_accelerate").ok()
+    code = "%%distributed -n 2\nimport time\nfrom tqdm import trange\nfor _ in trange(60):\n    time.sleep(0.025)"
+    sent = everything(kernel, code, in_lab=True)
+    displays = sent.of("display_data", "update_display_data")
+    stays = {content["transient"]["display_id"]: content["data"].get("text/plain", "") for content in displays}
+    assert [text for text in stays.values() if text] == [sent.tables[-1]]
+    kernel.run("%distributed stop").ok()
+
+
 @pytest.mark.limit(90)
 def test_a_rank_that_was_stopped_is_named_and_recovers(notebook: Kernel) -> None:
     stops = (

@@ -19,6 +19,9 @@ _WINDOW = 10.0
 _KEEP_EVERY = 0.5
 """Seconds between two samples that are kept."""
 
+_MUCH = 0.2
+"""Part of the time from which on it is said whose it is."""
+
 _NAMES = {
     Phase.DATA: "loading data",
     Phase.TRAINING: "forward and backward",
@@ -81,14 +84,30 @@ class PhaseTimes:
         return _difference(self._last.seconds, self._first.seconds)
 
 
-def in_words(times: Iterable[Mapping[Phase, float]]) -> str:
-    """Return where the time of ranks went together: ``loading data 3 %, forward 30 %``. Less than 1 % is left out."""
+def awaited(times: Mapping[int, Mapping[Phase, float]]) -> list[int]:
+    """Return the ranks that others wait for, by the times of all: those that wait less than half as long as another.
+
+    If most do, or none, ranks wait for each other, and the list is empty.
+    """
+    waits = {rank: seconds.get(Phase.WAITING, 0.0) for rank, seconds in times.items()}
+    late = [rank for rank, waited in waits.items() if waited < max(waits.values()) / 2]
+    return late if 2 * len(late) <= len(waits) else []
+
+
+def in_words(times: Iterable[Mapping[Phase, float]], whose: Mapping[Phase, str] | None = None) -> str:
+    """Return where the time of ranks went together: ``loading data 3 %, forward 30 %``. Less than 1 % is left out.
+
+    Args:
+        whose: what is said of a phase that took much of the time.
+    """
     spent = dict.fromkeys(WORK, 0.0)
     for seconds in times:
         for phase in seconds:
             spent[phase] += seconds[phase]
     least = 0.01 * sum(spent.values())
-    return ", ".join(f"{_NAMES[phase]} {spent[phase] / least:.0f} %" for phase in WORK if spent[phase] >= least > 0)
+    parts = {phase: f"{_NAMES[phase]} {spent[phase] / least:.0f} %" for phase in WORK if spent[phase] >= least > 0}
+    much = {phase: text for phase, text in (whose or {}).items() if text and spent[phase] >= _MUCH * 100 * least}
+    return ", ".join(f"{text} ({much[phase]})" if phase in much else text for phase, text in parts.items())
 
 
 def _difference(after: Mapping[Phase, float], before: Mapping[Phase, float]) -> dict[Phase, float]:

@@ -6,6 +6,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base import words
+from nb_accelerate.base.progress_page import Phase
+from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.notebook.display.bars import bar_lines
 from nb_accelerate.notebook.display.findings.advice import Advice
 from nb_accelerate.notebook.display.findings.finding import RankWarnings
@@ -16,13 +18,13 @@ from nb_accelerate.notebook.display.findings.stuck import Stuck, stalled_ranks
 from nb_accelerate.notebook.display.logged_values import LoggedValues, ThinnedCurve
 from nb_accelerate.notebook.display.memory import sharded_line
 from nb_accelerate.notebook.display.pace import Pace, outlook, summary
-from nb_accelerate.notebook.display.phase_times import in_words
+from nb_accelerate.notebook.display.phase_times import awaited, in_words
 from nb_accelerate.notebook.display.rank_history import RankHistory, mean_loss
 from nb_accelerate.notebook.display.rows import FEW, Rows
 from nb_accelerate.notebook.display.view import FIGURES, View
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from nb_accelerate.base.progress_page import Sample
     from nb_accelerate.notebook.display.findings.finding import Finding
@@ -139,10 +141,20 @@ class PanelState:
             held=sharded_line({number: rank.sample.held for number, rank in ranks.items()}),
             logged=self._logged.curves,
             warnings=self._sentences(now, is_advice=False),
-            times=in_words(makes.seconds(rank) for rank in ranks.values()),
+            times=self._times({number: makes.seconds(rank) for number, rank in ranks.items()}),
             advice=" ".join(self._sentences(now, is_advice=True)) if self._state != "failed" else "",
             failure=self._failure,
         )
+
+    def _times(self, times: Mapping[int, Mapping[Phase, float]]) -> str:
+        """Return where the time of ranks goes, and whose that is; at the end the advice names code of the user."""
+        late = awaited(times)
+        whose = {Phase.WAITING: f"for {named(late) if late else 'each other'}"} if len(times) > 1 else {}
+        if self._ended is None:
+            slowest = max(times, key=lambda number: times[number].get(Phase.RUNNING, 0.0))
+            line = self.ranks[slowest].line_between_steps
+            whose[Phase.RUNNING] = f"your own code{line and ', mostly '}{line}"
+        return in_words(times.values(), whose)
 
     def _is_told_by_traceback(self, makes: Rows) -> bool:
         """Return whether all ranks have failed with the error that is raised, so that rows would only repeat it."""

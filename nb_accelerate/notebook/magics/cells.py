@@ -86,7 +86,7 @@ class Cells:
             **{name: value for name, value in {**self._defaults, **given}.items() if name in of_cell},
         )
         pool = pools.current()
-        self._have_ranks(pool, given)
+        display_id = self._have_ranks(pool, given)
         if options.converts and pool.options.mixed_precision != "no":
             raise ConfigError(
                 "--mixed-precision is the default of Accelerator(), which a cell with --convert does not have. Write "
@@ -97,9 +97,12 @@ class Cells:
             _show(replaced)
         self._bring_up_to_date(pool)
         variables = self._shell.user_ns
+        request = pool.begin(
+            source, options, variables=variables, in_background="background" in given, display_id=display_id
+        )
         if "background" in given:
-            return pools.CellHandle(pool, pool.begin(source, options, variables=variables))
-        values = pool.run(source, options, variables=variables)
+            return pools.CellHandle(pool, request)
+        values = pool.finish(request)
         if "out" in given:
             variables[given["out"]] = values
         return None
@@ -125,7 +128,8 @@ class Cells:
             pool.call(RandomStates.here().use)
             self._is_seeded = False
 
-    def _have_ranks(self, pool: Pool, given: dict[str, Any]) -> None:
+    def _have_ranks(self, pool: Pool, given: dict[str, Any]) -> str:
+        """Start ranks if there are none. Returns the id of the display that says so, which a panel replaces, or ""."""
         from nb_accelerate.notebook.display.frontend import choose_front_end
         from nb_accelerate.notebook.pool.options import PoolOptions
 
@@ -140,10 +144,10 @@ class Cells:
                 publish({"text/plain": "starting ranks"}, transient=place)
                 pool.start(options)
                 publish({"text/plain": pool.brief}, transient=place, update=True)
-            else:
-                pool.start(options)
-                _show(pool.brief)
-            return
+                return place["display_id"]
+            pool.start(options)
+            _show(pool.brief)
+            return ""
         for name, value in asked.items():
             running = pool.world_size if name == "num_processes" else _of_running(pool, name)
             if value != running:
@@ -154,6 +158,7 @@ class Cells:
                     f"{flag} {shown}: the ranks that run were started {how}. To start others, and lose what these "
                     f"have: %distributed stop, then this cell again"
                 )
+        return ""
 
 
 def _of_running(pool: Pool, name: str) -> object:

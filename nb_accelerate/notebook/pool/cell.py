@@ -42,11 +42,13 @@ def cell_request(
     *,
     hangs: Timeouts,
     in_background: bool,
+    display_id: str = "",
 ) -> Request:
     """Return the request that has ranks run a cell. At its end, it closes what was packed.
 
     Args:
         in_background: whether nobody waits for it, so that its failure is said in the cell.
+        display_id: of the display that its panel replaces; "" for none.
     """
     message = RunCell(
         code=source.code,
@@ -82,12 +84,18 @@ def cell_request(
     if in_background:
         request.callbacks.append(lambda: tell_failure(request, output.say))
     with output.guard:
-        request.panel = output.panel = _panel(request, source, options, group, output, sink)
+        request.panel = output.panel = _panel(request, source, options, group, output, sink, display_id)
     return request
 
 
 def _panel(
-    request: Request, source: CellSource, options: CellOptions, group: RankGroup, output: RequestOutput, sink: Sink
+    request: Request,
+    source: CellSource,
+    options: CellOptions,
+    group: RankGroup,
+    output: RequestOutput,
+    sink: Sink,
+    display_id: str,
 ) -> Panel | None:
     plan = group.plan
     front_end = "off" if options.quiet else choose_front_end(options.progress)
@@ -102,7 +110,7 @@ def _panel(
     if len(numbers) < plan.num_processes:
         setup = (f"{label(numbers)} of {plan.num_processes}", *facts.setup[1:])
         facts = replace(facts, setup=setup, settings={**facts.settings, "ranks": len(numbers)})
-    return make_panel(facts, numbers, sink, RequestView(request, actions), front_end)
+    return make_panel(facts, numbers, sink, RequestView(request, actions), front_end, display_id)
 
 
 def tell_failure(request: Request, say: Callable[[str], object]) -> None:

@@ -291,6 +291,7 @@ class Pool:
         variables: Mapping[str, Any] | None = None,
         sink: Sink | None = None,
         in_background: bool = True,
+        display_id: str = "",
     ) -> Request:
         """Start a cell when the one before has ended, and return its request; `finish` waits for its end.
 
@@ -300,6 +301,7 @@ class Pool:
             variables: variables of the notebook.
             sink: shows the output.
             in_background: its output says why it has failed, because nobody may call `finish`. False waits for its end.
+            display_id: of the display that its panel replaces; "" for none.
         """
         # Plan what the ranks are sent for it when the cell before has ended, and they are connected.
         options = options or CellOptions()
@@ -318,14 +320,23 @@ class Pool:
         kept = self.variables
         plan = plan_cell(source.free, variables, syncs, kept.numbers, options.send, kept.trained)
         shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT, group.by_value)
-        for remark in plan.remarks(group.plan.kind.name):
-            output.say(remark)
-        before = plan.before(source.stored)
+        remarks, before = plan.remarks(group.plan.kind.name), plan.before(source.stored)
         del plan
         try:
             request = cell_request(
-                source, options, group, ranks, shipments, output, sink, hangs=self.timeouts, in_background=in_background
+                source,
+                options,
+                group,
+                ranks,
+                shipments,
+                output,
+                sink,
+                hangs=self.timeouts,
+                in_background=in_background,
+                display_id=display_id,
             )
+            for remark in remarks:
+                output.say(remark)
             request.take_note = lambda: self._take_note(group, request, shipments, variables, before)
             self._check_idle()
         except BaseException:

@@ -1,4 +1,4 @@
-"""One sentence about what slowed a run down, and what to try: loading data, saving, or code between the steps."""
+"""One sentence about what slowed a run down: loading data, saving, code between the steps, or waiting for a rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nb_accelerate.base import words
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.notebook.display.findings.finding import Finding
+from nb_accelerate.notebook.display.phase_times import awaited
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +61,10 @@ class Advice(Finding):
             line = ranks[number].line_between_steps
             where = f", most often {line}" if line else ""
             return (f"{words.percent(100 * between)} of the time went to your own code between the steps{where}.",)
+        waiting, _ = _most(ranks, Phase.WAITING)
+        late = awaited({number: rank.times.whole() for number, rank in ranks.items()})
+        if waiting >= _MOST_OF_IT and late:
+            return (f"Other ranks waited for {named(late)} for {words.percent(100 * waiting)} of the time.",)
         return ()
 
 
