@@ -66,6 +66,7 @@ class ProgressPage:
         self._loops: list[Loop] = []
         self._kinds_of_bars: dict[int, tuple[str, float | None]] = {}  # by index: label without numbers, and total
         self._lines_noted = 0
+        self._guesses = False  # the epoch was guessed
         self._reals[layout.LOSS] = layout.NO_LOSS
 
     @property
@@ -116,6 +117,7 @@ class ProgressPage:
         self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)
         self._scalars.clear()
         self._loops.clear()
+        self._guesses = False
         self.saw_forward = None if self.saw_forward is None else False
         self.looked_for_state = False
         self._reals[layout.LOSS] = layout.NO_LOSS
@@ -201,8 +203,15 @@ class ProgressPage:
 
     def tell_epoch(self, number: int, epochs: int) -> None:
         """Note that an epoch of the whole run begins, as the program says: its number, from 1, of how many, or of 0."""
+        self._guesses = False
         self._words[layout.EPOCHS] = epochs
         self._words[layout.EPOCH_OF_RUN] = number
+
+    def guess_epoch(self, epoch: tuple[int, int] | None) -> None:
+        """Note an epoch, of how many, that the code shows; None is not known, and then what the program says stays."""
+        if epoch is not None or self._guesses:
+            self.tell_epoch(*epoch or (0, 0))
+        self._guesses = epoch is not None
 
     # Values.
 

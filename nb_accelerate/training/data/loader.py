@@ -9,6 +9,7 @@ A batch goes forward through these steps::
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing_extensions import override
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.training.data.adapter import DataLoaderAdapter
+from nb_accelerate.training.data.epoch_loop import epoch_of
 from nb_accelerate.training.data.loops import DataLoaderStateMixin, LoaderView
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.process.rng import RNGType
@@ -155,6 +157,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         self.epochs.announce()
         page = here()
         enter, step = page.enter, page.step
+        if page.is_read and not evaluates:
+            page.guess_epoch(epoch_of(sys._getframe(1)))  # noqa: SLF001 - as `warnings` does
         reads, work = Phase.DATA, partial(enter, Phase.EVALUATING) if evaluates else page.begin_work
         batches = self._known_length()
         loop = page.begin_loop(

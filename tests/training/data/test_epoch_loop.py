@@ -1,0 +1,140 @@
+"""Which epoch it is, by the loops of users' code as they write them; nothing where that leaves a doubt."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch.utils.data import DataLoader
+
+from nb_accelerate import Accelerator
+from nb_accelerate.base.progress_page import ProgressPage, layout, page
+from nb_accelerate.base.progress_page.sample import read
+from nb_accelerate.training.data.epoch_loop import epoch_of
+
+
+class Loader:
+    """Notes what is found at the beginning of each pass."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int] | None] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.found.append(epoch_of(sys._getframe(1)))
+        yield from range(2)
+
+
+class Args:
+    epochs = 2
+
+    @property
+    def counted(self) -> int:
+        return 2
+
+
+def plain(loader: Loader) -> None:
+    for _ in range(2):
+        for _ in loader:
+            pass
+
+
+def by_a_name(loader: Loader, epochs: int = 2) -> None:
+    for epoch in range(1, epochs + 1):
+        for step, _ in enumerate(loader):
+            print(epoch, step)
+
+
+def by_options(loader: Loader) -> None:
+    args = Args()
+    for _ in range(args.epochs):
+        if loader:
+            train_one(loader)
+
+
+def train_one(loader: Loader) -> None:
+    for _ in enumerate(
+        loader,
+    ):
+        pass
+
+
+def goes_on(loader: Loader, first: int = 5) -> None:
+    for _ in range(first, 7):
+        train_one(loader)
+
+
+@pytest.mark.parametrize("train", [plain, by_a_name, by_options, goes_on])
+def test_an_epoch_is_known_by_the_range_around_the_loop(train: Callable[[Loader], None]) -> None:
+    loader = Loader()
+    train(loader)
+    assert loader.found == [(1, 2), (2, 2)]
+
+
+def without_a_range(loader: Loader) -> None:
+    train_one(loader)
+
+
+def in_folds(loader: Loader) -> None:
+    for _ in range(2):
+        plain(loader)
+
+
+def until_a_step(loader: Loader) -> None:
+    for _ in range(9):
+        for step, _ in enumerate(loader):
+            if step == 1:
+                break
+
+
+def by_hand(loader: Loader) -> None:
+    for _ in range(9):
+        next(iter(loader))
+
+
+def while_it_improves(loader: Loader) -> None:
+    again = [True, False]
+    while again.pop(0):
+        train_one(loader)
+
+
+def by_a_property(loader: Loader) -> None:
+    args = Args()
+    for _ in range(args.counted):
+        train_one(loader)
+
+
+@pytest.mark.parametrize("train", [without_a_range, in_folds, until_a_step, by_hand, while_it_improves, by_a_property])
+def test_where_it_is_not_sure_nothing_is_said(train: Callable[[Loader], None]) -> None:
+    loader = Loader()
+    train(loader)
+    assert {*loader.found} == {None}
+
+
+def test_a_prepared_loader_says_it_and_takes_it_back_but_not_what_the_program_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = bytearray(layout.SIZE)
+    monkeypatch.setattr(page, "_page", ProgressPage(memory))
+    page.here().begin_request()
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader([1.0, 2.0]))
+    said: list[tuple[int, int]] = []
+
+    def note() -> None:
+        said.append((read(memory).epoch, read(memory).epochs))
+
+    for _ in range(2):
+        for _ in loader:
+            pass
+        note()
+    for _ in loader:
+        pass
+    note()
+    for _ in accelerator.epochs(7):
+        for _ in loader:
+            break
+        note()
+        break
+    assert [epochs for _, epochs in said] == [2, 2, 0, 7]
+    assert [epoch for epoch, epochs in said if epochs] == [1, 2, 1]
