@@ -31,7 +31,7 @@ DOCS_PINS  := tests/requirements-docs.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-places test-deepspeed test-trainers test-ray test-xla package docs notebooks picture screenshots
+.PHONY: help setup demo test test-slow test-device test-places test-deepspeed test-trainers test-ray test-xla package docs notebooks picture screenshots
 .PHONY: soak lint format bench bench-deepspeed bench-ray clean
 
 help: ## Show this list
@@ -46,12 +46,16 @@ setup: $(READY) ## Set up .venv; the others do it by themselves, once
 demo: $(READY) ## Train the quickstart notebook on two ranks and write it as a page
 	@$(RUN) notebooks/demo.py
 
+# What needs a compiler of C++ has a target of its own.
 test: $(READY) ## Run the tests, except the slow ones
-	@$(RUN) -m pytest $(WORKERS) -m "not slow and not browser" $(ARGS)
+	@$(RUN) -m pytest $(WORKERS) -m "not slow and not browser" --ignore tests/second_device $(ARGS)
 
 # pytest ends with 5 when it selected nothing, which is no failure here.
 test-slow: $(READY) ## Run the slow tests and those that need a browser
-	@$(RUN) -m pytest $(WORKERS) -m "slow or browser" --ignore tests/places $(ARGS) || [ $$? -eq 5 ]
+	@$(RUN) -m pytest $(WORKERS) -m "slow or browser" --ignore tests/places --ignore tests/second_device $(ARGS) || [ $$? -eq 5 ]
+
+test-device: $(READY) ## Run the tests on simgpu, the second device, which g++ compiles for half a minute the first time
+	@$(RUN) -m pytest $(WORKERS) tests/second_device $(ARGS)
 
 test-places: ## Run a session and quick tests with the versions of Colab, of Kaggle, the oldest and the newest; ARGS='colab lowest'
 	@$(PYTHON) tests/places/run.py $(ARGS)

@@ -10,6 +10,7 @@ from fixtures.ranks import RunRanks
 from nb_accelerate.cli import main
 
 
+@pytest.mark.contract("commands: test")
 def test_every_check_passes_on_two_ranks(capsys: pytest.CaptureFixture[str]):
     assert main(["test"]) == 0
     lines = capsys.readouterr().out.splitlines()

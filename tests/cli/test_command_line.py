@@ -42,6 +42,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert all(f"\n  {command} " in shown.replace("    ", "  ") for command in ("config", "env", "launch"))
 
 
+@pytest.mark.contract("commands: env")
 def test_env_names_python_torch_devices_and_versions(capsys: pytest.CaptureFixture[str]):
     import torch
 
@@ -91,6 +92,7 @@ def _notebook(folder: Path, cell: str) -> Path:
     return path
 
 
+@pytest.mark.contract("commands: launch, a notebook")
 def test_launch_writes_the_executed_notebook_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = _notebook(tmp_path, "print('hello from a cell')")
     before = path.read_bytes()

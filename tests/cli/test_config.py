@@ -434,6 +434,7 @@ def default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.contract("commands: config")
 def test_the_file_is_behind_arguments_and_environment_for_launches_and_accelerators(
     default_file: Path, capsys: pytest.CaptureFixture[str]
 ):

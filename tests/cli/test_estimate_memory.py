@@ -64,6 +64,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(gpt: Path, dtype: 
     assert fake > 10 * one_layer
 
 
+@pytest.mark.contract("commands: estimate-memory")
 def test_the_table_has_a_row_for_each_precision(gpt: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["estimate-memory", str(gpt), "--batch-size", "2", "--sequence_length", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -50,6 +50,7 @@ def indexed(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.contract("commands: merge-weights")
 @pytest.mark.parametrize("kind", ["distributed", "indexed"])
 def test_weights_are_merged_into_one_file(kind: str, request, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = request.getfixturevalue(kind)
@@ -143,6 +144,7 @@ def _config(folder: Path, **section: object) -> Path:
     return file
 
 
+@pytest.mark.contract("commands: to-fsdp2")
 def test_a_configuration_is_converted_and_says_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file, target = _config(tmp_path), tmp_path / "new.yaml"
     assert main(["to-fsdp2", "--config_file", str(file), "--output_file", str(target)]) == 0

@@ -30,6 +30,7 @@ def job(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         program.kill()
 
 
+@pytest.mark.contract("commands: status, stop")
 def test_a_command_is_shown_and_ended(job: tuple[subprocess.Popen[str], list[int]], capsys: pytest.CaptureFixture[str]):
     program, ranks = job
     assert main(["status"]) == 0
@@ -70,6 +71,7 @@ def test_only_runs_can_be_stopped(capsys: pytest.CaptureFixture[str]):
     assert "there is no run with pid" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.may_leave("descriptors")  # of the loop of an older jupyter_client, if an earlier test has ended the last
 def test_a_notebook_loses_its_ranks_and_goes_on_with_its_cell(
     tmp_path: Path, kernel: Kernel, capsys: pytest.CaptureFixture[str]

@@ -59,6 +59,7 @@ def start(*arguments: str, **how: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **how)
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_compile_is_shown_with_its_line(tmp_path: Path):
     running = start("--cpu", "--num_processes=2", str(write(tmp_path, "import json\ndef main(:\n")))
     _, shown = running.communicate(timeout=50)
@@ -67,6 +68,7 @@ def test_a_script_that_does_not_compile_is_shown_with_its_line(tmp_path: Path):
     assert re.search(drawn, shown)
 
 
+@pytest.mark.contract("commands: launch, a script")
 def test_a_script_runs_on_every_rank_as_python_would_run_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = write(tmp_path, SAY_WHO)
     own = ["--num_processes", "7", "-m", "--", "--cpu"]
@@ -186,6 +188,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_torch_is_imported_while_the_command_imports_the_rest(tmp_path: Path):
     script = write(tmp_path, "import gc, sys\nprint('rank', 'IPython' in sys.modules, gc.isenabled())\n")
     flags = ["launch", "--cpu", "--quiet", "--num_processes=1", str(script)]
@@ -338,6 +341,7 @@ def test_several_machines_share_out_the_processes(tmp_path: Path):
     assert of_file["devices"] == "cpu"
 
 
+@pytest.mark.slow
 def test_every_flag_of_accelerate_is_known_and_takes_as_many_values():
     """Held against accelerate's own parser: nothing is missing, and nothing swallows the script's name."""
     code = (

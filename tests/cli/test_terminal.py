@@ -94,6 +94,7 @@ def deadly(tmp_path: Path) -> None:
     write(tmp_path, f"lambda kernel=os.getpid(): os.kill(kernel, {int(signal.SIGKILL)})")
 
 
+@pytest.mark.slow
 def test_ranks_of_a_cell_are_a_block_below_what_they_print_and_then_a_table(
     plain: None, launched: Terminal, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_where_output_is_redirected_there_are_lines_and_nothing_else(plain: None
     assert "2/2" in table
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_how_far_the_ranks_were(plain: None, launched: Terminal, tmp_path: Path) -> None:
     wait_for_step(launched, 0)
     (tmp_path / "0").touch()

@@ -104,6 +104,7 @@ print(notebook_launcher(train, num_processes=2))
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_a_new_row_run_on_it() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", RUN], cwd="tests", capture_output=True, text=True, timeout=50, check=True

@@ -163,6 +163,7 @@ def test_a_click_is_answered_within_a_second_while_the_cell_waits_for(notebook: 
         notebook.run("%distributed stop").ok()
 
 
+@pytest.mark.contract("panel: clicks")
 def test_of_300_clicks_at_once_none_is_lost(notebook: Kernel, end: Path) -> None:
     page = Page(notebook, WAITS["a launch"].format(end=str(end)))
     notebook_clicks = [page.press(title) for title in itertools.islice(itertools.cycle(("Stacks", "Log")), 300)]

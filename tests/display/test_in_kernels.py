@@ -146,6 +146,7 @@ def everything(
     return sent
 
 
+@pytest.mark.contract("panel: widgets")
 def test_bars_of_ranks_stay_in_the_panel(notebook: Kernel) -> None:
     sent = everything(notebook, "notebook_launcher(bar, (0.3,), 2, progress='text')")
     (table,) = sent.tables
@@ -193,6 +194,7 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
 
 
+@pytest.mark.slow
 def test_one_button_ends_the_run_and_another_one_opens_those_that_training_can_obey(notebook: Kernel) -> None:
     code = "notebook_launcher(train, (5.0,), 2, progress='widget')"
     assert everything(notebook, code.replace("5.0", "2.5")).rows_of_buttons == [["Interrupt", "More"]]
@@ -202,6 +204,7 @@ def test_one_button_ends_the_run_and_another_one_opens_those_that_training_can_o
     assert not any("Save" in row for row in rows), "there is no folder"
 
 
+@pytest.mark.slow
 def test_in_a_loop_over_epochs_with_a_folder_all_buttons_are_there(notebook: Kernel, tmp_path: Path) -> None:
     cell = f"""\
 def train_in_epochs(seconds):

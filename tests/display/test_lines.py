@@ -95,6 +95,7 @@ def test_a_short_run_without_bars_leaves_nothing(is_notebook: bool):
     assert (paper.out, paper.err, paper.displays) == ([], [], [])
 
 
+@pytest.mark.contract("panel: lines")
 def test_a_notebook_keeps_a_table_and_a_log_a_line():
     for is_notebook in (True, False):
         paper, run = Paper(), Run(2)

@@ -152,6 +152,7 @@ def train(losses):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(90)
 def test_a_launch_leaves_its_curves_in_the_cell_and_its_values_in_the_notebook(shared_kernel: Kernel):
     shared_kernel.run(TRAIN).ok()

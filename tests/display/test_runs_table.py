@@ -349,6 +349,7 @@ def train(lr, fails=False, folder=None):
 SHOW = "print([(run.name, run.config.get('lr'), run.ended, bool(run.column('loss'))) for run in runs({}) ])"
 
 
+@pytest.mark.contract("panel: runs")
 @pytest.mark.limit(120)
 def test_launches_and_cells_are_runs_with_their_arguments_and_ends(shared_kernel: Kernel, tmp_path: Path) -> None:
     shared_kernel.wait_for_server()
@@ -417,6 +418,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_scripts_that_are_launched_from_a_terminal_are_runs_in_the_same_folder(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

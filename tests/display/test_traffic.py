@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from fixtures.kernels import Kernel, start_in_lab
 
 TRAIN = """
@@ -27,6 +28,7 @@ def train(path):
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
+@pytest.mark.slow
 def test_the_style_sheet_is_sent_once_and_widgets_are_made_when_they_are_used(kernel: Kernel, tmp_path: Any) -> None:
     kernel.wait_for_server()
     kernel.run(TRAIN).ok()

@@ -44,6 +44,7 @@ def _sweep() -> None:
     Path("/dev/shm/nb_accelerate_stray").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_a_test_that_leaves_something_behind_fails_and_names_it(pytester: pytest.Pytester) -> None:
     result = run_inner(pytester, *(line for line, _ in LEAKS.values()))
     result.assert_outcomes(passed=len(LEAKS), errors=len(LEAKS))
@@ -61,12 +62,14 @@ def test_shared_memory_that_several_workers_leave_fails_their_run(pytester: pyte
     result.stdout.fnmatch_lines(["left behind in shared memory*nb_accelerate_stray*"])
 
 
+@pytest.mark.slow
 def test_a_test_that_leaves_nothing_passes(pytester: pytest.Pytester) -> None:
     nothing = "subprocess.run(['true'], check=True)"
     soon_gone = "threading.Timer(0.1, int).start()"
     run_inner(pytester, nothing, soon_gone, settle=20.0).assert_outcomes(passed=2)
 
 
+@pytest.mark.slow
 def test_what_a_test_leaves_on_purpose_is_not_held_against_it(pytester: pytest.Pytester) -> None:
     result = run_inner(pytester, "os.environ['NB_STRAY'] = '1'", marker="@pytest.mark.may_leave('environment')")
     result.assert_outcomes(passed=1)
@@ -89,6 +92,7 @@ def test_what_a_fixture_of_wider_scope_keeps_is_not_held_against_a_test_and_all_
     assert "sleep 20" not in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_a_process_that_one_test_leaves_fails_no_other(pytester: pytest.Pytester) -> None:
     nobody = "import psutil; assert psutil.Process().children() == []"
     result = run_inner(pytester, "subprocess.Popen(['sleep', '20'])", nobody)

@@ -159,6 +159,7 @@ def test_a_folder_of_the_users_own_stays_whatever_its_name(folder: Path):
     assert linked.is_dir()
 
 
+@pytest.mark.slow
 def test_many_who_remove_at_once_never_take_a_living_ones(folder: Path):
     is_over = threading.Event()
 

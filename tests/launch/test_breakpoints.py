@@ -25,6 +25,7 @@ def notebook(shared_kernel: Kernel) -> Kernel:
     return shared_kernel
 
 
+@pytest.mark.contract("a launch: breakpoints")
 @pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_each_rank_is_asked_and_the_function_goes_on(notebook: Kernel, method: str) -> None:
     cell, prompts = notebook.talk(f"print(launch(stops, start_method={method!r}))", ["p x", "n", "p y + 1000", "c"])

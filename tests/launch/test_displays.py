@@ -79,6 +79,7 @@ def runs():
 """
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_kernel_has_a_loop_of_its_own_no_child_of_the_kernel_and_bars_of_ranks(kernel: Kernel) -> None:
     kernel.run(FORKED).ok()
     try:

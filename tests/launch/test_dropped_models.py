@@ -110,6 +110,7 @@ def train():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
 def test_the_notebook_is_told_once_that_its_own_model_is_unchanged(kernel, method: str) -> None:

@@ -47,6 +47,7 @@ def notebook(shared_kernel: Kernel) -> Kernel:
     return shared_kernel
 
 
+@pytest.mark.contract("a launch: in the background")
 def test_a_handle_tells_its_ranks_its_state_and_its_values(notebook: Kernel) -> None:
     first = notebook.start("gate = Gate(); handle = launch(waits, (gate,), 2, block=False)")
     notebook.finish(first).ok()
@@ -163,6 +164,7 @@ def test_launching_in_a_coroutine_works(notebook: Kernel) -> None:
     assert cell.stdout == "[0, 1]\n"
 
 
+@pytest.mark.contract("a launch: restarts")
 def test_restarts_start_all_ranks_again_and_tell_the_function(notebook: Kernel) -> None:
     notebook.run(
         "def works_at_last(needed):\n"
@@ -218,6 +220,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.contract("a launch: from a script")
 @pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_plain_script_launches_without_being_imported_again(tmp_path: Path, method: str) -> None:
     script = tmp_path / "script.py"
@@ -229,6 +232,7 @@ def test_a_plain_script_launches_without_being_imported_again(tmp_path: Path, me
     assert ran.stderr.splitlines()[0] == "2 processes on CPU"
 
 
+@pytest.mark.contract("a launch: from a terminal's IPython")
 def test_a_terminal_ipython_launches(tmp_path: Path) -> None:
     script = tmp_path / "session.ipy"
     script.write_text(SCRIPT + "\nget_ipython().run_line_magic('time', '1')\n")
@@ -238,6 +242,7 @@ def test_a_terminal_ipython_launches(tmp_path: Path) -> None:
     assert "[0, 1]" in ran.stdout
 
 
+@pytest.mark.slow
 def test_a_launch_inside_a_rank_works(notebook: Kernel) -> None:
     cell = notebook.run(
         "def outer():\n"
@@ -289,6 +294,7 @@ def test_idle_processes_are_there_before_what_can_wait_is_imported_and_others_af
     assert notebook.run("print(launch(has_what_can_wait, (), 2))").ok().stdout == "[True, True]\n"
 
 
+@pytest.mark.slow
 def test_what_stays_can_be_ended_and_a_setting_keeps_nothing(notebook: Kernel) -> None:
     notebook.run("from nb_accelerate.notebook.launch import close, warm_status\nclose(); assert not warm_status()").ok()
     assert notebook.processes() == []

@@ -206,6 +206,7 @@ def leaves_a_trace(folder):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_not_ready_when_the_interrupt_comes_never_runs_the_function(
     kernel: Kernel, tmp_path: Path
 ) -> None:

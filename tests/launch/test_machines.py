@@ -99,6 +99,7 @@ def test_two_machines_meet_by_number_and_address_again_and_again(tmp_path: Path)
     assert found == EXPECTED
 
 
+@pytest.mark.slow
 @pytest.mark.limit(150)
 def test_a_machine_that_was_started_for_another_number_of_them_says_so_at_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -249,6 +250,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.slow), "forkserver"])
 def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(method: str) -> None:
     command = [sys.executable, "-c", AGAIN, method, f"127.0.0.1:{free_port()}"]

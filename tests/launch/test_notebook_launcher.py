@@ -42,7 +42,7 @@ def train(settings, factor=1):
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
-    shared_kernel.warm_up()
+    shared_kernel.wait_for_server()
     shared_kernel.run(SETUP).ok()
     shared_kernel.run(
         f"sys.path.append({str(Path(__file__).parents[1])!r})\n"
@@ -67,6 +67,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
+@pytest.mark.contract("a launch: values come back")
 def test_values_of_classes_and_globals_from_cells_come_back_in_rank_order(notebook: Kernel) -> None:
     cell = notebook.run("launch(train, (Settings(0.5),), 3, kwargs={'factor': 2})").ok()
     assert "Settings(lr=10.0), Settings(lr=11.0), Settings(lr=12.0)" in cell.displays[0]["text/plain"]
@@ -90,6 +91,7 @@ def test_two_then_one_then_two_ranks_in_one_kernel(notebook: Kernel) -> None:
         assert cell.value == str(number)
 
 
+@pytest.mark.contract("a launch: after a matrix product")
 def test_after_a_large_matmul_in_the_kernel_ranks_can_do_one_too(notebook: Kernel) -> None:
     cell = notebook.run("len(launch(lambda: (x @ x).sum().item(), (), 2))").ok()
     assert cell.value == "2"
@@ -121,6 +123,7 @@ def test_what_ranks_print_is_in_the_cell_in_whole_lines(notebook: Kernel) -> Non
     assert sorted(cell.stderr.splitlines()) == ["from C", "from C", "oops 0", "oops 1"]
 
 
+@pytest.mark.contract("a launch: an exception")
 def test_an_exception_has_its_own_type_the_rank_and_the_lines_of_the_cell(notebook: Kernel) -> None:
     notebook.run(
         "import tempfile\n"
@@ -156,6 +159,7 @@ def test_a_chained_exception_shows_its_cause(notebook: Kernel) -> None:
     assert shown.index("KeyError: 'x'") < shown.index("direct cause") < shown.index("ValueError: bad")
 
 
+@pytest.mark.contract("a launch: a killed rank")
 def test_a_rank_that_dies_is_named_with_its_signal_and_its_last_words(notebook: Kernel) -> None:
     notebook.run(
         "import signal\n"
@@ -187,6 +191,7 @@ def test_exiting_with_code_0_is_returning(notebook: Kernel) -> None:
     assert notebook.run("print(launch(lambda: sys.exit(0), (), 2))").ok().stdout == "[None, None]\n"
 
 
+@pytest.mark.contract("a launch: an interrupt")
 def test_an_interrupt_ends_the_cell_and_the_ranks_and_the_kernel_goes_on(notebook: Kernel) -> None:
     cell = notebook.start(
         "def waits():\n    print('here', rank(), flush=True)\n    time.sleep(600)\nlaunch(waits, (), 2)"
@@ -323,6 +328,7 @@ def test_a_short_run_without_a_panel_tells_that_its_loss_is_nan(notebook: Kernel
     assert re.search(r"The loss is nan (since about step \d+|at step \d+, the first that was seen)\. Clip", cell.stderr)
 
 
+@pytest.mark.contract("a launch: a deadline")
 def test_a_timeout_says_where_every_rank_was(notebook: Kernel) -> None:
     notebook.run("def waits():\n    print('here', flush=True); time.sleep(600)").ok()
     cell = notebook.run(

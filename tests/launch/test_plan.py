@@ -282,6 +282,7 @@ def options(**given: Any) -> LaunchOptions:
     return LaunchOptions(function=print, **given)
 
 
+@pytest.mark.slow
 def test_a_driver_is_noticed_by_its_name_whoever_loaded_it_and_from_wherever() -> None:
     program = """
 from nb_accelerate.base.devices.cuda import is_loaded

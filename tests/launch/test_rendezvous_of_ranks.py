@@ -105,6 +105,7 @@ def test_an_address_and_a_store_of_the_ranks_own_work_beside_it(run_ranks: RunRa
     assert run_ranks(meet, port) == [([2.0, 2.0, 2.0], [0, 1, 1])] * 2
 
 
+@pytest.mark.slow
 def test_ranks_and_a_process_that_is_none_of_them_make_a_group(run_ranks: RunRanks) -> None:
     def meet(port: int) -> float:
         import subprocess

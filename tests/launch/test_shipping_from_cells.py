@@ -140,6 +140,7 @@ def test_a_gigabyte_goes_there_and_back(notebook: Kernel) -> None:
     assert cell.stdout == "torch.Size([134217728]) True True\n"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_is_forked_where_that_is_safe_and_refused_by_its_name_otherwise(notebook: Kernel) -> None:
     notebook.run(
         "import torch, torch.distributed as dist\nfrom nb_accelerate import Accelerator\n"

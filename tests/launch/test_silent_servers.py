@@ -167,6 +167,7 @@ def takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     close_warm_server()
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_first_launch_does_not_wait_until_all_is_imported(
     takes_long: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -200,6 +201,7 @@ sys.meta_path.insert(0, Broken())
 """
 
 
+@pytest.mark.slow
 def test_folders_that_torch_makes_when_it_is_imported_end_with_the_server() -> None:
     close_warm_server()
     before = os.listdir(tempfile.gettempdir())

@@ -61,6 +61,7 @@ def listeners(kernel: Kernel) -> dict[tuple[str, int], set[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
 def test_of_a_launch_only_ranks_listen_and_not_beyond_loopback(kernel: Kernel, method: str) -> None:
     kernel.run(SETUP).ok()

@@ -40,6 +40,7 @@ def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.contract("a launch: fork, forkserver, spawn")
 def test_arguments_arrive_and_values_come_back(method: str) -> None:
     def function(first: int, *, second: int) -> tuple[int, int, int]:
         return first, second, int(os.environ["RANK"])
@@ -264,6 +265,7 @@ def test_ranks_know_from_the_start_whether_their_bars_are_rows(
     assert notebook_launcher(function, (), 2, start_method=method, progress="text", timeout=45) == [True, True]
 
 
+@pytest.mark.contract("a launch: inline")
 def test_inline_runs_in_this_very_process_with_the_real_objects() -> None:
     lock = threading.Lock()
     assert launch(lambda: (os.getpid(), lock), method="inline") == [(os.getpid(), lock)]
@@ -326,6 +328,7 @@ with open(sys.argv[2], "w") as file:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="there is no list of descriptors")
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.slow), "forkserver", METHODS[2]])
 def test_a_process_without_standard_streams_launches_too(method: str, tmp_path: Path) -> None:

@@ -424,7 +424,7 @@ def train(): return asdict(training_args)
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
     shared_kernel.run("%load_ext nb_accelerate\nfrom nb_accelerate import notebook_launcher").ok()
-    shared_kernel.warm_up()
+    shared_kernel.wait_for_server()
     shared_kernel.run("%distributed config --progress off").ok()
     shared_kernel.run("%distributed start -n 2").ok()
     return shared_kernel

@@ -15,6 +15,7 @@ from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import ConfigError, RankDiedError
 
 
+@pytest.mark.contract("a launch: a sweep")
 def test_values_come_in_order_and_calls_are_on_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def train(index: int) -> tuple[int, str | None, int, int]:
         import torch

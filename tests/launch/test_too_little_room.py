@@ -79,6 +79,7 @@ def test_too_few_processes_are_a_sentence_and_leave_nothing(method: str, tmp_pat
         assert sentence.endswith(f"This user may have {number} of both")
 
 
+@pytest.mark.slow
 def test_a_warm_server_that_has_no_room_for_a_rank_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def _ranks_are_in_step(notebook: Kernel) -> Iterator[None]:
 
 
 class TestOutput:
+    @pytest.mark.contract("cells: output of ranks")
     def test_what_all_ranks_say_is_shown_once_and_the_rest_by_rank(self, notebook: Kernel):
         cell = notebook.run("%%distributed\nprint('same')\nprint('I am', rank)\nprint('and', rank)\nprint('end')").ok()
         assert cell.stdout == "same\n[rank 0] I am 0\n[rank 0] and 0\n[rank 1] I am 1\n[rank 1] and 1\nend\n"
@@ -64,6 +65,7 @@ class TestOutput:
         )
         assert kinds(notebook, cell) == ["stdout a", "stderr b", "display 'c'", "stdout d"]
 
+    @pytest.mark.contract("cells: figures")
     def test_figures_and_html_arrive(self, notebook: Kernel):
         notebook.run("%%distributed\nimport matplotlib.pyplot as plt\nfrom IPython.display import HTML, display").ok()
         cell = notebook.run("%%distributed\ndisplay(HTML('<b>both</b>'))\nplt.plot([1, 2]);").ok()
@@ -135,6 +137,7 @@ class TestOutput:
 
 
 class TestPython:
+    @pytest.mark.contract("cells: variables stay")
     def test_variables_stay(self, notebook: Kernel):
         notebook.run("%%distributed\nkept = rank").ok()
         assert notebook.run("%%distributed\nprint(kept == rank)").ok().stdout == "True\n"
@@ -200,6 +203,7 @@ class TestPython:
 
 
 class TestNames:
+    @pytest.mark.contract("cells: names of the notebook")
     def test_functions_classes_and_data_travel_with_what_they_use(self, notebook: Kernel):
         notebook.run(
             "import math\nFACTOR = 2\ndef scaled(x): return math.floor(x) * FACTOR\n"
@@ -277,6 +281,7 @@ class TestNames:
         assert notebook.run("%%distributed\nprint(weights.sum().item())").ok().stdout == "3.0\n"
         assert notebook.run("weights.sum().item()").ok().value == "0.0"
 
+    @pytest.mark.contract("cells: pull")
     def test_pull_brings_the_value_of_a_rank_or_a_list(self, notebook: Kernel):
         notebook.run(
             "%%distributed\nimport torch\nclass Same:\n    def __init__(self): self.x = torch.ones(2)\n"
@@ -410,6 +415,7 @@ class TestMistakes:
 
 
 class TestNotebook:
+    @pytest.mark.contract("cells: status")
     def test_status_has_a_row_for_each_rank(self, notebook: Kernel):
         rows = notebook.run("%distributed status").ok().stdout.splitlines()
         assert [row.split()[0] for row in rows[1:]] == ["rank", "0", "1"]
@@ -438,6 +444,7 @@ class TestNotebook:
         (count, epoch), other = eval(found.value)
         assert (count, epoch) == other == (4 * (epoch + 1), epoch)
 
+    @pytest.mark.contract("cells: in the background")
     def test_a_cell_in_the_background_lets_the_notebook_go_on(self, notebook: Kernel, tmp_path):
         flag = tmp_path / "flag"
         notebook.run(
@@ -455,6 +462,7 @@ class TestNotebook:
         reply = notebook.client.inspect("%%distributed\nnet", reply=True, timeout=20)
         assert "Learns." in reply["content"]["data"]["text/plain"]
 
+    @pytest.mark.contract("cells: auto")
     def test_auto_mode_runs_plain_cells_on_the_ranks(self, notebook: Kernel):
         notebook.run("%distributed auto on").ok()
         assert notebook.run("there = rank\nprint(there)").ok().stdout == "[rank 0] 0\n[rank 1] 1\n"

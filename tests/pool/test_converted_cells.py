@@ -242,6 +242,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return notebook_launcher(on_each_rank, (str(tmp_path_factory.mktemp("saved")),), num_processes=2, progress="off")
 
 
+@pytest.mark.contract("cells: --convert, numbers of one process")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_print_the_numbers_of_one_process(alone: dict[str, Any], two: list[dict[str, Any]], shape: str):
     plain = alone["plain"][shape][0]
@@ -540,6 +541,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
 
 
 class TestInANotebook:
+    @pytest.mark.contract("cells: --convert, in a notebook")
     def test_functions_and_objects_of_other_cells_are_followed(self, notebook: Kernel):
         head, setup, last = SHAPES["quickstart"]
         notebook.run(head + setup).ok()

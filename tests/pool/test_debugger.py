@@ -46,6 +46,7 @@ def test_before_any_failure_there_is_nothing_to_debug(notebook: Kernel):
 
 
 class TestPostMortem:
+    @pytest.mark.contract("cells: debug")
     def test_it_begins_on_the_rank_that_failed_and_sees_its_variables(self, failed: Kernel):
         cell = failed.run("%distributed debug", answers=["p secret", "up", "p step.__name__", "q"]).ok()
         assert cell.questions == ["rank 1 ipdb> "] * 4

@@ -56,6 +56,7 @@ def ranks(notebook: Kernel) -> Iterator[Kernel]:
     notebook.run("%distributed stop").ok()
 
 
+@pytest.mark.slow
 def test_the_users_error_ends_a_cell_whose_alarm_fails(ranks: Kernel, tmp_path: Path) -> None:
     ranks.run(FAIL.format(module="nb_accelerate.notebook.worker.alarm", name="cut_connections")).ok()
     folder = repr(str(tmp_path))

@@ -89,6 +89,7 @@ def timeouts(notebook: Kernel, **seconds: float) -> Iterator[None]:
 
 
 class TestExceptions:
+    @pytest.mark.contract("cells: an exception")
     def test_one_rank_fails_while_the_others_wait_in_a_collective(self, notebook: Kernel, ranks: int, tmp_path: Path):
         folder = repr(str(tmp_path))
         with timeouts(notebook, ask=2.0):
@@ -236,6 +237,7 @@ class TestExceptions:
 
 
 class TestInterrupts:
+    @pytest.mark.contract("cells: an interrupt")
     @pytest.mark.parametrize(
         "code",
         [
@@ -351,6 +353,7 @@ class TestInterrupts:
 
 @pytest.mark.may_leave("processes", "files")  # the rank that takes the other's place lives as long as the notebook
 class TestDeath:
+    @pytest.mark.contract("cells: a killed rank is replaced")
     def test_a_killed_rank_is_named_and_can_be_replaced(self, notebook: Kernel, ranks: int):
         cell = notebook.run(
             "%%distributed\nif rank == world_size - 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"

@@ -102,6 +102,7 @@ THINGS = {
 
 @pytest.mark.parametrize("kind", THINGS)
 class TestRanksComputeWithWhatTheNotebookHas:
+    @pytest.mark.contract("cells: what a changed value of the notebook is on ranks")
     def test_made_later_rebound_changed_in_place_and_deleted(self, notebook: Kernel, kind: str):
         thing = THINGS[kind]
         if kind in ("frame", "series"):

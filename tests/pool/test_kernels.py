@@ -26,6 +26,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.contract("cells: a kernel that is killed")
 def test_no_rank_outlives_a_kernel_that_was_killed(kernel: Kernel) -> None:
     kernel.run("%load_ext nb_accelerate").ok()
     kernel.run("%%distributed\nprint(rank)").ok()
@@ -85,6 +86,7 @@ def memory(kernel: Kernel) -> dict[int, int]:
     return {one.pid: one.memory_info().rss for one in (psutil.Process(kernel.pid), *kernel.processes())}
 
 
+@pytest.mark.slow
 def test_the_number_of_ranks_that_is_set_in_a_notebook_is_that_of_its_launches_too(kernel: Kernel) -> None:
     kernel.run("%load_ext nb_accelerate").ok()
     kernel.run("%distributed config -n 2").ok()

@@ -55,6 +55,7 @@ def test_a_rank_in_the_place_of_another_draws_what_the_others_draw(notebook: Ker
     assert notebook.run("drawn[0] == drawn[1]").ok().value == "True"
 
 
+@pytest.mark.slow
 def test_ranks_draw_alike_if_the_notebook_has_not_imported_numpy(kernel: Kernel):
     kernel.run("%load_ext nb_accelerate\nimport sys, random").ok()
     kernel.run("%%distributed --out drawn\nimport random, numpy, torch\n" + DRAW).ok()

@@ -44,6 +44,7 @@ def notebook(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 class TestSession:
     """One notebook for each place, and in it what people do."""
 
+    @pytest.mark.slow
     def test_a_launch_returns_values_and_its_ranks_exchange_tensors(self, notebook: Kernel) -> None:
         notebook.run(
             "def train(a):\n"
@@ -82,6 +83,7 @@ class TestSession:
         assert "rank 1 is new" in notebook.run("%distributed restart 1", timeout=LIMIT).ok().stdout
         assert notebook.run(SUM).ok().stdout == "2\n"
 
+    @pytest.mark.slow
     def test_the_panel_is_printed_and_a_checkpoint_read_again(self, notebook: Kernel) -> None:
         notebook.put("nb_accelerate.notebook.display.drawing.lines._FIRST", 0.2)
         notebook.run("import tempfile\nfolder = tempfile.mkdtemp()").ok()
@@ -116,6 +118,7 @@ def without_netlink() -> Iterator[Kernel]:
     yield from kernel_without("netlink")
 
 
+@pytest.mark.slow
 def test_without_netlink_ranks_run_and_what_connects_them_says_what_is_missing(without_netlink: Kernel) -> None:
     without_netlink.run("assert notebook_launcher(abs, (-3,), 2, progress='off') == [3, 3]").ok()
     without_netlink.run(

@@ -107,6 +107,7 @@ class TestInterrupts:
         pool.start(PoolOptions(num_processes=2))
         assert run(pool, "rank") == [0, 1]
 
+    @pytest.mark.slow
     def test_replacing_a_rank_leaves_one_that_can_be_replaced(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         pool.start(PoolOptions(num_processes=2))
         run(pool, "kept = rank")
@@ -161,6 +162,7 @@ def kill(member: Any) -> None:
 
 @pytest.mark.limit(30)
 class TestRanksThatMeet:
+    @pytest.mark.slow
     @pytest.mark.parametrize("rank", [0, 2])
     def test_the_failure_of_one_is_raised_and_ends_the_others(
         self, pool: Pool, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -178,6 +180,7 @@ class TestRanksThatMeet:
         pool.start(PoolOptions(num_processes=3))
         assert run(pool, "rank") == [0, 1, 2]
 
+    @pytest.mark.slow
     def test_a_new_rank_that_fails_is_told_of_and_can_be_replaced(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, cut=0.1, rendezvous=0.1))
         pool.start(PoolOptions(num_processes=2))
@@ -230,6 +233,7 @@ int(total)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_in_a_meeting_that_failed_meets_new_ones(pool: Pool):
     pool.start(PoolOptions(num_processes=2))
     assert run(pool, FAILED_MEETING, ranks=(0,)) == ["the other did not come"]

@@ -34,6 +34,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield one
 
 
+@pytest.mark.contract("cells: without torch")
 def test_the_extension_loads_and_its_help_works(without_torch: Kernel):
     cell = without_torch.run("%load_ext nb_accelerate").ok()
     assert (cell.stdout, cell.stderr) == ("", "")

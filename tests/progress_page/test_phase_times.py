@@ -181,6 +181,7 @@ def test_what_comes_before_the_call_of_the_model_is_no_forward(kind: str, world_
         assert seconds[other] < seconds[before] / 2
 
 
+@pytest.mark.slow
 def test_a_model_that_was_prepared_can_be_loaded_and_compiled_without_this_package(tmp_path: Path) -> None:
     def train() -> None:
         import torch

@@ -324,6 +324,7 @@ def runs_python_code() -> int:
     return len(signals)
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_python_code_says_where_it_is_and_gets_no_signal(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def run(pool: Pool, text: str, *, timeout: float | None = None, **variables: Any
     return pool.run(read_cell(text), options, variables=variables)
 
 
+@pytest.mark.contract("machines: cells")
 def test_cells_share_variables_collectives_and_output(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
     sent = torch.arange(300_000)
     assert run(pool, "total = sent.sum().item()\nprint('here')\ntotal", sent=sent) == [sent.sum().item()] * 3
@@ -58,6 +59,7 @@ def test_cells_share_variables_collectives_and_output(pool: Pool, capfd: pytest.
     assert capfd.readouterr().out.splitlines()[0] == "here"
 
 
+@pytest.mark.slow
 def test_machines_stay_when_the_segments_of_large_values_are_dropped(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +88,7 @@ class Order(Sink):
         self.shown.append(content["data"]["text/plain"])
 
 
+@pytest.mark.slow
 def test_displays_stand_where_they_were_made_among_the_output(pool: Pool) -> None:
     order = Order()
     cell = "from IPython.display import display\nif rank == 1:\n    for i in range(40): print(2*i); display(2*i+1)"
@@ -94,6 +97,7 @@ def test_displays_stand_where_they_were_made_among_the_output(pool: Pool) -> Non
     assert shown == [str(number) for number in range(80)]
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_leaves_ranks_that_meet_again(pool: Pool) -> None:
     run(pool, SUM)
     with pytest.raises(ZeroDivisionError):
@@ -101,6 +105,7 @@ def test_a_cell_that_fails_leaves_ranks_that_meet_again(pool: Pool) -> None:
     assert run(pool, SUM) == [7.0] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool: Pool) -> None:
     pids = run(pool, f"import os\n{SUM}\nos.getpid()")
     began = time.monotonic()
@@ -110,6 +115,7 @@ def test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool: Pool
     assert run(pool, f"{SUM}\nos.getpid()") == pids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_died_is_replaced_and_others_keep_their_variables(
     pool: Pool, machines: Machines, rank: int
@@ -128,6 +134,7 @@ def test_a_rank_that_died_is_replaced_and_others_keep_their_variables(
     assert kept == [None if number == rank else number + 10 for number in range(3)]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool: Pool, machines: Machines) -> None:
     pids = run(pool, "import os\nos.getpid()")
     host = machines.hosts()[1]
@@ -145,6 +152,7 @@ def test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool:
     assert run(pool, SUM) == [7.0] * 3
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_cell_and_no_rank(pool: Pool) -> None:
     pids = run(pool, "import os\nos.getpid()")
     handle = pool.begin(read_cell("import time\ntime.sleep(60)"), CellOptions(progress="off"))
@@ -158,6 +166,7 @@ def test_an_interrupt_ends_a_cell_and_no_rank(pool: Pool) -> None:
     assert run(pool, "os.getpid()") == pids
 
 
+@pytest.mark.slow
 def test_nothing_stays_when_it_is_stopped(machines: Machines) -> None:
     before = psutil.Process().children(recursive=True)
     pool = Pool()

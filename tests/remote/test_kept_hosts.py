@@ -33,6 +33,7 @@ def hosts_of(launch: list[tuple[int, int]]) -> list[int]:
     return [host for host, _ in launch]
 
 
+@pytest.mark.slow
 def test_the_next_launch_has_the_same_hosts_and_other_ranks(machines: Machines) -> None:
     first, second = launched(), launched()
     assert hosts_of(first) == hosts_of(second) == [host.pid for host in machines.hosts()[:1] + machines.hosts()[1:] * 2]
@@ -44,6 +45,7 @@ def test_the_next_launch_has_the_same_hosts_and_other_ranks(machines: Machines) 
     assert machines.hosts() == []
 
 
+@pytest.mark.slow
 def test_other_options_have_other_hosts_and_those_before_end(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +56,7 @@ def test_other_options_have_other_hosts_and_those_before_end(
     assert {host.pid for host in machines.hosts()} == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_host_that_has_died_or_is_silent_is_replaced_without_a_word(
     machines: Machines, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -67,6 +70,7 @@ def test_a_host_that_has_died_or_is_silent_is_replaced_without_a_word(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_hosts_end_when_no_launch_has_come_for_long(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CommandEngine, "idle_limit", 0.2)
     launched()
@@ -75,6 +79,7 @@ def test_hosts_end_when_no_launch_has_come_for_long(machines: Machines, monkeypa
     assert len(launched()) == 3
 
 
+@pytest.mark.slow
 def test_none_are_kept_where_nothing_is_to_be_kept(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NB_ACCELERATE_KEEP_WARM", "0")
     launched()
@@ -91,6 +96,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_hosts_end_with_the_kernel(machines: Machines) -> None:
     ran = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, check=True)
     first, second = (line.split() for line in ran.stdout.splitlines()[-2:])

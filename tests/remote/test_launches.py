@@ -38,6 +38,7 @@ def wait_for(is_there: Callable[[], Any], seconds: float = 30.0) -> Any:
     return found
 
 
+@pytest.mark.contract("machines: a command")
 def test_values_numbers_output_and_what_is_sent(machines: Machines, capfd: pytest.CaptureFixture[str]) -> None:
     sent = torch.arange(300_000)
 
@@ -64,6 +65,7 @@ def test_values_numbers_output_and_what_is_sent(machines: Machines, capfd: pytes
     assert capfd.readouterr().out.splitlines() == [f"line {line}" for line in range(LINES)]
 
 
+@pytest.mark.slow
 def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> None:
     def train() -> None:
         from nb_accelerate import Accelerator
@@ -78,6 +80,7 @@ def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> No
     assert "Raised by rank 2 of 3 on b." in caught.value.__notes__
 
 
+@pytest.mark.slow
 def test_ranks_are_started_again(machines: Machines) -> None:
     def train() -> tuple[float, str]:
         from nb_accelerate import Accelerator
@@ -111,6 +114,7 @@ def launched(tmp_path: Path) -> Any:
     return launch
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_ranks(machines: Machines, tmp_path: Path) -> None:
     launch = launched(tmp_path)
     launch.interrupt()
@@ -118,6 +122,7 @@ def test_an_interrupt_ends_all_ranks(machines: Machines, tmp_path: Path) -> None
         launch.result(timeout=30)
 
 
+@pytest.mark.slow
 def test_training_is_steered_from_the_notebook(machines: Machines, tmp_path: Path) -> None:
     def train(folder: str) -> int:
         from nb_accelerate import Accelerator
@@ -136,6 +141,7 @@ def test_training_is_steered_from_the_notebook(machines: Machines, tmp_path: Pat
     assert first < 99_999
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(machines: Machines, tmp_path: Path) -> None:
     launch = launched(tmp_path)
     began = time.monotonic()
@@ -145,6 +151,7 @@ def test_a_rank_that_is_killed_is_named(machines: Machines, tmp_path: Path) -> N
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["host", "server"])
 def test_a_host_or_its_server_that_is_killed_is_told(machines: Machines, tmp_path: Path, who: str) -> None:
     launch = launched(tmp_path)
@@ -161,6 +168,7 @@ def test_a_host_or_its_server_that_is_killed_is_told(machines: Machines, tmp_pat
     assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.slow
 def test_what_the_cell_of_a_launch_in_the_background_says_of_its_end_has_no_output_left_out(
     machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +217,7 @@ def test_a_machine_without_devices_is_named(machines: Machines) -> None:
         notebook_launcher(os.getpid, progress="off", devices=[0])
 
 
+@pytest.mark.slow
 def test_ranks_train_as_the_file_of_the_notebook_says_and_not_as_that_of_their_machine(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +239,7 @@ def test_ranks_train_as_the_file_of_the_notebook_says_and_not_as_that_of_their_m
     assert notebook_launcher(train, progress="off")[2] == ("no", None, "b")
 
 
+@pytest.mark.contract("machines: a lost one is named")
 def test_a_machine_that_is_silent_is_lost_and_named(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +298,7 @@ def listened_at(processes: set[psutil.Process]) -> set[int]:
     return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_nothing_stays_of_a_kernel_that_is_killed_while_ranks_train(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +344,7 @@ def test_hosts_import_neither_torch_nor_ipython() -> None:
     assert json.loads(ran.stdout) == []
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_have_hosts_of_their_own(machines: Machines) -> None:
     found: list[Any] = []
 

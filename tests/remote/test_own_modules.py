@@ -51,6 +51,7 @@ def launched(helpers: Any) -> list[Any]:
     return notebook_launcher(lambda: scaled(int(os.environ["RANK"])), progress="text")
 
 
+@pytest.mark.slow
 def test_a_module_that_machines_do_not_have_is_sent_and_that_is_said_once(
     machines: Machines, helpers: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_module_that_machines_do_not_have_is_sent_and_that_is_said_once(
     assert (said.out + said.err).count("does not have scaling_of_user.py as here") == 2  # each machine
 
 
+@pytest.mark.slow
 def test_cells_get_it_too(machines: Machines, helpers: Any, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "project")
     pool = Pool()
@@ -76,6 +78,7 @@ def test_cells_get_it_too(machines: Machines, helpers: Any, tmp_path: Path) -> N
         pool.stop()
 
 
+@pytest.mark.slow
 def test_a_machine_with_another_version_runs_that_of_the_notebook(
     machines: Machines,
     helpers: Any,

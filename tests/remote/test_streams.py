@@ -79,6 +79,7 @@ def failure_of(machine: str, command: Sequence[str] = ("true",), **options: str)
         return stream.why_ended()
 
 
+@pytest.mark.contract("machines: ssh")
 def test_frames_of_every_byte_go_through_ssh_both_ways_and_no_login_text_among_them(sshd: Sshd) -> None:
     body = bytes(range(256)) * 20_000  # more than pipes and windows hold, with line ends and escape characters
     parser, writer = FrameParser(has_preamble=True), FrameWriter()

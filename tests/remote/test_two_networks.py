@@ -77,6 +77,7 @@ def run(pool: Pool, text: str, *, timeout: float | None = None) -> list[Any]:
     return pool.run(read_cell(text), options, variables={})
 
 
+@pytest.mark.slow
 def test_a_launch_meets_at_the_address_that_the_other_machine_reaches(networks: list[str]) -> None:
     def train() -> tuple[float, str, str]:
         import os
@@ -104,6 +105,7 @@ def test_a_machine_that_the_other_does_not_reach_is_told_before_ranks_start(netw
         notebook_launcher(time.time, progress="off")
 
 
+@pytest.mark.slow
 def test_an_address_of_a_bridge_that_both_machines_have_is_not_the_one_where_ranks_meet(networks: list[str]) -> None:
     for name in HOSTS:
         ip("-n", name, "link", "add", "docker0", "type", "bridge")  # before the cable's, by name
@@ -118,6 +120,7 @@ def master() -> str:
     return os.environ["MASTER_ADDR"]
 
 
+@pytest.mark.slow
 def test_the_address_that_is_given_is_the_only_one_that_is_tried(networks: list[str]) -> None:
     ip("-n", HOSTS[0], "addr", "add", "10.77.7.77/24", "dev", "nbveth0")
     assert notebook_launcher(master, progress="off", master_addr="10.77.7.77") == ["10.77.7.77"] * 3
@@ -125,6 +128,7 @@ def test_the_address_that_is_given_is_the_only_one_that_is_tried(networks: list[
         notebook_launcher(master, progress="off", master_addr="10.0.0.9")
 
 
+@pytest.mark.slow
 def test_a_firewall_in_one_direction_is_found_and_named(networks: list[str]) -> None:
     port = "29555"
     # Nothing that is for TCP leaves the second machine, but what goes to the store: as if SYN packets were dropped.
@@ -137,6 +141,7 @@ def test_a_firewall_in_one_direction_is_found_and_named(networks: list[str]) -> 
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_ranks_are_taken_out_of_a_collective_while_the_cable_is_cut_and_meet_again(pool: Pool) -> None:
     assert run(pool, SUM) == [7.0] * 3
     pids = run(pool, "import os\nos.getpid()")
@@ -147,6 +152,7 @@ def test_ranks_are_taken_out_of_a_collective_while_the_cable_is_cut_and_meet_aga
     assert run(pool, f"{SUM}\nos.getpid()") == pids
 
 
+@pytest.mark.slow
 def test_only_the_store_and_connections_between_ranks_listen(pool: Pool, networks: list[str]) -> None:
     run(pool, SUM)
     assert {address.rpartition(":")[0] for address in listeners()} <= set(networks)
@@ -160,6 +166,7 @@ def started(tmp_path: Path) -> tuple[Any, list[psutil.Process]]:
     return launch, [host, *host.children(recursive=True)]
 
 
+@pytest.mark.slow
 def test_a_cut_of_some_seconds_is_not_noticed(over_the_cable: None, tmp_path: Path) -> None:
     launch, _ = started(tmp_path)
     cable("down")

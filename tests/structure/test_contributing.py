@@ -122,6 +122,7 @@ def _new_and_changed(copy: Path) -> list[str]:
     return sorted(differing)
 
 
+@pytest.mark.slow
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_a_tracker_is_added_by_the_files_of_its_row(copy: Path):
     module, row = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -36,6 +36,7 @@ print(json.dumps([unresolved, theirs]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 def test_every_imported_name_resolves_with_this_package_as_accelerate():
     names = read_list()

@@ -47,6 +47,7 @@ def test_no_name_is_listed_by_two_modules_of_utils():
     assert len(listed) == len(set(listed))
 
 
+@pytest.mark.slow
 def test_modules_need_no_import_of_their_own():
     code = """
 import nb_accelerate as accelerate

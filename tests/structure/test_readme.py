@@ -11,6 +11,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CELLS = shown_below(README)
 
 
+@pytest.mark.contract("README: its blocks")
 @pytest.mark.limit(120)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_its_blocks_run_as_cells_and_show_what_stands_below_them(tmp_path: Path):

@@ -30,7 +30,11 @@ def reaches(source: str, half: str) -> list[str]:
         if isinstance(node, ast.Constant) and id(node) not in docstrings:
             if str(node.value).startswith(OTHER_HALF[half]):
                 found.append(f"names {node.value}")
-        elif half == "notebook" and ast.unparse(node) in ("gc.get_objects", "gc.get_referrers"):
+        elif (
+            half == "notebook"
+            and isinstance(node, ast.Attribute)
+            and ast.unparse(node) in ("gc.get_objects", "gc.get_referrers")
+        ):
             found.append(f"searches with {ast.unparse(node)}")
     return found
 

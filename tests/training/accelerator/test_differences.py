@@ -401,6 +401,7 @@ def test_libraries_that_ask_accelerate_itself_see_one_process_until_it_is_told(o
         assert found["accelerate knows then"] == (2, 1.5)
 
 
+@pytest.mark.slow
 def test_losses_of_boxes_in_transformers_are_those_of_one_process(run_ranks):
     pytest.importorskip("transformers.loss")
 

@@ -95,6 +95,7 @@ def test_an_accelerator_is_neither_pickled_nor_copied_and_what_it_prepared_is():
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
 
 
+@pytest.mark.slow
 def test_a_script_runs_with_this_package_in_accelerates_place():
     code = f"""{REPLACE}
 import torch

@@ -58,6 +58,7 @@ def test_gradients_that_are_clipped_and_then_dropped_leave_nothing_behind(drop):
     assert model.weight.tolist() == [[0.5, 0.0]]
 
 
+@pytest.mark.contract("training: fp16")
 def test_gradients_may_be_unscaled_after_each_batch_of_a_window(run_ranks):
     def train(unscales):
         accelerator = Accelerator(

@@ -272,6 +272,7 @@ def local_sgd_by_hand(rows, every, accumulate):
     return [p.detach() for p in models[0][0].parameters()]
 
 
+@pytest.mark.contract("training: local SGD")
 def test_local_sgd_averages_weights_every_few_steps(run_ranks):
     rows = torch.arange(60.0).reshape(20, 3).sin()
 

@@ -154,6 +154,7 @@ def compare_with_accelerate(numbers) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_random_trainings_are_those_of_accelerate(run_ranks):
     pytest.importorskip("accelerate")
     for wrong in run_ranks(compare_with_accelerate, range(6), deadline=55):

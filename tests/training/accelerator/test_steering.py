@@ -69,6 +69,7 @@ def begin() -> Iterator[Any]:
         one.stop()
 
 
+@pytest.mark.contract("training: stopped and saved from the notebook")
 @pytest.mark.parametrize("kind", ["epochs", "resumable"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_ranks_save_and_stop_at_one_point(begin: Any, tmp_path: Path, kind: str, ranks: int) -> None:

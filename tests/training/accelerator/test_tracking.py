@@ -46,6 +46,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 # --- JSON lines -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("trackers: JSON lines")
 def test_json_lines_hold_what_was_logged(tmp_path: Path):
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("digits", config={"lr": 0.1, "layers": [1, 2], "device": torch.device("cpu")})
@@ -289,6 +290,7 @@ def test_directories_come_from_either_argument(tmp_path: Path):
 # --- TensorBoard, for real ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("trackers: TensorBoard")
 def test_tensorboard_shows_what_was_logged(tmp_path: Path):
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("digits", config={"lr": 0.1, "layers": [1, 2]})
@@ -418,6 +420,7 @@ _LIKE_WANDB = [
 ]
 
 
+@pytest.mark.contract("trackers: other libraries")
 @pytest.mark.parametrize(
     ("name", "args", "options", "calls"),
     [

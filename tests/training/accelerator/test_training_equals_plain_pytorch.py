@@ -127,6 +127,7 @@ def test_bf16_in_one_process_is_bit_for_bit_autocast_by_hand():
     assert_equal_runs(ours, train_by_hand(dtype=torch.bfloat16), tolerance=0)
 
 
+@pytest.mark.contract("training: bf16")
 def test_bf16_on_two_ranks_stays_within_five_thousandths_of_one_process(run_ranks):
     # bfloat16 rounds to 3 decimal digits, and half a batch rounds differently from a whole one.
     losses, weights, _ = train_by_hand(dtype=torch.bfloat16)

@@ -47,6 +47,7 @@ def _same_weights(model: nn.Module, other: nn.Module) -> bool:
     return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.contract("training: models larger than memory")
 @pytest.mark.parametrize("device_map", MAPS)
 def test_outputs_are_those_of_the_plain_model_bit_for_bit_and_of_accelerates(
     device_map: dict[str, Any], tmp_path: Path

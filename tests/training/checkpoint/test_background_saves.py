@@ -106,6 +106,7 @@ def _no_space(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.contract("checkpoints: in the background")
 def test_ranks_that_save_in_the_background_all_learn_how_it_ended(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> Any:
         import torch
@@ -288,6 +289,7 @@ def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: Run
         run_ranks(save, str(tmp_path / "state"))
 
 
+@pytest.mark.slow
 def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Path):
     program = (
         "import atexit, multiprocessing, os, sys, threading\n"

@@ -62,6 +62,7 @@ def _trained(start: float) -> tuple[Accelerator, Any]:
     return accelerator, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_whatever_the_disk_refuses_a_whole_checkpoint_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int

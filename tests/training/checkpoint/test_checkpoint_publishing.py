@@ -92,6 +92,7 @@ def test_a_folder_in_one_that_is_read_only_is_saved_to(tmp_path: Path, monkeypat
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
+@pytest.mark.contract("checkpoints: whole or not at all")
 @pytest.mark.parametrize("moment", ["before", "after the commit", "in the middle", "at the end"])
 def test_a_save_that_ends_in_the_middle_leaves_the_old_checkpoint_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

@@ -150,6 +150,7 @@ class Numbers(torch.utils.data.IterableDataset[Any]):
         return iter(torch.arange(24.0)[:, None])
 
 
+@pytest.mark.contract("checkpoints: other numbers of ranks")
 def test_what_two_ranks_saved_one_process_loads_and_the_other_way_round(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> Any:
         from training.checkpoint.test_checkpoints import _parts, _weights
@@ -182,6 +183,7 @@ def test_what_two_ranks_saved_one_process_loads_and_the_other_way_round(run_rank
             assert steps == (6 if savers == 2 else 11)
 
 
+@pytest.mark.contract("checkpoints: those of accelerate")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_accelerate_loads_what_we_saved_and_we_what_it_saved(run_ranks: RunRanks, tmp_path: Path, ranks: int):
     def cross(where: str) -> dict[str, Any]:

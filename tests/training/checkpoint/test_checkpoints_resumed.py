@@ -81,6 +81,7 @@ def _run(
     return seen
 
 
+@pytest.mark.contract("checkpoints: runs go on by themselves")
 @pytest.mark.parametrize(
     ("every", "stateful", "deaths"),
     [

@@ -88,6 +88,7 @@ def saved(run_ranks, tmp_path: Path) -> list[float]:
 SHARDS = {"__0_0.distcp", "__1_0.distcp", ".metadata"}
 
 
+@pytest.mark.slow
 def test_what_two_ranks_have_saved_goes_on_anywhere(saved, run_ranks, tmp_path: Path):
     expected = pytest.approx(saved, abs=1e-6)
     for folder in (tmp_path / "at once", tmp_path / "in the background"):
@@ -119,6 +120,7 @@ def test_what_two_ranks_have_saved_goes_on_on_four_and_what_four_have_saved_on_t
         assert ours == pytest.approx(of_four, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_takes_the_place_of_one_of_the_other_kind_as_a_whole(run_ranks, tmp_path: Path):
     def save_twice() -> Any:
         accelerator, model, optimizer = prepare(True)

@@ -58,6 +58,7 @@ def read_all(names):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.limit(60)
 def test_rows_stay_together_and_arrive_once(run_ranks):
     ranks = run_ranks(read_all, tuple(KINDS), deadline=55)

@@ -7,6 +7,7 @@ from collections import UserDict, namedtuple
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -56,6 +57,7 @@ def test_the_last_group_is_dealt_out_with_as_few_copies_as_can_be(rows, ranks, e
         assert sum(map(len, hands)) == rows
 
 
+@pytest.mark.contract("training: rows dispatched from rank 0")
 def test_every_row_is_gathered_once_and_in_order(run_ranks):
     def evaluate():
         torch.set_num_threads(1)

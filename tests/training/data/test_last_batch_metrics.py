@@ -43,6 +43,7 @@ def ours(script):
     return names["evaluate"](Accelerator(cpu=True), ROWS, BATCH)
 
 
+@pytest.mark.slow
 def test_the_last_batch_of_one_process_is_cut_as_accelerate_cuts_it():
     theirs = subprocess.run(
         [sys.executable, "-c", SCRIPT, EVALUATE], capture_output=True, text=True, check=True, timeout=50

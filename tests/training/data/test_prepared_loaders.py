@@ -66,6 +66,7 @@ class Buckets:
         return (self.rows + 3) // 4
 
 
+@pytest.mark.contract("training: rows are dealt to ranks")
 def test_evaluation_gathers_every_row_once_and_in_order_for_awkward_sizes(run_ranks):
     def evaluate():
         torch.set_num_threads(1)

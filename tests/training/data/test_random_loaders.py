@@ -374,6 +374,7 @@ def check_all(numbers) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_random_loaders_share_out_rows_like_the_oracle(run_ranks):
     for wrong in run_ranks(check_all, range(40), deadline=55):
         assert not wrong, "\n".join(wrong)

@@ -140,6 +140,7 @@ def test_ranks_go_on(run_ranks: Any, way: str) -> None:
     run_ranks(all_kinds, deadline=55)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_that_are_dealt_their_batches_take_up_their_positions(run_ranks: Any, workers: int) -> None:
     def deal(workers: int) -> None:

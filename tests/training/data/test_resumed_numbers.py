@@ -93,6 +93,7 @@ def test_workers_that_stay_do_not_change_the_numbers_of_a_resumed_run(stateful):
     gc.collect()  # ends the workers of loaders that refer to themselves
 
 
+@pytest.mark.slow
 def test_a_dispatched_last_group_is_filled_up_with_the_same_rows(run_ranks):
     def compare():
         def prepared(loader, **config):

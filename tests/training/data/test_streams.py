@@ -169,6 +169,7 @@ def test_what_was_skipped_before_prepare_is_shared_out_like_all_else(run_ranks):
             assert rows == (order if name == "shuffled" else list(range(23)))[3 * skip :], (name, config, skip)
 
 
+@pytest.mark.slow
 def test_each_rank_reads_its_own_shards_and_no_row_is_lost(run_ranks):
     cases = [
         {"sizes": sizes, "size": size, "drop": drop, "split": split, "workers": 0}
@@ -280,6 +281,7 @@ def test_a_stream_that_shards_itself_goes_on_from_every_position(run_ranks):
         assert set.union(*parts) == set(range(29))
 
 
+@pytest.mark.slow
 def test_datasets_of_hugging_face_are_read_shard_by_shard_where_ranks_agree_on_their_order(run_ranks):
     pytest.importorskip("datasets")
 

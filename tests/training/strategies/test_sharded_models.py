@@ -98,6 +98,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.contract("training: FSDP2")
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_ranks_train_as_one_process_of_plain_pytorch(run_ranks, world_size):
     def train_all() -> list[Any]:

@@ -162,6 +162,7 @@ def assert_alike(results: list[Any], expected: Any) -> None:
         torch.testing.assert_close(weight, value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.contract("training: strategies are saved and go on")
 @pytest.mark.parametrize("name", EVERY)
 def test_it_trains_as_one_process_and_goes_on_exactly_where_it_was_saved(run_ranks, tmp_path: Path, name):
     whole = on_ranks(run_ranks, name, tmp_path / "state", save_at=12)

@@ -62,6 +62,7 @@ def step_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
+@pytest.mark.contract("training: tensor parallel")
 @pytest.mark.parametrize("plan", [None, {**TIED_PLAN, "norm": "replicate"}])
 def test_a_plan_may_come_with_the_model_and_ties_stay_ties(run_ranks, plan):
     tokens = torch.arange(20).reshape(2, 10) % 11

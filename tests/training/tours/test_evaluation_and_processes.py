@@ -31,6 +31,7 @@ for inputs, targets in validation_dataloader:
 """
 
 
+@pytest.mark.contract("training: gathered evaluation")
 def test_evaluation_sees_every_row_once_and_gather_sees_the_copies_too(run_ranks):
     expected = stage()["dataloader"].dataset.tensors[1].tolist()
     for found in run_ranks(play, START, EVALUATION):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from training.tours.stage import START, play
 
 BEGIN = (
@@ -88,6 +89,7 @@ def test_a_model_is_saved_whole_in_pieces_and_loaded(run_ranks, tmp_path: Path):
         assert found["weights"] == [7.0, 7.0]
 
 
+@pytest.mark.contract("checkpoints: a whole state")
 def test_a_whole_state_is_saved_and_loaded(run_ranks, tmp_path: Path):
     for found in run_ranks(play, f"save_directory = {str(tmp_path)!r}", STATES):
         assert found["done"] == [True, 2]

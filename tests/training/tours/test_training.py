@@ -59,6 +59,7 @@ def _plain_training(ranks: int, epochs: int = 1) -> list[float]:
     return [p.item() for p in model.parameters()]
 
 
+@pytest.mark.contract("training: DDP")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("block", [MAIN_USE, MAIN_USE_ON_A_DEVICE], ids=["placed by itself", "placed by hand"])
 def test_the_main_use_trains_as_plain_pytorch_does(run_ranks, ranks: int, block: str):
