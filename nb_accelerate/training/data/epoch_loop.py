@@ -9,6 +9,7 @@ import ast
 import functools
 import inspect
 import linecache
+import re
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors.traceback_lines import is_users
@@ -16,6 +17,9 @@ from nb_accelerate.errors.traceback_lines import is_users
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
+
+_MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
+"""A line of a cell that is no Python: ``%%distributed``, ``!pip ...``."""
 
 
 def epoch_of(frame: FrameType | None) -> tuple[int, int] | None:
@@ -43,7 +47,7 @@ def epoch_of(frame: FrameType | None) -> tuple[int, int] | None:
 def _loops_at(source: str, line: int) -> tuple[ast.stmt | None, Sequence[ast.stmt]]:
     """Return the loop that begins at a line, and the loops around that line in the same function."""
     try:
-        nodes = [*ast.walk(ast.parse(source))]
+        nodes = [*ast.walk(ast.parse(_MAGIC.sub(r"\1pass", source)))]
     except (SyntaxError, ValueError):  # a file that has changed since it was imported
         return None, ()
     functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]

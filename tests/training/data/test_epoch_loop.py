@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
@@ -68,6 +69,14 @@ def goes_on(loader: Loader, first: int = 5) -> None:
 def test_an_epoch_is_known_by_the_range_around_the_loop(train: Callable[[Loader], None]) -> None:
     loader = Loader()
     train(loader)
+    assert loader.found == [(1, 2), (2, 2)]
+
+
+def test_a_cell_has_lines_that_are_no_python(tmp_path: Path) -> None:
+    cell = "%%distributed -n 2\n!ls\nfor _ in range(2):\n    for _ in loader:\n        pass\n"
+    file, loader = tmp_path / "cell.py", Loader()
+    file.write_text(cell)
+    exec(compile(cell.replace("%%distributed -n 2\n!ls", "\n"), str(file), "exec"), {"loader": loader})
     assert loader.found == [(1, 2), (2, 2)]
 
 
