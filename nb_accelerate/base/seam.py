@@ -60,8 +60,9 @@ call_interrupted = Event()
 group_replaced = Event()
 """The rank has joined a new process group, because a rank was lost. The others may have failed at different batches."""
 
-asks_for_accelerator = Event()
-"""The rank asks whether this process has an `Accelerator`. A listener returns whether it has one."""
+
+asks_for_prepared = Event()
+"""The rank asks whether an `Accelerator` of this process has prepared anything. A listener returns whether one has."""
 
 
 @dataclass(frozen=True, kw_only=True)

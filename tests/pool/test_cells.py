@@ -281,6 +281,23 @@ class TestNames:
         assert notebook.run("%%distributed\nprint(weights.sum().item())").ok().stdout == "3.0\n"
         assert notebook.run("weights.sum().item()").ok().value == "0.0"
 
+    def test_weights_that_each_rank_trains_by_hand_are_told_once(self, notebook: Kernel):
+        notebook.run(
+            "import torch, torch.distributed as dist\n"
+            "w = torch.zeros(2, requires_grad=True)\n"
+            "def step(averaged=False):\n"
+            "    (w - 1).square().sum().backward()\n"
+            "    if averaged: dist.all_reduce(w.grad)\n"
+            "    with torch.no_grad():\n"
+            "        w.data -= 0.1 * w.grad; w.grad.zero_()"
+        ).ok()
+        told = "computed gradients with all of its rows, and none were exchanged"
+        averaged = notebook.run("%%distributed\nstep(averaged=True)").ok()
+        assert told not in averaged.stderr
+        assert "w was trained on the ranks: %distributed pull w" in f"{averaged.stdout}{averaged.stderr}"
+        assert told in notebook.run("%%distributed\nstep()").ok().stderr
+        assert told not in notebook.run("%%distributed\nstep()").ok().stderr
+
     @pytest.mark.contract("cells: pull")
     def test_pull_brings_the_value_of_a_rank_or_a_list(self, notebook: Kernel):
         notebook.run(

@@ -593,8 +593,9 @@ class Pool:
         trained |= {name: Before.of(name, variables) for name in names}
         self.variables.told.difference_update(received)
         first_last = [name for name in reversed(list(variables)) if name in names]
-        models = {id(variables[name]): name for name in first_last if is_of_torch(variables[name], "nn.Module")}
-        news = sorted(set(models.values()) - self.variables.told)
+        kinds = ("nn.Module", "Tensor")
+        first = {id(variables[n]): n for n in first_last if any(is_of_torch(variables[n], kind) for kind in kinds)}
+        news = sorted(set(first.values()) - self.variables.told)
         self.variables.told.update(news)
         if news and request.output is not None:
             were = f"{' and '.join(news)} {'was' if len(news) == 1 else 'were'}"

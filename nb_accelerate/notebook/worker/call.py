@@ -47,6 +47,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
                 if not exits_well(error):
                     raise
                 value = None
+            trained_models.end()
             call_returned.fire()
             if Environment().resume and not page.looked_for_state:
                 logger.warning(

@@ -96,6 +96,7 @@ class PersistentRank:
                     before.add("accelerator", self._names["accelerator"])
                 trained_models.begin(1 if cell.converts else cell.num_ranks)
                 result = self._convert(cell) if cell.converts else self._shell.run(cell)
+                trained_models.end()
             error = result.error_before_exec or result.error_in_exec
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
             error = caught

@@ -1,9 +1,10 @@
-"""Note which models optimizers train, for two hints to who expects something else.
+"""Note what a rank trains, for two hints to who expects something else.
 
 ::
 
-    begin: a call or a cell --> first step of each optimizer: does each rank train a model of its own? Rank 0 warns
-                            --> end: which models of the notebook were trained? The notebook's own are as they were
+    begin: a call or a cell --> first step of each optimizer, or the end if gradients were computed and none took a
+                                step: were gradients exchanged? If not, rank 0 warns
+                            --> end: what of the notebook was trained? The notebook's own is as it was
 
 A launch sends a copy of the models that its function uses, or forks it, and so does a cell. What is trained is the
 copy: the notebook's own model is as it was, and nothing else would say so.
@@ -11,13 +12,14 @@ copy: the notebook's own model is as it was, and nothing else would say so.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.imported import imported
-from nb_accelerate.base.seam import asks_for_accelerator
+from nb_accelerate.base.seam import asks_for_prepared
 from nb_accelerate.notebook.worker.groups import collectives_of_groups
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ _AVERAGING = ("torch_xla", "deepspeed", "horovod")
 
 
 class TrainedModels:
-    """The models that this rank trains. Nothing is noted on other ranks than the first, and while torch is missing."""
+    """The models and tensors that rank 0 trains. Other ranks note nothing, nor does it while torch is missing."""
 
     def __init__(self) -> None:
         self._is_watching = False
@@ -38,6 +40,8 @@ class TrainedModels:
         self._trained: dict[int, weakref.ref[Any]] = {}  # all parameters that were trained since `begin`
         self._num_ranks = "1"
         self._is_told = False
+        self._has_gradients = False
+        self._has_told_of_gradients = False
         self._collectives: Mapping[str, int] = {}
 
     def begin(self, num_ranks: int | None = None) -> None:
@@ -47,20 +51,51 @@ class TrainedModels:
         if optimizers is None or os.environ.get("RANK") != "0":
             return
         self._num_ranks = os.environ.get("WORLD_SIZE", "1") if num_ranks is None else str(num_ranks)
-        self._is_told = False
+        self._is_told = self._has_gradients = False
         self._collectives = collectives_of_groups()
         if not self._is_watching:
             self._is_watching = True
             optimizers.register_optimizer_step_pre_hook(self._note_step)
+            self._watch_gradients(imported("torch.autograd"))
+
+    def _watch_gradients(self, autograd: Any) -> None:
+        plain = autograd.backward
+
+        @functools.wraps(plain)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if not self._has_gradients:
+                self._has_gradients = True
+                self._collectives = collectives_of_groups()
+            plain(*args, **kwargs)
+
+        autograd.backward = backward  # Tensor.backward looks it up there
+
+    def end(self) -> None:
+        """End the call or cell. A step that is made by hand, ``w -= rate * w.grad``, is noticed here only."""
+        is_silent = self._is_told or self._has_told_of_gradients or self._num_ranks == "1" or self._trained
+        if self._has_gradients and not is_silent and not _is_averaged(self._collectives):
+            self._has_told_of_gradients = True
+            logger.warning(
+                "Each of the %s processes computed gradients with all of its rows, and none were exchanged: what is "
+                "trained with them is trained on each process alone. To share the work, make the weights an nn.Module "
+                "and write %%%%distributed --convert, or prepare() and backward(loss) of an Accelerator",
+                self._num_ranks,
+            )
 
     def among(self, names: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        """Return those of these values that are models and were trained since `begin`."""
-        if not self._trained:
+        """Return the values that are models or tensors and were trained since `begin`."""
+        if not (self._trained or self._has_gradients):
             return {}
-        module = imported("torch.nn").Module
+        module, tensor = imported("torch.nn").Module, imported("torch").Tensor
         # Not isinstance(), which believes what a value says.
-        models = {name: value for name, value in names if issubclass(type(value), module)}
-        return {name: model for name, model in models.items() if any(map(self._is_trained, _parameters(model)))}
+        found = {name: value for name, value in names if issubclass(type(value), (module, tensor))}
+        return {name: value for name, value in found.items() if self._has_trained(value)}
+
+    def _has_trained(self, value: Any) -> bool:
+        if not hasattr(value, "is_leaf"):
+            return any(map(self._is_trained, _parameters(value)))
+        by_hand = self._has_gradients and not self._trained
+        return self._is_trained(value) or (by_hand and value.is_leaf and value.grad is not None)
 
     def dropped(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: object) -> list[str]:
         """Return the names of models of the notebook that a call has trained, and that are not in what it returned."""
@@ -74,7 +109,7 @@ class TrainedModels:
             return []
         # By shape: what comes from an accelerator device, or from shards, is a copy.
         shapes = {tuple(leaf.shape) for leaf in leaves if issubclass(type(leaf), imported("torch").Tensor)}  # type: ignore[attr-defined]
-        return [name for name, model in trained.values() if not {tuple(p.shape) for p in model.parameters()} <= shapes]
+        return [name for name, value in trained.values() if not {tuple(p.shape) for p in _parameters(value)} <= shapes]
 
     def _is_trained(self, parameter: Any) -> bool:
         reference = self._trained.get(id(parameter))
@@ -94,8 +129,8 @@ class TrainedModels:
             return
         self._is_told = True
         logger.warning(
-            "There is no Accelerator on the ranks, so each of the %s processes trains a model of its own with all of "
-            "its rows. To train one model together: accelerator = Accelerator(); model, optimizer, loader = "
+            "No gradients were exchanged, so each of the %s processes trains a model of its own with all of its rows. "
+            "To train one model together: accelerator = Accelerator(); model, optimizer, loader = "
             "accelerator.prepare(model, optimizer, loader); and accelerator.backward(loss) in place of "
             "loss.backward()",
             self._num_ranks,
@@ -106,18 +141,20 @@ trained_models = TrainedModels()
 """Those of this process: hooks of optimizers cannot be taken away while one is called."""
 
 
-def _parameters(model: Any) -> Iterable[Any]:
+def _parameters(value: Any) -> Iterable[Any]:
+    if hasattr(value, "is_leaf"):  # a tensor
+        return (value,)
     try:
-        return list(model.parameters())
+        return list(value.parameters())
     except Exception:  # a model is users' code
         return ()
 
 
 def _is_averaged(collectives: Mapping[str, int]) -> bool:
     """Return whether an `Accelerator`, a library or the user's code may average gradients."""
-    if any(asks_for_accelerator.fire()) or any(map(imported, _AVERAGING)):
+    if any(asks_for_prepared.fire()) or any(map(imported, _AVERAGING)):
         return True
-    return collectives_of_groups() != collectives  # DDP, FSDP and who averages by hand call one before a step
+    return collectives_of_groups() != collectives  # DDP, FSDP and code that averages by hand call one before a step
 
 
 def _reached(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

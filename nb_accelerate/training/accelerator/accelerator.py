@@ -38,7 +38,7 @@ from nb_accelerate.training.accelerator.recording import RecordingMixin
 from nb_accelerate.training.accelerator.resuming import ResumingMixin
 from nb_accelerate.training.accelerator.steering import Steering
 from nb_accelerate.training.accelerator.training import TrainingMixin
-from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, EqualLosses, watch_for_unprepared_training
+from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, watch_for_unprepared_training
 from nb_accelerate.training.precision import select_precision
 from nb_accelerate.training.precision.fp16 import FP16Precision
 from nb_accelerate.training.process.rng import resolve_rng_types
@@ -249,7 +249,6 @@ class Accelerator(
             recording=recording,
             page=here(),
             losses=LossReport(here(), process.kind, memory),
-            equal_losses=EqualLosses(strategy, shared.loops, reads_later=process.kind.reads_later),
             steering=Steering(strategy.collectives, prepared),
             memory=memory,
             prepared=prepared,

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nb_accelerate.base.progress_page import ProgressPage
     from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
     from nb_accelerate.training.accelerator.steering import Steering
-    from nb_accelerate.training.accelerator.unprepared import EqualLosses
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data import RunningLoops
     from nb_accelerate.training.optim import AccumulationState
@@ -56,7 +55,6 @@ class Core:
     registry: Registry = field(default_factory=Registry)
     page: ProgressPage
     losses: LossReport
-    equal_losses: EqualLosses
     steering: Steering
     memory: MemoryReport
     prepared: Prepared = field(default_factory=Prepared)

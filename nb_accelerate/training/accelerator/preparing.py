@@ -203,7 +203,6 @@ class PreparingMixin(CoreMixin):
         time_forward(prepared)
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
-        core.equal_losses.begin()
         return prepared
 
     def _finish_optimizer(

@@ -213,8 +213,6 @@ class TrainingMixin(CoreMixin):
             raise
         page.enter(_RUNNING)
         core.losses.report(loss)
-        if core.equal_losses.is_on:
-            core.equal_losses.add(loss)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | Iterable[AcceleratedOptimizer] | None = None) -> None:
         """Divide fp16 gradients by the loss scale. `clip_grad_norm_` and `clip_grad_value_` do it by themselves.

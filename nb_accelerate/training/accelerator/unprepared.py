@@ -1,42 +1,29 @@
-"""Errors and warnings for what was not prepared, does not belong together, or is trained with the same rows."""
+"""Errors and warnings for what was not prepared, or does not belong together."""
 
 from __future__ import annotations
 
 import functools
-import gc
-import itertools
 import logging
-import math
-import sys
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import NotPreparedError
-from nb_accelerate.errors.traceback_lines import calling_line
-from nb_accelerate.training.accelerator.losses import only_reports
 from nb_accelerate.training.state.choices import shared_training
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim.optimizer import Optimizer
 
     from nb_accelerate.training.comm import Collectives
-    from nb_accelerate.training.data import RunningLoops
     from nb_accelerate.training.state.choices import SharedTraining
-    from nb_accelerate.training.strategies import Strategy
 
 logger = logging.getLogger("nb_accelerate")
-
-# By name: the modules that they are in take long to import.
-_SHARDED = "DTensor"
-_AVERAGING = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 MAKE_IT_INSIDE = (
     "It knows only the process it was made in. Make it, and what it prepares, inside of the function that you launch: "
@@ -47,9 +34,7 @@ MAKE_IT_INSIDE = (
 def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
     """Warn of optimizers that take steps though they were not prepared. Called by each `Accelerator`.
 
-    On several ranks the first step of any optimizer is checked. If nothing was prepared, there is no warning where
-    something else may average the gradients: `DistributedDataParallel`, FSDP or DeepSpeed. With fp16, the first step of
-    each optimizer is checked.
+    On several ranks the first step of any optimizer is checked, and with fp16 the first step of each.
     """
     if shared.before_step is not None or collectives.rank or (collectives.world_size == 1 and shared.scaler is None):
         return
@@ -102,27 +87,12 @@ def _warn_of_first_step(optimizer: Optimizer, world_size: int, shared: SharedTra
             "optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             world_size,
         )
-    elif not (shared.models or shared.optimizers or _is_averaged(optimizer)):
-        logger.warning(
-            "Nothing was prepared, so each of the %d processes trains a model of its own, unless your code "
-            "averages gradients. To train one: model, optimizer, loader = accelerator.prepare(model, "
-            "optimizer, loader), and accelerator.backward(loss)",
-            world_size,
-        )
 
 
 def _trains(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
     """Return whether an optimizer has a parameter of one of these models."""
     prepared = {id(parameter) for model in models for parameter in model.parameters()}
     return any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _is_averaged(optimizer: Optimizer) -> bool:
-    """Return whether a library may average the gradients of an optimizer."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if "deepspeed" in sys.modules or any(type(parameter).__name__ == _SHARDED for parameter in parameters):
-        return True
-    return any(type(item).__name__ in _AVERAGING for item in gc.get_objects())
 
 
 def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
@@ -165,66 +135,3 @@ def foreign_accelerator() -> NotPreparedError:
         "accelerator.backward was called on an Accelerator that was made in another process, before this one was "
         f"started from it. {MAKE_IT_INSIDE}"
     )
-
-
-_COMPARED = 3
-"""Losses that are compared. Those of different rows differ in the first one already."""
-
-_COMPARED_AFTER = 6
-"""Steps after which rank 0 compares: the others are one step behind it at most, since ranks wait for one another when
-gradients are averaged."""
-
-_counter = itertools.count()
-
-
-class EqualLosses:
-    """Compares the first losses of the ranks, which should have rows of their own, while `is_on`.
-
-    So a loop draws its batches by hand, or goes over a loader that was not prepared: over a prepared one (``loops``)
-    rows are shared out. With ``reads_later``, reading a loss would have a program compiled.
-    """
-
-    def __init__(self, strategy: Strategy, loops: RunningLoops, *, reads_later: bool) -> None:
-        world_size = strategy.data_collectives.world_size
-        self.is_on = False
-        self._is_of_use = 1 < world_size == strategy.collectives.world_size and not reads_later
-        self._rank = strategy.collectives.rank
-        self._world_size = world_size
-        self._loops = loops
-        self._key = ""
-        self._losses: list[float] = []
-
-    def begin(self) -> None:
-        """Compare the losses that follow: another model was prepared."""
-        self.is_on = self._is_of_use
-        self._key = f"nb_accelerate/losses {next(_counter)} of rank"
-        self._losses = []
-
-    @only_reports("the comparison of losses")
-    def add(self, loss: Tensor) -> None:
-        """Take the loss of a step. Waits for the device in the first few steps."""
-        self.is_on = self._loops.active is None and loss.numel() == 1 and dist.is_initialized()
-        if not self.is_on:
-            return
-        self._losses.append(float(loss.detach()) if len(self._losses) < _COMPARED else math.nan)
-        own = self._losses[:_COMPARED]
-        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one that all ranks are sure to share
-        if len(self._losses) == _COMPARED:
-            # Where nothing is learnt, rows say nothing.
-            self.is_on = all(map(math.isfinite, own)) and len(set(own)) > 1
-            if self.is_on:
-                store.set(f"{self._key} {self._rank}", repr(own))
-                self.is_on = self._rank == 0
-        elif len(self._losses) == _COMPARED_AFTER:
-            self.is_on = False
-            keys = [f"{self._key} {rank}" for rank in range(self._world_size)]
-            if store.check(keys) and len({bytes(store.get(key)) for key in keys}) == 1:
-                self._is_of_use = False
-                logger.warning(
-                    "%s: the first losses are equal to the last bit on all %d processes, so each of them trains with "
-                    "the same rows, and no work is shared. Prepare a DataLoader, and loop over it; or give each "
-                    "process rows of its own: set_seed(seed, device_specific=True) before batches are drawn, or "
-                    "rows[accelerator.process_index :: accelerator.num_processes]",
-                    calling_line() or "accelerator.backward",
-                    self._world_size,
-                )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from nb_accelerate.base.seam import asks_for_accelerator
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.training.process import context
 
@@ -99,9 +98,6 @@ def has_accelerator() -> bool:
     """Return whether this process has an `Accelerator`."""
     known = context.current()
     return known is not None and known.newest is not None
-
-
-asks_for_accelerator.subscribe(has_accelerator)
 
 
 def newest_accumulation(asked_by: str) -> AccumulationState:

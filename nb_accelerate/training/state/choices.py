@@ -11,7 +11,7 @@ from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.base.config.dynamo import resolve_dynamo
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.precision import resolve_precision
-from nb_accelerate.base.seam import group_replaced
+from nb_accelerate.base.seam import asks_for_prepared, group_replaced
 from nb_accelerate.training.comm.data_parallel import between_groups
 from nb_accelerate.training.data.loops import RunningLoops
 from nb_accelerate.training.optim.accumulation import AccumulationState, Window
@@ -182,3 +182,11 @@ def newest_choices() -> Choices | None:
 def remember(process: ProcessContext, choices: Choices | None) -> None:
     """Make states show ``choices``. `Accelerator` calls it when it is made."""
     process.newest = choices
+
+
+def _has_prepared() -> bool:
+    shared = context.this_rank().training
+    return shared is not None and bool(shared.models or shared.optimizers)
+
+
+asks_for_prepared.subscribe(_has_prepared)
