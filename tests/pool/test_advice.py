@@ -50,7 +50,7 @@ TRIALS: dict[str, tuple[list[str], str, str | None]] = {
         None,
     ),
     "push: large": (["b = bytes(5000)", "@len(b)"], "len(b)", None),
-    "pull: trained there": ([MODEL, "@step(9)", "m"], "m.weight.tolist()", None),
+    "pull: trained there": ([MODEL, "@step(9)"], "m.weight.tolist()", None),
     "pull: trained there, bound here": (
         [MODEL, "@step(9)", "m = torch.nn.Linear(2, 1)"],
         "m.weight.tolist(), o.param_groups[0]['params'][0] is m.weight",
@@ -72,12 +72,12 @@ ADVISED = {
     ("notebook/magics/commands.py", "%distributed pull"): ["pull: all"],
     ("notebook/magics/names.py", "%distributed pull"): [
         "pull: only there",
-        "pull: trained there",
         "pull: trained there, bound here",
     ],
     ("notebook/pool/group.py", "%distributed restart"): ["restart"],
     ("notebook/pool/packing.py", "%distributed push"): ["push: large", "push: not changed in place"],
     ("notebook/pool/plan.py", "%distributed push"): [name for name in TRIALS if name.startswith("push: ")],
+    ("notebook/pool/pool.py", "%distributed pull"): ["pull: trained there"],
     ("notebook/pool/pool.py", "%distributed start"): ["start"],
     ("notebook/pool/pool.py", "%distributed interrupt"): ["interrupt"],
     ("notebook/pool/pool.py", "%distributed stop"): ["stop: they run"],
@@ -129,7 +129,8 @@ def test_advice_does_what_it_says(notebook: Kernel, name: str):
             notebook.run(f"%distributed pull m\nprint({read.partition(',')[0]}, True)").ok().stdout.split("\n", 1)[1]
         )
         notebook.run("m = torch.nn.Linear(2, 1)").ok()
-    printed = f"{last.stdout}{last.stderr}{last.message}"
+    shown = [display.get("text/plain", "") for display in last.displays]
+    printed = "\n".join([last.stdout, last.stderr, last.message or "", *shown])
     command = re.search(r"(?:: |Write )(%distributed (?:(?!\. )[^,\n])*|del \w+|\w+ = \w+\.detach\(\))", printed)
     assert command is not None, printed
     advice = command[1].strip().removesuffix(".")
