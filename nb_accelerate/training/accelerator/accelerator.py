@@ -174,7 +174,7 @@ class Accelerator(
         # process: libraries make a second one where they want the script's.
         environment = Environment()
         before = inherited(environment)
-        if mixed_precision is None and before is not None:
+        if is_inherited := mixed_precision is None and before is not None:
             mixed_precision = before.mixed_precision
         if dynamo_backend is None and dynamo_plugin is None and before is not None:
             dynamo_plugin = before.dynamo
@@ -257,6 +257,14 @@ class Accelerator(
         )
         remember(process, core.choices)
         core.page.note_choices(precision=precision.name, accumulation=core.accumulation.num_steps)
+        usual = str(resolve_precision(None, environment))
+        if is_inherited and str(chosen_precision) != usual and process.topology.is_main:
+            logger.warning(
+                "mixed_precision=%r holds for this Accelerator too: it was chosen for the one before it in this process. "
+                "Write mixed_precision=%r for another.",
+                str(chosen_precision),
+                usual,
+            )
         given, counts = gradient_accumulation_steps, core.accumulation.num_steps
         if given not in {None, counts} and process.topology.is_main:
             logger.warning(

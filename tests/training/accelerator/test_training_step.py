@@ -213,6 +213,21 @@ def test_precision_comes_from_the_launcher_unless_it_is_written(monkeypatch):
     assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
 
 
+def test_an_accelerator_says_that_it_computes_in_the_precision_of_the_one_before(caplog):
+    context.reset()
+    Accelerator(cpu=True, mixed_precision="bf16")
+    Accelerator(cpu=True, mixed_precision="bf16")
+    assert not caplog.messages
+    assert Accelerator(cpu=True).mixed_precision == "bf16"
+    assert caplog.messages == [
+        "mixed_precision='bf16' holds for this Accelerator too: it was chosen for the one before it in this process. "
+        "Write mixed_precision='no' for another."
+    ]
+    Accelerator(cpu=True, mixed_precision="no")
+    Accelerator(cpu=True)
+    assert len(caplog.messages) == 1
+
+
 def test_schedulers_advance_once_per_process_and_say_so_in_one_line(run_ranks, capfd):
     def train(total_steps=3, **options):
         context.reset()
