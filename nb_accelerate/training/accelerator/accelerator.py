@@ -260,8 +260,8 @@ class Accelerator(
         usual = str(resolve_precision(None, environment))
         if is_inherited and str(chosen_precision) != usual and process.topology.is_main:
             logger.warning(
-                "mixed_precision=%r holds for this Accelerator too: it was chosen for the one before it in this process. "
-                "Write mixed_precision=%r for another.",
+                "mixed_precision=%r holds for this Accelerator too: it was chosen for the one before it in this "
+                "process. Write mixed_precision=%r for another.",
                 str(chosen_precision),
                 usual,
             )

@@ -134,9 +134,17 @@ class TrainingMixin(CoreMixin):
         return self.core.strategy.no_sync((model,)) or contextlib.nullcontext()
 
     def trigger_sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a block whose backward averages gradients over ranks, although the forward ran in `no_sync`.
+        """Return a block at whose end gradients are averaged over ranks, although the forward ran in `no_sync`.
 
-        For several forwards that share one backward: run all in `no_sync`, and the last backward in this block.
+        Examples:
+            ```python
+            with accelerator.no_sync(model):
+                first, second = [loss_function(model(inputs), targets) for inputs, targets in batches]
+            accelerator.backward(first)  # gradients stay on their rank
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(second)
+            optimizer.step()
+            ```
 
         Args:
             model: what ``prepare`` returned.

@@ -26,7 +26,7 @@ from nb_accelerate.errors.traceback_lines import calling_line
 from nb_accelerate.training.comm import operations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -140,7 +140,10 @@ class GradientAverage:
         if any(id(parameter) in unseen and parameter.grad is not None for parameter in parameters):
             self._warn(_UNSEEN)
         left = {id(parameter) for parameter in parameters} - averaged | differing
-        self._average([parameter for parameter in parameters if parameter.requires_grad and id(parameter) in left])
+        average(
+            self._collectives,
+            [parameter for parameter in parameters if parameter.requires_grad and id(parameter) in left],
+        )
 
     def _knows_all(self) -> bool:
         groups = self._optimizer.param_groups
@@ -206,18 +209,19 @@ class GradientAverage:
             )
         self._warned.add(what)
 
-    def _average(self, parameters: list[Tensor]) -> None:
-        if not parameters:
-            return
-        collectives = self._collectives
-        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
-        has = operations.reduce(collectives, has.to(collectives.device), "max")
-        used = [parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if anywhere]
-        if not used:
-            return
-        mine = [torch.zeros_like(own) if own.grad is None else own.grad.to_dense() for own in used]
-        for parameter, mean in zip(used, operations.reduce(collectives, mine, "mean"), strict=True):
-            parameter.grad = mean
+
+def average(collectives: Collectives, parameters: Sequence[Tensor]) -> None:
+    """Average gradients; a rank without one contributes zeros. Collective."""
+    if not parameters:
+        return
+    has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
+    has = operations.reduce(collectives, has.to(collectives.device), "max")
+    used = [parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if anywhere]
+    if not used:
+        return
+    mine = [torch.zeros_like(own) if own.grad is None else own.grad.to_dense() for own in used]
+    for parameter, mean in zip(used, operations.reduce(collectives, mine, "mean"), strict=True):
+        parameter.grad = mean
 
 
 _UNSEEN = (

@@ -12,7 +12,7 @@ from torch.nn import parallel
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage
+from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage, average
 from nb_accelerate.training.strategies.strategy import Strategy
 from nb_accelerate.training.strategies.unwrapping import flattened
 
@@ -194,17 +194,15 @@ class DDPStrategy(Strategy):
         if wrapped is None:
             yield
             return
-        before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
-        wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
-        # A forward outside of no_sync would have prepared the buckets. No outputs are given, so torch does not search
-        # them for unused parameters: several forwards may share this backward.
-        wrapped.reducer.prepare_for_backward([])
-        if isinstance(wrapped, DistributedDataParallel):
-            wrapped.note_prepared()
-        try:
+        # torch's buckets take one gradient of each parameter and wait for all of them: a backward that reaches a part
+        # of the model would never be averaged, nor would what the backwards before gave other parts.
+        with wrapped.no_sync():
             yield
-        finally:
-            wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = before
+        if isinstance(wrapped, DistributedDataParallel):
+            average(self.collectives, wrapped.averaged)
+            wrapped.note_prepared()
+        else:
+            average(self.collectives, [weight for weight in wrapped.parameters() if weight.requires_grad])
 
     @override
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:

@@ -157,7 +157,7 @@ class Strategy:
         return self.no_sync(models)
 
     def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
-        """Return a block whose backward exchanges gradients, although the forward ran in a `no_sync` block."""
+        """Return a block at whose end gradients are averaged, although the forward ran in a `no_sync` block."""
         return contextlib.nullcontext()
 
     def explain_backward(self, error: RuntimeError) -> None:

@@ -16,6 +16,7 @@ from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.accelerator.compiling import repeated_blocks
 from nb_accelerate.training.accelerator.local_sgd import LocalSGD
+from nb_accelerate.training.process import context
 
 
 def pair(seed=0):
@@ -212,24 +213,42 @@ def test_a_model_wrapped_by_hand_can_be_given_the_hook(run_ranks):
         assert not torch.equal(rounded, exact)
 
 
-def test_one_backward_may_send_the_gradients_of_several_forwards(run_ranks):
-    def train():
-        accelerator = Accelerator(cpu=True)
-        torch.manual_seed(0)
-        model = accelerator.prepare(nn.Linear(2, 1))
-        rank = accelerator.process_index
-        with accelerator.no_sync(model):
-            losses = [model(torch.full((1, 2), float(rank + number))).sum() for number in range(2)]
+def test_the_last_of_several_backwards_averages_what_all_of_them_gave(run_ranks):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(1, 1, bias=False)
+            self.heads = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+            nn.init.ones_(self.body.weight)
+
+        def forward(self, inputs, number):
+            return self.heads[number](self.body(inputs))
+
+    def train(find_unused_parameters):
+        context.reset()
+        options = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+        model = TwoHeads()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        heads, rank, found = accelerator.unwrap_model(model).heads, accelerator.process_index, []
+        for _ in range(2):
+            with accelerator.no_sync(model):
+                losses = [model(torch.full((1, 1), float(rank + number)), number).sum() for number in range(2)]
             accelerator.backward(losses[0])
-            alone = accelerator.unwrap_model(model).weight.grad[0, 0].item()
+            found.append([heads[0].weight.grad.item()])
             with accelerator.trigger_sync_in_backward(model):
                 accelerator.backward(losses[1])
-            assert not model.require_backward_grad_sync
+            found[-1] += [head.weight.grad.item() for head in heads]
+            optimizer.step()
+            optimizer.zero_grad()
         with accelerator.trigger_sync_in_backward(nn.Linear(1, 1)):
             pass
-        return alone, accelerator.unwrap_model(model).weight.grad[0, 0].item()
+        return found
 
-    assert run_ranks(train) == [(0.0, 2.0), (1.0, 2.0)]
+    def train_in_both_ways():
+        return [train(False), train(True)]
+
+    assert run_ranks(train_in_both_ways) == [[[[rank, 0.5, 1.5]] * 2] * 2 for rank in (0.0, 1.0)]
 
 
 def test_any_rank_can_tell_all_to_stop(run_ranks):
