@@ -42,9 +42,14 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
             setattr(owner, name, shared)
 
 
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model is one of transformers, which is not imported for that."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+
+
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Return whether config or classes of a transformers model tie weights. False for other models."""
-    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+    if not is_of_transformers(model):
         return False
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

@@ -17,6 +17,7 @@ from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_on_same_device,
     device_of,
     find_tied_parameters,
+    is_of_transformers,
     retie_parameters,
 )
 from nb_accelerate.training.checkpoint.files import (
@@ -195,13 +196,26 @@ def _check_empty(found: AbstractSet[str], model: nn.Module, now: Mapping[str, An
     """Refuse a checkpoint without a weight that has no numbers yet. Of names that are tied, one is enough."""
     filled = {id(now[name]) for name in found if name in now}
     empty = [name for name, value in now.items() if getattr(value, "is_meta", False) and id(value) not in filled]
-    if empty:
-        untied = check_tied_parameters_in_config(model) and not find_tied_parameters(model)
-        raise CheckpointError(
-            f"{source} has no {_some(empty)}, and this {type(model).__name__} has no numbers for them either: they are "
-            "on meta. Give all files of the checkpoint: their folder, or their index."
-            + (" If the weights are tied, call model.tie_weights() before." if untied else "")
+    if not empty:
+        return
+    kind, unused = type(model).__name__, found - now.keys()
+    message = (
+        f"{source} has no {_some(empty)}, and this {kind} has no numbers for them either: they are on meta. Give all "
+        "files of the checkpoint: their folder, or their index."
+    )
+    if unused:
+        message = (
+            f"{source} names weights otherwise than this {kind}. It has {_some(unused, 2)}; the model, which has no "
+            f"numbers for them yet, has {_some(empty, 2)}. "
         )
+        message += (
+            f"transformers converts names when it loads: {kind}.from_pretrained({source!r}, device_map='auto')."
+            if is_of_transformers(model)
+            else "Make the model as it was when it was saved."
+        )
+    if check_tied_parameters_in_config(model) and not find_tied_parameters(model):
+        message += " If the weights are tied, call model.tie_weights() before."
+    raise CheckpointError(message)
 
 
 def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
@@ -297,9 +311,9 @@ def _compare(found: AbstractSet[str], model: nn.Module, source: str, *, strict: 
         )
 
 
-def _some(names: Iterable[str]) -> str:
+def _some(names: Iterable[str], number: int = 5) -> str:
     ordered = sorted(names)
-    return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
+    return ", ".join(ordered[:number]) + (f" and {len(ordered) - number} more" if len(ordered) > number else "")
 
 
 def _plain(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typing_extensions import override
 
@@ -332,6 +332,28 @@ def test_a_weight_that_the_checkpoint_lacks_is_named_and_gets_the_dtype(
     assert torch.equal(model.shift, before.to(dtype))
     model.table = model.table.to(dtype)
     assert model(TOKENS).dtype is (dtype or torch.float32)
+
+
+def test_a_checkpoint_with_other_names_is_no_checkpoint_with_missing_files(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoXConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    saved(transformers.GPTNeoXForCausalLM(config), tmp_path / "converted")
+    weights = load_file(tmp_path / "converted" / "model.safetensors")
+    weights["embed_out.weight"] = weights.pop("lm_head.weight")  # as transformers saves it
+    save_file(weights, tmp_path / "converted" / "model.safetensors")
+    save_file({"first.weight": torch.ones(2), "first.bias": torch.ones(2)}, tmp_path / "own.safetensors")
+    with init_empty_weights():
+        model, own = transformers.GPTNeoXForCausalLM(config), nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(
+        CheckpointError,
+        match=r"It has embed_out\.weight; the model, which has no numbers for them yet, has lm_head\.weight\. "
+        r"transformers converts .*: GPTNeoXForCausalLM\.from_pretrained\('.*converted', device_map='auto'\)\.$",
+    ):
+        load_checkpoint_and_dispatch(model, tmp_path / "converted", "auto")
+    with pytest.raises(CheckpointError, match=r"It has first\.bias, first\.weight; .* Make the model as it was"):
+        load_checkpoint_in_model(own, tmp_path / "own.safetensors", {"": "cpu"})
 
 
 def test_weights_that_are_to_be_tied_are_said_to_be(tmp_path: Path) -> None:
