@@ -222,3 +222,60 @@ def _offloaded(folder: Path) -> list[bool]:
 def test_whole_models_rest_in_host_memory_and_on_the_disk(run_ranks: RunRanks, tmp_path: Path) -> None:
     (right,) = run_ranks(_offloaded, tmp_path, world_size=1, deadline=150)
     assert right == [True] * 12
+
+
+PLACES: dict[str, list[dict[str, Any]]] = {
+    "T5": [
+        {"shared": 0, "encoder": "cpu", "decoder": 0, "lm_head": 0},
+        {"shared": 0, "encoder": "disk", "decoder": 0, "lm_head": 0},
+        {"shared": "cpu", "encoder": "cpu", "decoder": 1, "lm_head": "cpu"},
+        {"shared": 0, "encoder": 1, "decoder": 0, "lm_head": 0},
+    ],
+    "Llava": [
+        {"model.vision_tower": tower, "model.multi_modal_projector": 0, "model.language_model": language,
+         "lm_head": language} for tower, language in ((1, 0), ("disk", 0), (0, "cpu"))
+    ],
+}  # fmt: skip
+
+
+def _generate(folder: Path) -> list[tuple[str, bool]]:
+    import torch
+    import transformers
+
+    import nb_accelerate
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **small)
+    vision = transformers.CLIPVisionConfig(image_size=8, patch_size=4, **small)
+    llava = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=63, vision_feature_layer=-1
+    )
+    t5 = transformers.T5Config(
+        d_model=16, num_heads=2, vocab_size=32, d_ff=16, d_kv=8, num_layers=1, decoder_start_token_id=0
+    )
+    prompts: dict[str, dict[str, Any]] = {
+        "T5": {"input_ids": torch.tensor([[3, 4, 5]])},
+        "Llava": {
+            "input_ids": torch.tensor([[1, 63, 63, 63, 63, 5]]),
+            "attention_mask": torch.ones(1, 6, dtype=torch.long),
+            "pixel_values": torch.linspace(-1, 1, 3 * 64).view(1, 3, 8, 8),
+        },
+    }
+    found = []
+    for name, config in (("T5", t5), ("Llava", llava)):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+        want = model.generate(**prompts[name], max_new_tokens=5, do_sample=False)
+        for device_map in PLACES[name]:
+            nb_accelerate.dispatch_model(model, device_map, offload_dir=folder)
+            for device in ("cpu", "simgpu:0"):
+                inputs = {key: value.to(device) for key, value in prompts[name].items()}
+                got = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+                found.append((f"{name} {device_map} {device}", torch.equal(got.cpu(), want)))
+    return found
+
+
+def test_parts_that_generate_calls_get_their_inputs_where_they_are(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (found,) = run_ranks(_generate, tmp_path, world_size=1, deadline=150)
+    assert [case for case, is_right in found if not is_right] == []
+    assert len(found) == 14

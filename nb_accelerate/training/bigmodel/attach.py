@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
-from nb_accelerate.training.bigmodel.blocks import entries_that_compute, find_blocks
+from nb_accelerate.training.bigmodel.blocks import find_blocks, is_called, whole_modules
 from nb_accelerate.training.bigmodel.hooks import add_hook_to_module
 from nb_accelerate.training.bigmodel.moving import is_cpu, move_tensor, numbered, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.offloaded import PrefixedDataset
@@ -157,8 +157,9 @@ def attach_align_device_hook_on_blocks(
     add_hook_to_module(module, root)
     weights = None if weights_map is None else PrefixedDataset(weights_map, prefix)
     options["offload_buffers"] = offload_buffers
-    _attach_to_blocks(module, visitors, devices, True, weights, preload_module_classes or (), options)
-    _attach_at_boundaries(module, computing, resting, options)
+    classes = preload_module_classes or ()
+    _attach_to_blocks(module, visitors, devices, True, weights, classes, options)
+    _attach_beside_blocks(module, computing, resting, whole_modules(module, devices, classes), options)
 
 
 def _by_entry(given: Any, other: Any, prefix: str) -> dict[str, Any]:
@@ -174,16 +175,24 @@ def _entry(name: str, entries: Mapping[str, Any]) -> str | None:
     return name if name in entries else None
 
 
-def _attach_at_boundaries(
-    model: nn.Module, computing: Mapping[str, Any], resting: Mapping[str, Any], options: Mapping[str, Any]
+def _attach_beside_blocks(
+    model: nn.Module,
+    computing: Mapping[str, Any],
+    resting: Mapping[str, Any],
+    blocks: Collection[str],
+    options: Mapping[str, Any],
 ) -> None:
-    """Move the inputs of the parts that stay on a device."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for entry, offload in resting.items():
-        if offload or not entry or entry not in modules:
+    """Move the inputs of all modules that are not in a block.
+
+    Some are called by others than the module around them, which knows the device: ``generate`` calls encoders.
+    """
+    if all(map(is_cpu, computing.values())):
+        return
+    for name, module in model.named_modules():
+        entry = _entry(name, resting)
+        inside = any(name.startswith(f"{block}.") for block in blocks)
+        if entry is None or inside or hasattr(module, "_hf_hook") or not (is_called(module) and tensor_names(module)):
             continue
-        for name in entries_that_compute(modules[entry], entry):
-            if not hasattr(modules[name], "_hf_hook"):
-                hook = AlignDevicesHook(computing[entry], **options)
-                hook.names = []  # they are there
-                add_hook_to_module(modules[name], hook)
+        hook = AlignDevicesHook(computing[_entry(name, computing) or ""], **options)
+        hook.names = []  # they are there
+        add_hook_to_module(module, hook)

@@ -59,32 +59,26 @@ def find_blocks(
         whole_classes: names of further classes of modules that stay whole.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    used: dict[str, set[torch.device]] = {}
-    for name, device in devices.items():
-        for module in _modules_around(name):
-            used.setdefault(module, set()).add(device)
-    whole = {name for name in _whole_modules(model, whole_classes) if len(used.get(name, ())) == 1}
+    whole = whole_modules(model, devices, whole_classes)
     blocks: dict[str, Block] = {}
     for name in tensors:
-        around = [module for module in _modules_around(name) if _is_called(modules[module])]
+        around = [module for module in _modules_around(name) if is_called(modules[module])]
         chosen = next((module for module in around if module in whole), around[-1])
         block = blocks.setdefault(chosen, Block(chosen, modules[chosen], chosen in whole))
         block.tensors.append(name[len(chosen) + 1 :] if chosen else name)
     return list(blocks.values())
 
 
-def entries_that_compute(module: nn.Module, name: str) -> list[str]:
-    """Return a module's name, or if nobody calls it, as lists are not called, those of the modules in it."""
-    if _is_called(module):
-        return [name]
-    return [
-        found
-        for child, part in module.named_children()
-        for found in entries_that_compute(part, f"{name}.{child}" if name else child)
-    ]
+def whole_modules(model: nn.Module, devices: Mapping[str, torch.device], whole_classes: Collection[str]) -> set[str]:
+    """Return the names of the modules of a model that are one block if their weights are offloaded."""
+    used: dict[str, set[torch.device]] = {}
+    for name, device in devices.items():
+        for module in _modules_around(name):
+            used.setdefault(module, set()).add(device)
+    return {name for name in _by_classes_or_list(model, whole_classes) if len(used.get(name, ())) == 1}
 
 
-def _whole_modules(model: nn.Module, whole_classes: Collection[str]) -> set[str]:
+def _by_classes_or_list(model: nn.Module, whole_classes: Collection[str]) -> set[str]:
     classes = named_classes(getattr(model, "_no_split_modules", None))
     by_class = {
         name
@@ -112,7 +106,8 @@ def _computes_with_parts(module: nn.Module) -> bool:
     )
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward. A list of modules has none."""
     kind: Any = type(module)
     return kind.forward is not nn.Module.forward
 

@@ -20,8 +20,13 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.config.checks import check_choice
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.device_memory import balanced_limits, get_max_memory, named_classes
+from nb_accelerate.training.bigmodel.moving import tensor_names
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes, get_max_layer_size
-from nb_accelerate.training.bigmodel.ties import check_tied_parameters_in_config, find_tied_parameters
+from nb_accelerate.training.bigmodel.ties import (
+    check_tied_parameters_in_config,
+    find_shared_tensors,
+    find_tied_parameters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -67,8 +72,8 @@ def infer_auto_device_map(
         verbose: print where each part goes.
         clean_result: name a module that is on one device as a whole, in place of its parts.
         offload_buffers: buffers of offloaded modules are offloaded as well; else the first GPU keeps room for them.
-        fallback_allocation: if the next part is larger than a device that is still empty, put the first of the later
-            parts there that fits.
+        fallback_allocation: where the next part does not fit, put later parts that do. accelerate puts one, to a device
+            that is still empty.
 
     Returns:
         Devices by names of modules and tensors: numbers of GPUs, ``"cpu"``, ``"disk"``.
@@ -129,8 +134,8 @@ def map_within(
     """Return a device map as `infer_auto_device_map` does, within given bytes, without a look at this machine."""
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     buffers = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)
-    whole, ties = named_classes(no_split_module_classes), find_tied_parameters(model)
-    if not ties and check_tied_parameters_in_config(model):
+    whole, ties = named_classes(no_split_module_classes), find_shared_tensors(model)
+    if check_tied_parameters_in_config(model) and not find_tied_parameters(model):
         logger.warning("The config ties weights of this model, but they are not tied yet. Call model.tie_weights().")
     gpus = [device for device in limits if device not in _OFFLOADED]
     rooms = {gpus[0]: 0.0} if gpus else {}
@@ -185,7 +190,7 @@ class _Placing:
         self.devices: dict[str, int | str] = {}
         self.used: dict[int | str, float] = dict.fromkeys([*limits, "disk"], 0.0)
         self._limits, self._rooms, self._sizes, self._whole, self._ties = limits, rooms, sizes, whole, ties
-        self._modules = dict(model.named_modules())
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self._order = [*(device for device in limits if device != "disk"), "disk"]
         self._waiting = _parts_of("", model)
 
@@ -265,12 +270,11 @@ class _Placing:
 
     def _next_device(self, name: str, *, fallback: bool) -> None:
         self._waiting.insert(0, name)
-        if fallback and not self.used[self._order[0]] and self._put_another():
-            return
-        self._order.pop(0)
+        if not (fallback and self._put_another()):
+            self._order.pop(0)
 
     def _put_another(self) -> bool:
-        """Put the first part that fits, in the order of the model, to an empty device. Returns whether there is one."""
+        """Put the first part that fits, in the order of the model. Returns whether there is one."""
         before = list(self._waiting)
         at = 0
         while at < len(self._waiting):
@@ -287,10 +291,14 @@ class _Placing:
 
 
 def _parts_of(name: str, module: nn.Module) -> list[str]:
-    """Return the names of a module's own tensors and of its submodules."""
+    """Return the names of a module's own tensors and of its submodules, also those of one that has several."""
     prefix = f"{name}." if name else ""
-    parts = (*module.named_parameters(recurse=False), *module.named_children(), *module.named_buffers(recurse=False))
-    return [f"{prefix}{part}" for part, _ in parts]
+    parts = (
+        *(part for part, _ in module.named_parameters(recurse=False, remove_duplicate=False)),
+        *(part for part, child in module._modules.items() if child is not None),  # noqa: SLF001
+        *(part for part, _ in module.named_buffers(recurse=False, remove_duplicate=False)),
+    )
+    return [f"{prefix}{part}" for part in parts]
 
 
 def _is_in(name: str, part: str) -> bool:
@@ -328,8 +336,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
     Raises:
         ConfigError: some tensors have none. All are named.
     """
-    known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-    known |= {name for name, _ in model.named_buffers()}
+    known = {*tensor_names(model), *(name for name, _ in model.named_modules(remove_duplicate=False))}
     wrong = [name for name in device_map if name not in known]
     if wrong:
         warnings.warn(f"device_map names what this model does not have: {', '.join(wrong)}", UserWarning, stacklevel=2)

@@ -18,9 +18,18 @@ logger = logging.getLogger("nb_accelerate")
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of tied parameters, one list for each tensor with several names."""
+    return _same(model.named_parameters(remove_duplicate=False))
+
+
+def find_shared_tensors(model: nn.Module) -> list[list[str]]:
+    """Return the names of tied parameters as `find_tied_parameters`, and of buffers that modules share."""
+    return find_tied_parameters(model) + _same(model.named_buffers(remove_duplicate=False))
+
+
+def _same(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[str]]:
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 

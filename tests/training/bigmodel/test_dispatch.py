@@ -296,7 +296,7 @@ def test_a_model_can_be_placed_anew_from_the_files_it_is_in(tmp_path: Path) -> N
 def test_a_second_map_takes_the_place_of_the_first_and_hooks_of_others_stay(tmp_path: Path) -> None:
     model, want = nb_accelerate.disk_offload(Placed(), tmp_path / "a"), Placed()(tokens())
     nb_accelerate.hooks.add_hook_to_module(model.norm, nb_accelerate.hooks.ModelHook(), append=True)
-    for device_map in (OFFLOAD, {"": "disk", "layers": "cpu"}):
+    for device_map in (OFFLOAD, {"": "cpu", "layers": "disk"}):
         model = nb_accelerate.dispatch_model(model, device_map, offload_dir=tmp_path / "b")
         assert torch.equal(model(tokens()), want)
         assert type(model.layers[0]._hf_hook) is AlignDevicesHook
@@ -404,3 +404,33 @@ def test_names_that_a_model_leaves_out_of_maps_are_left_where_they_are(tmp_path:
     nb_accelerate.dispatch_model(model, device_map, offload_dir=tmp_path)
     assert torch.equal(model(tokens()), Placed()(tokens()))
     assert big_modeling.dispatch_model is nb_accelerate.dispatch_model
+
+
+class Sharing(nn.Module):
+    """A model whose modules have several names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.between = nn.Linear(4, 4)
+        self.second = self.first
+        self.last = nn.ModuleList([self.first[2], nn.Linear(4, 4), self.first[1]])
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden = self.second(self.between(self.first(inputs)))
+        for layer in self.last:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_modules_with_several_names_are_split_over_places(tmp_path: Path) -> None:
+    inputs, seen = torch.ones(2, 4), set()
+    for limit in range(0, 500, 40):
+        model = Sharing().eval()
+        want = model(inputs)
+        device_map = nb_accelerate.infer_auto_device_map(model, {"cpu": limit})
+        seen.add(device_map.get("second") or device_map.get("second.0"))
+        nb_accelerate.dispatch_model(model, device_map, offload_dir=tmp_path / str(limit))
+        assert torch.equal(model(inputs), want)
+        assert model.last[0].weight is model.first[2].weight
+    assert seen == {None, "cpu"}
