@@ -286,7 +286,7 @@ def counted() -> list[str]:
 
 def refused() -> list[type[Refused]]:
     """Return the names that can be imported, and refuse when they are called."""
-    return [value for value in vars(refused_names).values() if value in Refused.__subclasses__()]
+    return [getattr(refused_names, name) for name in sorted(refused_names.REASON_OF)]
 
 
 def page() -> str:

@@ -26,7 +26,6 @@ FIXED = (
     "threading.Lock",
     "_check",
     "_never",
-    "_refused",
     "default_path()",
     "InRanks",
     "Variable",
