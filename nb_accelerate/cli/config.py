@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nb_accelerate.base.config.machine import Machine, default_config
-from nb_accelerate.cli.asking import Asker, whole_number
+from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
 
 _WHERE = "the file (default: default_config.yaml in $HF_HOME/accelerate, or in ~/.cache/huggingface/accelerate)"
 _PRECISIONS = ("no", "fp16", "bf16")
-_POLICIES = [
-    ("TRANSFORMER_BASED_WRAP", "each block of a transformer, by its class"),
-    ("SIZE_BASED_WRAP", "each module with enough parameters"),
-    ("NO_WRAP", "the model as a whole"),
-]
-_STATE_DICTS = [
-    ("FULL_STATE_DICT", "one file with the whole model"),
-    ("SHARDED_STATE_DICT", "a file from each process: faster, and needs less memory"),
-]
-_STAGES = ["shard nothing", "shard the optimizer", "shard gradients too", "shard parameters too"]
-_DEVICES = [("none", "on the GPUs"), ("cpu", "in the memory of the host"), ("nvme", "on a disk")]
-_SPLIT = "TENSOR_PARALLEL"
-"""Each layer is split over processes. It has no ``distributed_type``: ``parallelism_config`` says it."""
+_KINDS = {
+    "NO": "in one process",
+    "MULTI_CPU": "in several processes on CPUs",
+    "MULTI_GPU": "on several GPUs",
+    "XLA": "on a TPU",
+}
+_HOST = {"none": "on the GPUs", "cpu": "in the memory of the host"}
+_DISK = {**_HOST, "nvme": "on a disk"}  # which DeepSpeed uses in stage 3 only
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -124,120 +122,130 @@ def machine_here() -> Machine:
     )
 
 
+class Asker:
+    """Asks the user questions."""
+
+    def choose(self, question: str, options: Sequence[tuple[str, str]], default: str) -> str:
+        """Return the value of one of ``options``, pairs of a value and a label: its number, value or label is typed."""
+        self.say(question)
+        for number, (value, label) in enumerate(options, start=1):
+            self.say(f"  {number}. {label}{' (default)' if value == default else ''}")
+        while True:
+            answer = _read("> ").lower()
+            if not answer:
+                return default
+            for number, (value, label) in enumerate(options, start=1):
+                # "y" and "n" are what people type for a yes or no.
+                if answer in (str(number), value.lower(), label.lower(), value[0] if value in ("yes", "no") else None):
+                    return value
+            self.say(
+                f"  {answer!r} is none of them. Write a number from 1 to {len(options)}, or nothing for the default."
+            )
+
+    def line(self, question: str, default: str = "") -> str:
+        """Return the line that was typed, without surrounding spaces; "" if it is empty. The default is only shown."""
+        return _read(f"{question} [{default}]: " if default else f"{question}: ")
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        print(text)
+
+    def confirm(self, question: str, *, default: bool = False) -> bool:
+        """Ask for a yes or no."""
+        return self.choose(question, [("yes", "yes"), ("no", "no")], "yes" if default else "no") == "yes"
+
+    def value(self, question: str, default: T, convert: Callable[[str], T]) -> T:
+        """Ask until the answer can be converted.
+
+        Args:
+            default: the value of an empty answer; "" if there is none, and then ``convert`` gets the empty answer.
+            convert: makes a value of text; raises ValueError where it cannot.
+        """
+        while True:
+            answer = self.line(question, str(default))
+            if not answer and default != "":
+                return default
+            try:
+                return convert(answer)
+            except ValueError as error:
+                self.say(f"  {error}")
+
+
+def whole_number(text: str, *, at_least: int = 1, below: int | None = None) -> int:
+    """Return the number that a text says."""
+    if not text.isdecimal() or int(text) < at_least or (below is not None and int(text) >= below):
+        bounds = f"from {at_least}" + (f" to {below - 1}" if below is not None else "")
+        raise ValueError(f"{text!r} is not a whole number {bounds}.")
+    return int(text)
+
+
+def _read(prompt: str) -> str:
+    try:
+        answer = input(prompt).strip()
+    except EOFError:
+        print()
+        raise ConfigError(
+            "the input ended before the last question; nothing was written. "
+            "For a file without questions: nb-accelerate config default"
+        ) from None
+    if not sys.stdin.isatty():
+        print(answer)  # nobody has typed it, and without it the questions would run together
+    return answer
+
+
 def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     """Put the questions that matter on this machine, and return the answers as a configuration."""
-    found = default_config(machine)
-    kind = asker.choose(
-        "How do you want to train?",
-        [
-            ("NO", "in one process"),
-            ("MULTI_CPU", "in several processes on CPUs"),
-            ("MULTI_GPU", "on several GPUs"),
-            ("XLA", "on a TPU"),
-        ],
-        "XLA" if machine.has_tpu else found["distributed_type"],
-    )
-    found["distributed_type"] = kind
-    found["use_cpu"] = kind == "MULTI_CPU" or (kind == "NO" and machine.num_gpus == 0)
-    if kind == "NO" and machine.num_gpus:
-        found["use_cpu"] = asker.confirm("Train on the CPU only, although there is a GPU?")
-    if kind in ("MULTI_CPU", "MULTI_GPU"):
-        _ask_machines(asker, found)
-    machines = _most(found["num_machines"])
-    engine = ""
-    if kind == "MULTI_GPU" or (kind == "NO" and not found["use_cpu"]):
-        engine = _ask_engine(asker, machine, found, machines)
-    if kind == "NO":
-        found["num_processes"] = 1
-    else:
-        usual = {
-            "MULTI_CPU": min(machine.num_cpus, 2),
-            "MULTI_GPU": machine.num_gpus,
-            "XLA": machine.num_xla_devices or 8,
-        }[kind]
-        found["num_processes"] = _ask_processes(asker, usual, machines)
-    if engine in ("FSDP", _SPLIT):
-        found |= _ask_layout(asker, found["num_processes"], is_sharded=engine == "FSDP")
-    if machine.num_gpus and not found["use_cpu"] and kind != "XLA":
-        found["gpu_ids"] = asker.value("GPUs of this machine, by number, such as 0,1", "all", _checked("gpu_ids"))
-    if kind == "MULTI_GPU":
-        found["enable_cpu_affinity"] = asker.confirm("Keep each process on the cores near its GPU?")
-    if kind != "NO":
-        found["debug"] = asker.confirm("Check what processes hand to each collective? It finds mistakes, and is slower")
-    if asker.confirm("Compile models with torch.compile?"):
-        found["dynamo_config"] = _ask_dynamo(asker)
-    if "deepspeed_config_file" in found.get("deepspeed_config", {}):
-        del found["mixed_precision"]  # that file says it
-        return found
-    found["mixed_precision"] = asker.choose(
-        "Mixed precision?", [("no", "no"), ("bf16", "bf16"), *([("fp16", "fp16")] if kind != "XLA" else [])], "no"
-    )
-    if kind == "XLA" and found["mixed_precision"] == "bf16":
-        found["downcast_bf16"] = asker.confirm("Keep weights in 16 bits on the TPU too, and torch.double in 32?")
-    return found
+    answers = vars(machine) | default_config(machine)
+    for key, when, question, how in _QUESTIONS:
+        conditions = [condition.split("=") for condition in when.split()]
+        if all(str(answers.get(name)) in values.split(",") for name, values in conditions):
+            answers[key] = _answer(asker, question, how(answers) if callable(how) else how)
+    config: dict[str, Any] = {}
+    for key, value in answers.items():
+        section, _, name = key.rpartition(".")
+        if not key.startswith("_") and not hasattr(machine, key) and value not in ("", {}):
+            (config.setdefault(section, {}) if section else config)[name] = value
+    return config
 
 
-def _ask_engine(asker: Asker, machine: Machine, found: dict[str, Any], machines: int) -> str:
-    """Ask how the model is kept: ``FSDP``, ``DEEPSPEED``, `_SPLIT`, or "" for none of them."""
-    missing = "" if machine.has_deepspeed else " (not installed here: pip install deepspeed)"
-    options = [("", "whole on the GPU"), ("DEEPSPEED", f"by DeepSpeed{missing}")]
-    if found["distributed_type"] != "NO":
-        shards = ("FSDP", "in shards, by PyTorch (FSDP)"), (_SPLIT, "each layer split (tensor parallel)")
-        options = [("", "whole on each GPU"), *shards, options[1]]
-    engine = asker.choose("How is the model kept?", options, "")
-    if engine and engine != _SPLIT:
-        found["distributed_type"] = engine
-    if engine == "FSDP":
-        found["fsdp_config"] = _ask_fsdp(asker)
-    elif engine == "DEEPSPEED":
-        found["deepspeed_config"] = _ask_deepspeed(asker, num_machines=machines)
-    return engine
+def _answer(asker: Asker, question: str, how: Any) -> Any:
+    match how:
+        case _ if not question:
+            return how
+        case bool():
+            return asker.confirm(question, default=how)
+        case dict() as options, default:
+            return asker.choose(question, list(options.items()), default)
+        case default, convert:
+            return asker.value(question, default, convert)
 
 
-def _ask_machines(asker: Asker, found: dict[str, Any]) -> None:
-    machines: int | str = asker.value(
-        "Number of machines; or, if they may come and go, a range such as 1:4", 1, _checked("num_machines")
-    )
-    found["num_machines"] = machines
-    number = _most(machines)
-    if number == 1:
-        return
-    if isinstance(machines, int):
-        found["rdzv_backend"] = asker.choose(
-            "How do the machines find one another?",
-            [("static", "each has a number"), ("c10d", "they are numbered as they come")],
-            "static",
-        )
-    else:
-        found["rdzv_backend"] = "c10d"
-    if found["rdzv_backend"] == "static":
-        found["machine_rank"] = asker.number("Number of this machine, from 0", 0, at_least=0, below=number)
-    found["main_process_ip"] = asker.value("Address of machine 0, as the others see it", "", _address)
-    found["main_process_port"] = asker.number("Port on machine 0", 29500, below=1 << 16)
-    found["same_network"] = asker.confirm("Are all machines in one local network?", default=True)
+def _engines(a: dict[str, Any]) -> tuple[dict[str, str], str]:
+    missing = "" if a["has_deepspeed"] else " (not installed here: pip install deepspeed)"
+    deepspeed = {"DEEPSPEED": f"by DeepSpeed{missing}"}
+    if a["distributed_type"] == "NO":
+        return {"": "whole on the GPU", **deepspeed}, ""
+    shards = {"FSDP": "in shards, by PyTorch (FSDP)", "TENSOR_PARALLEL": "each layer split (tensor parallel)"}
+    return {"": "whole on each GPU", **shards, **deepspeed}, ""
 
 
-def _ask_processes(asker: Asker, usual: int, machines: int) -> int:
+def _processes(a: dict[str, Any]) -> tuple[int, Callable[[str], int]]:
     def convert(text: str) -> int:
-        number = whole_number(text)
-        if number % machines:
-            raise ValueError(f"{number} processes cannot be shared out equally to {machines} machines.")
-        return number
+        if whole_number(text) % a["_most"]:
+            raise ValueError(f"{text} processes cannot be shared out equally to {a['_most']} machines.")
+        return int(text)
 
-    everywhere = " on all machines together" if machines > 1 else ""
-    return asker.value(f"Number of processes{everywhere}", max(1, usual) * machines, convert)
+    usual = {"MULTI_CPU": min(a["num_cpus"], 2), "MULTI_GPU": a["num_gpus"], "XLA": a["num_xla_devices"] or 8}
+    return max(1, usual[a["distributed_type"]]) * a["_most"], convert
 
 
-def _ask_dynamo(asker: Asker) -> dict[str, Any]:
-    backends = [(name, name.lower()) for name in ("INDUCTOR", "CUDAGRAPHS", "AOT_EAGER", "EAGER")]
-    section: dict[str, Any] = {"dynamo_backend": asker.choose("Backend of torch.compile?", backends, "INDUCTOR")}
-    if asker.confirm("Change how torch.compile works?"):
-        modes = [(name, name) for name in ("default", "reduce-overhead", "max-autotune")]
-        section["dynamo_mode"] = asker.choose("What to optimise for?", modes, "default")
-        section["dynamo_use_fullgraph"] = asker.confirm("Refuse models that are not one graph?")
-        section["dynamo_use_dynamic"] = asker.confirm("Compile for shapes that vary?")
-        section["dynamo_use_regional_compilation"] = asker.confirm("Compile repeated blocks by themselves?")
-    return section
+def _layout(a: dict[str, Any]) -> dict[str, int]:
+    """Return the section ``parallelism_config``; none is needed where FSDP shards the model over all processes."""
+    copies, split = a["_copies"], a["_split"]
+    if copies == split == 1:
+        return {}
+    sizes = {"dp_replicate": copies, "dp_shard": a["num_processes"] // split // copies, "tp": split, "cp": 1}
+    return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
 
 
 def _checked(key: str) -> Callable[[str], Any]:
@@ -247,104 +255,10 @@ def _checked(key: str) -> Callable[[str], Any]:
     return lambda text: KEYS[key](key, int(text) if text.isdecimal() and key != "gpu_ids" else text)
 
 
-def _most(machines: int | str) -> int:
-    """Return the largest number of machines."""
-    return int(str(machines).rpartition(":")[2])
-
-
 def _address(text: str) -> str:
     if not text or any(letter.isspace() or letter in "/,;" for letter in text):
         raise ValueError(f"{text!r} is not an address. Write a name or an IP address, without the port.")
     return text
-
-
-def _ask_fsdp(asker: Asker) -> dict[str, Any]:
-    """Ask for the options of FSDP, and return the section ``fsdp_config``."""
-    found: dict[str, Any] = {"fsdp_version": 2}
-    found["fsdp_reshard_after_forward"] = asker.confirm(
-        "Free the gathered parameters of a block after its forward? It needs less memory, and is slower", default=True
-    )
-    found["fsdp_offload_params"] = asker.confirm("Keep parameters and gradients in the memory of the host?")
-    policy = asker.choose("What is gathered at a time?", _POLICIES, "TRANSFORMER_BASED_WRAP")
-    found["fsdp_auto_wrap_policy"] = policy
-    if policy == "TRANSFORMER_BASED_WRAP":
-        names = asker.line("Classes of the blocks, such as BertLayer,T5Block; nothing for those that the model names")
-        if names:
-            found["fsdp_transformer_layer_cls_to_wrap"] = names
-    elif policy == "SIZE_BASED_WRAP":
-        found["fsdp_min_num_params"] = asker.value("Parameters of such a module, at least", 100_000_000, int)
-    found["fsdp_state_dict_type"] = asker.choose("What is saved?", _STATE_DICTS, "FULL_STATE_DICT")
-    found["fsdp_cpu_ram_efficient_loading"] = asker.confirm(
-        "Read pretrained weights in one process, which sends them to the others?", default=True
-    )
-    found["fsdp_activation_checkpointing"] = asker.confirm(
-        "Compute activations again in the backward? It needs less memory, and is slower"
-    )
-    return found
-
-
-def _ask_layout(asker: Asker, num_processes: int, *, is_sharded: bool) -> dict[str, Any]:
-    """Ask how the processes are laid out, and return the section ``parallelism_config``, if one is needed.
-
-    Args:
-        is_sharded: FSDP keeps the model; otherwise its layers are split (tensor parallel), and copied.
-    """
-    split = asker.value(
-        "Processes that compute each layer together (tensor parallel)",
-        1 if is_sharded else num_processes,
-        lambda text: _divisor(text, num_processes, "processes"),
-    )
-    copies = groups = num_processes // split
-    if is_sharded:
-        copies = asker.value(
-            "Copies of the model, each in shards on its share of the processes",
-            1,
-            lambda text: _divisor(text, groups, "processes" if split == 1 else "groups of processes"),
-        )
-    if copies == split == 1:
-        return {}
-    sizes = {"dp_replicate": copies, "dp_shard": groups // copies, "tp": split, "cp": 1}
-    return {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
-
-
-def _ask_deepspeed(asker: Asker, *, num_machines: int) -> dict[str, Any]:
-    """Ask for the options of DeepSpeed, and return the section ``deepspeed_config``."""
-    # accelerate would ask on which machines to start processes; here the command is started on each.
-    found: dict[str, Any] = {"deepspeed_multinode_launcher": "standard"} if num_machines > 1 else {}
-    stage = 3
-    if asker.confirm("Is there a JSON file with a configuration of DeepSpeed?"):
-        found["deepspeed_config_file"] = asker.value("Path of that file", "", _not_empty)
-    else:
-        stages = [(str(number), f"{number}: {text}") for number, text in enumerate(_STAGES)]
-        stage = int(asker.choose("Stage of ZeRO?", stages, "2"))
-        found["zero_stage"] = stage
-        found |= _ask_offload(asker, stage)
-        found["gradient_accumulation_steps"] = asker.number("Batches for one optimizer step", 1)
-        if asker.confirm("Clip gradients?"):
-            found["gradient_clipping"] = asker.value("Largest norm of all gradients", 1.0, float)
-        if stage == 3:
-            found["zero3_save_16bit_model"] = asker.confirm("Save models in 16 bits?")
-    found["zero3_init_flag"] = stage == 3 and asker.confirm(
-        "Shard models of stage 3 while they are built? For those that one process cannot hold"
-    )
-    if asker.confirm("Does the model have blocks with a mixture of experts?"):
-        found["deepspeed_moe_layer_cls_names"] = asker.value(
-            "Classes of these blocks, such as MixtralSparseMoeBlock", "", _not_empty
-        )
-    return found
-
-
-def _ask_offload(asker: Asker, stage: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for what, name, least in (("the state of the optimizer", "optimizer", 2), ("parameters", "param", 3)):
-        if stage < 2:
-            break
-        devices = _DEVICES if stage == 3 else _DEVICES[:2]  # DeepSpeed uses a disk in stage 3 only
-        device = asker.choose(f"Where is {what}?", devices, "none") if stage >= least else "none"
-        found[f"offload_{name}_device"] = device
-        if device == "nvme":
-            found[f"offload_{name}_nvme_path"] = asker.value(f"Folder on that disk for {what}", "/nvme", str)
-    return found
 
 
 def _not_empty(text: str) -> str:
@@ -353,7 +267,115 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def _divisor(text: str, number: int, what: str) -> int:
-    if not text.isdecimal() or not int(text) or number % int(text):
-        raise ValueError(f"{text!r} does not divide {number}, the number of {what}.")
-    return int(text)
+def _divides(number: int, what: str) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not int(text) or number % int(text):
+            raise ValueError(f"{text!r} does not divide {number}, the number of {what}.")
+        return int(text)
+
+    return convert
+
+
+# fmt: off
+_QUESTIONS: tuple[tuple[str, str, str, Any], ...] = (
+    ("_kind", "", "How do you want to train?", lambda a: (_KINDS, "XLA" if a["has_tpu"] else a["distributed_type"])),
+    ("distributed_type", "", "", lambda a: a["_kind"]),
+    ("use_cpu", "", "", lambda a: a["_kind"] == "MULTI_CPU" or (a["_kind"] == "NO" and not a["num_gpus"])),
+    ("use_cpu", "_kind=NO use_cpu=False", "Train on the CPU only, although there is a GPU?", False),
+    ("num_machines", "_kind=MULTI_CPU,MULTI_GPU",
+     "Number of machines; or, if they may come and go, a range such as 1:4", lambda _: (1, _checked("num_machines"))),
+    ("_most", "", "", lambda a: int(str(a["num_machines"]).rpartition(":")[2])),
+    ("_several", "", "", lambda a: a["_most"] > 1),
+    ("_is_range", "", "", lambda a: isinstance(a["num_machines"], str)),
+    ("rdzv_backend", "_is_range=True", "", "c10d"),
+    ("rdzv_backend", "_several=True _is_range=False", "How do the machines find one another?",
+     ({"static": "each has a number", "c10d": "they are numbered as they come"}, "static")),
+    ("machine_rank", "_several=True rdzv_backend=static", "Number of this machine, from 0",
+     lambda a: (0, lambda text: whole_number(text, at_least=0, below=a["_most"]))),
+    ("main_process_ip", "_several=True", "Address of machine 0, as the others see it", ("", _address)),
+    ("main_process_port", "_several=True", "Port on machine 0", (29500, lambda text: whole_number(text, below=65536))),
+    ("same_network", "_several=True", "Are all machines in one local network?", True),
+    ("_engine", "_kind=MULTI_GPU", "How is the model kept?", _engines),
+    ("_engine", "_kind=NO use_cpu=False", "How is the model kept?", _engines),
+    ("fsdp_config.fsdp_version", "_engine=FSDP", "", 2),
+    ("fsdp_config.fsdp_reshard_after_forward", "_engine=FSDP",
+     "Free the gathered parameters of a block after its forward? It needs less memory, and is slower", True),
+    ("fsdp_config.fsdp_offload_params", "_engine=FSDP",
+     "Keep parameters and gradients in the memory of the host?", False),
+    ("fsdp_config.fsdp_auto_wrap_policy", "_engine=FSDP", "What is gathered at a time?", (
+        {"TRANSFORMER_BASED_WRAP": "each block of a transformer, by its class",
+         "SIZE_BASED_WRAP": "each module with enough parameters", "NO_WRAP": "the model as a whole"},
+        "TRANSFORMER_BASED_WRAP")),
+    ("fsdp_config.fsdp_transformer_layer_cls_to_wrap", "fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+     "Classes of the blocks, such as BertLayer,T5Block; nothing for those that the model names", ("", str)),
+    ("fsdp_config.fsdp_min_num_params", "fsdp_config.fsdp_auto_wrap_policy=SIZE_BASED_WRAP",
+     "Parameters of such a module, at least", (100_000_000, int)),
+    ("fsdp_config.fsdp_state_dict_type", "_engine=FSDP", "What is saved?", (
+        {"FULL_STATE_DICT": "one file with the whole model",
+         "SHARDED_STATE_DICT": "a file from each process: faster, and needs less memory"}, "FULL_STATE_DICT")),
+    ("fsdp_config.fsdp_cpu_ram_efficient_loading", "_engine=FSDP",
+     "Read pretrained weights in one process, which sends them to the others?", True),
+    ("fsdp_config.fsdp_activation_checkpointing", "_engine=FSDP",
+     "Compute activations again in the backward? It needs less memory, and is slower", False),
+    # accelerate would ask on which machines to start processes; here the command is started on each.
+    ("deepspeed_config.deepspeed_multinode_launcher", "_engine=DEEPSPEED _several=True", "", "standard"),
+    ("_has_json", "_engine=DEEPSPEED", "Is there a JSON file with a configuration of DeepSpeed?", False),
+    ("deepspeed_config.deepspeed_config_file", "_has_json=True", "Path of that file", ("", _not_empty)),
+    ("_stage", "_has_json=False", "Stage of ZeRO?", (
+        {"0": "0: shard nothing", "1": "1: shard the optimizer", "2": "2: shard gradients too",
+         "3": "3: shard parameters too"}, "2")),
+    ("deepspeed_config.zero_stage", "_has_json=False", "", lambda a: int(a["_stage"])),
+    ("deepspeed_config.offload_optimizer_device", "_stage=2", "Where is the state of the optimizer?", (_HOST, "none")),
+    ("deepspeed_config.offload_optimizer_device", "_stage=3", "Where is the state of the optimizer?", (_DISK, "none")),
+    ("deepspeed_config.offload_optimizer_nvme_path", "deepspeed_config.offload_optimizer_device=nvme",
+     "Folder on that disk for the state of the optimizer", ("/nvme", str)),
+    ("deepspeed_config.offload_param_device", "_stage=2", "", "none"),
+    ("deepspeed_config.offload_param_device", "_stage=3", "Where are parameters?", (_DISK, "none")),
+    ("deepspeed_config.offload_param_nvme_path", "deepspeed_config.offload_param_device=nvme",
+     "Folder on that disk for parameters", ("/nvme", str)),
+    ("deepspeed_config.gradient_accumulation_steps", "_has_json=False", "Batches for one optimizer step",
+     (1, whole_number)),
+    ("_clips", "_has_json=False", "Clip gradients?", False),
+    ("deepspeed_config.gradient_clipping", "_clips=True", "Largest norm of all gradients", (1.0, float)),
+    ("deepspeed_config.zero3_save_16bit_model", "_stage=3", "Save models in 16 bits?", False),
+    ("_stage", "_has_json=True", "", "3"),  # or another one: the file says it
+    ("deepspeed_config.zero3_init_flag", "_engine=DEEPSPEED", "", False),
+    ("deepspeed_config.zero3_init_flag", "_stage=3",
+     "Shard models of stage 3 while they are built? For those that one process cannot hold", False),
+    ("_has_experts", "_engine=DEEPSPEED", "Does the model have blocks with a mixture of experts?", False),
+    ("deepspeed_config.deepspeed_moe_layer_cls_names", "_has_experts=True",
+     "Classes of these blocks, such as MixtralSparseMoeBlock", ("", _not_empty)),
+    ("num_processes", "_kind=NO", "", 1),
+    ("num_processes", "_kind=MULTI_CPU,MULTI_GPU,XLA _several=False", "Number of processes", _processes),
+    ("num_processes", "_several=True", "Number of processes on all machines together", _processes),
+    ("_split", "_engine=FSDP,TENSOR_PARALLEL", "Processes that compute each layer together (tensor parallel)",
+     lambda a: (1 if a["_engine"] == "FSDP" else a["num_processes"], _divides(a["num_processes"], "processes"))),
+    ("_copies", "_engine=TENSOR_PARALLEL", "", lambda a: a["num_processes"] // a["_split"]),
+    ("_copies", "_engine=FSDP", "Copies of the model, each in shards on its share of the processes", lambda a: (
+        1, _divides(a["num_processes"] // a["_split"], "processes" if a["_split"] == 1 else "groups of processes"))),
+    ("parallelism_config", "_engine=FSDP,TENSOR_PARALLEL", "", _layout),
+    ("_on_gpus", "", "", lambda a: a["num_gpus"] > 0 and not a["use_cpu"] and a["_kind"] != "XLA"),
+    ("gpu_ids", "_on_gpus=True", "GPUs of this machine, such as 0,1", lambda _: ("all", _checked("gpu_ids"))),
+    ("enable_cpu_affinity", "_kind=MULTI_GPU", "Keep each process on the cores near its GPU?", False),
+    ("debug", "_kind=MULTI_CPU,MULTI_GPU,XLA",
+     "Check what processes hand to each collective? It finds mistakes, and is slower", False),
+    ("_compiles", "", "Compile models with torch.compile?", False),
+    ("dynamo_config.dynamo_backend", "_compiles=True", "Backend of torch.compile?", (
+        {name: name.lower() for name in ("INDUCTOR", "CUDAGRAPHS", "AOT_EAGER", "EAGER")}, "INDUCTOR")),
+    ("_tunes", "_compiles=True", "Change how torch.compile works?", False),
+    ("dynamo_config.dynamo_mode", "_tunes=True", "What to optimise for?", (
+        {name: name for name in ("default", "reduce-overhead", "max-autotune")}, "default")),
+    ("dynamo_config.dynamo_use_fullgraph", "_tunes=True", "Refuse models that are not one graph?", False),
+    ("dynamo_config.dynamo_use_dynamic", "_tunes=True", "Compile for shapes that vary?", False),
+    ("dynamo_config.dynamo_use_regional_compilation", "_tunes=True", "Compile repeated blocks by themselves?", False),
+    ("mixed_precision", "_has_json=True", "", ""),  # that file says it
+    ("mixed_precision", "_has_json=False,None", "Mixed precision?", lambda a: (
+        {name: name for name in ("no", "bf16", "fp16") if name != "fp16" or a["_kind"] != "XLA"}, "no")),
+    ("downcast_bf16", "_kind=XLA mixed_precision=bf16",
+     "Keep weights in 16 bits on the TPU too, and torch.double in 32?", False),
+    ("distributed_type", "_engine=FSDP,DEEPSPEED", "", lambda a: a["_engine"]),
+)
+# fmt: on
+"""Key of an answer, with its section; one that begins with ``_`` is not written. Earlier answers after which the
+question is put. The question; "" where the next field is the answer. A default: yes or no; options and the default
+among them; or a default and what makes a value of text. A function gets all answers and returns one of these."""

@@ -73,8 +73,8 @@ def __getattr__(name: str) -> type[Refused]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     reason = REASON_OF[name]
     doc = f"Refuse when called: it {reason}"
-    globals()[name] = type(name, (Refused,), {"reason": reason, "__doc__": doc, "__module__": __name__})
-    return globals()[name]
+    globals()[name] = made = type(name, (Refused,), {"reason": reason, "__doc__": doc, "__module__": __name__})
+    return made
 
 
 def __dir__() -> list[str]:

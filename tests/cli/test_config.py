@@ -14,8 +14,7 @@ import yaml
 from nb_accelerate.base.config.file import default_path, name_unknown, read_config, write_config
 from nb_accelerate.base.config.machine import Machine, default_config
 from nb_accelerate.cli import main
-from nb_accelerate.cli.asking import Asker
-from nb_accelerate.cli.config import ask_config
+from nb_accelerate.cli.config import Asker, ask_config
 from nb_accelerate.errors import ConfigError
 
 # As `accelerate config` wrote it in 2023 for two GPUs of one machine.
@@ -309,7 +308,7 @@ ENGINES = [
             ("Stage", "3"),
             ("state of the optimizer", "nvme"),
             ("Folder", "/disk"),
-            ("Where is param", "cpu"),
+            ("Where are param", "cpu"),
             ("Clip", "yes"),
         ],
         {
