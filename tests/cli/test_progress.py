@@ -6,7 +6,7 @@ import re
 import pytest
 from fixtures.screens import Stream
 
-from nb_accelerate.cli.progress import CellProgress
+from nb_accelerate.cli.notebook import CellProgress
 
 
 class Terminal(io.StringIO):

@@ -21,9 +21,8 @@ from nb_accelerate.notebook.display.drawing.block import Block
 from nb_accelerate.notebook.protocol.messages import Display
 from nb_accelerate.notebook.protocol.output import MAX_PAYLOAD, frame, new_mark
 from nb_accelerate.notebook.ranks.output import sinks
-from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
-from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
+from nb_accelerate.notebook.ranks.output.request_output import DisplayIds, RequestOutput
 from nb_accelerate.notebook.ranks.output.sinks import CellSink, Sink, StreamSink
 
 MARK = new_mark()

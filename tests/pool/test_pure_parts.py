@@ -24,8 +24,8 @@ from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.variables import Before, NamespaceSync, Sent
 from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
 from nb_accelerate.notebook.ranks.failing.hang import verdict
-from nb_accelerate.notebook.ranks.output.display_ids import DisplayIds
 from nb_accelerate.notebook.ranks.output.merge import Merge
+from nb_accelerate.notebook.ranks.output.request_output import DisplayIds
 from nb_accelerate.notebook.ranks.steps import StepKind
 
 ROOT = Path(__file__).parents[2]

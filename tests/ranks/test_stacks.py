@@ -27,9 +27,8 @@ from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL, ONE_THREAD, S
 from nb_accelerate.notebook.launch import Launch
 from nb_accelerate.notebook.protocol.messages import Parcel, Result
 from nb_accelerate.notebook.ranks import proxy
-from nb_accelerate.notebook.ranks.failing import deadlock, hang
-from nb_accelerate.notebook.ranks.failing.deadlock import DeadlockWatch
-from nb_accelerate.notebook.ranks.failing.hang import HangWatch
+from nb_accelerate.notebook.ranks.failing import hang
+from nb_accelerate.notebook.ranks.failing.hang import DeadlockWatch, HangWatch
 from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.proxy import RankProxy
@@ -201,7 +200,7 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     loop: RankLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, used = 100.0, 1.0
-    monkeypatch.setattr(deadlock, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(ActorRank, "processor_time", lambda _: used)
 
     ranks = [RankProxy(ActorRank(rank, None)) for rank in range(3)]

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from nb_accelerate.base.config.engine import EngineOptions, split_host
-from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.env import SESSION_DEFAULTS, Environment
 from nb_accelerate.base.config.file import read_config
 from nb_accelerate.base.config.launch import LaunchOptions
-from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch import launcher
 from nb_accelerate.notebook.launch.engines.command import filled

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.config.checks import check_whole
 from nb_accelerate.base.config.engine import VARIABLES, EngineOptions
 from nb_accelerate.base.config.file import NO_WORDS, read_config
-from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+SESSION_DEFAULTS: dict[str, Any] = {}
+"""Options that ``%distributed config`` has set in this notebook, by the names that they have as arguments."""
+
 
 _YES = ("1", "true", "yes", "y", "on", "t")
 

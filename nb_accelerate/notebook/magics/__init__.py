@@ -10,8 +10,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.config.env import Environment
-from nb_accelerate.base.config.session_defaults import SESSION_DEFAULTS
+from nb_accelerate.base.config.env import SESSION_DEFAULTS, Environment
 from nb_accelerate.base.config.versions import check_versions
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.magics.auto import AutoMode

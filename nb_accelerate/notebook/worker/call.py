@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.base.seam import call_interrupted, call_returned
-from nb_accelerate.errors.no_cuda import ADVICE, says_no_cuda
 from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.notebook.diagnostics.report import has_plain_text, readable, report_exception, text_of
 from nb_accelerate.notebook.protocol.messages import Failure, Result
@@ -24,6 +23,17 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.worker.interrupt import InterruptGate
+# In torch's own words, from torch/cuda/__init__.py and its C++ code.
+_TEXTS = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+
+ADVICE = "These ranks have no CUDA device. Write accelerator.device where the code names one."
+"""What to write instead."""
+
+
+def says_no_cuda(type_name: str, text: str) -> bool:
+    """Return whether an exception says that there is no CUDA device."""
+    return type_name in ("AssertionError", "RuntimeError") and any(words in text for words in _TEXTS)
+
 
 logger = logging.getLogger("nb_accelerate")
 

@@ -9,7 +9,7 @@ from nb_accelerate.training.bigmodel.device_memory import limits_for
 from nb_accelerate.training.bigmodel.dispatch import dispatch_model
 from nb_accelerate.training.checkpoint.model import fit, load_checkpoint_in_model, weight_files
 from nb_accelerate.training.checkpoint.placing import Checkpoint, plan
-from nb_accelerate.training.strategies.slices import take_slices
+from nb_accelerate.training.strategies.tensor_parallel import take_slices
 
 if TYPE_CHECKING:
     import os

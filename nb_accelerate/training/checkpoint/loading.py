@@ -17,7 +17,6 @@ from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.checkpoint.checksums import Verification
 from nb_accelerate.training.checkpoint.files import load_state_dict, read
 from nb_accelerate.training.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
-from nb_accelerate.training.checkpoint.host_copies import deep_copy
 from nb_accelerate.training.checkpoint.manifest import examine
 from nb_accelerate.training.checkpoint.model import fit
 from nb_accelerate.training.checkpoint.names import (
@@ -30,6 +29,7 @@ from nb_accelerate.training.checkpoint.names import (
     WEIGHTS_NAME,
     shards_of,
 )
+from nb_accelerate.training.checkpoint.registry import deep_copy
 from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.checkpoint.state import RANDOM_NUMBERS, SAVED_BY, name_of
 from nb_accelerate.training.data.resuming.orders import Order

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
     from nb_accelerate.training.checkpoint.checksums import FileRecord
-    from nb_accelerate.training.checkpoint.host_copies import HostCopies
-    from nb_accelerate.training.checkpoint.registry import Progress
+    from nb_accelerate.training.checkpoint.registry import HostCopies, Progress
     from nb_accelerate.training.checkpoint.sharded import ShardedFolder
     from nb_accelerate.training.checkpoint.shared_staging import GathersObjects, SharedStaging, ThisRank
     from nb_accelerate.training.comm import Collectives

@@ -14,7 +14,7 @@ from torch import nn
 from nb_accelerate import PartialState, init_empty_weights
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.bigmodel.mapped import WeightFiles, files_of
-from nb_accelerate.training.strategies.slices import take_slices
+from nb_accelerate.training.strategies.tensor_parallel import take_slices
 
 if TYPE_CHECKING:
     from fixtures.ranks import RunRanks

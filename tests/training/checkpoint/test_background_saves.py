@@ -30,7 +30,7 @@ from nb_accelerate.training.accelerator.checkpoint_parts import OptimizerPart
 from nb_accelerate.training.checkpoint import state
 from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.checkpoint.files import load_state_dict, write
-from nb_accelerate.training.checkpoint.host_copies import HostCopies
+from nb_accelerate.training.checkpoint.registry import HostCopies
 
 
 @pytest.fixture(autouse=True)
