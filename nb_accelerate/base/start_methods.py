@@ -20,7 +20,6 @@ class Conditions:
         forbids_fork: why the runtime of the device does not survive any fork; "" if it does.
     """
 
-    can_fork: bool
     device: str
     is_host: bool
     in_use: str = ""
@@ -58,8 +57,6 @@ class StartMethod:
         """Return why it cannot work, or ""."""
         if self.device not in ("", conditions.device.lower()):
             return f"it starts ranks on {self.device.upper()} devices, and these are to run on {conditions.device}"
-        if self.forks and not conditions.can_fork:
-            return "no fork here"
         return conditions.in_use if self.copies_notebook else ""
 
     def drawback(self, conditions: Conditions) -> str:

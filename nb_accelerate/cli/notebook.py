@@ -317,8 +317,8 @@ class _Session(NotebookClient):
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         installed = []
-        # Windows has no such handlers and threads may not set them: there, KeyboardInterrupt ends the run.
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+        # Threads may not set handlers: there, KeyboardInterrupt ends the run.
+        with contextlib.suppress(RuntimeError, ValueError):
             for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._end)):
                 loop.add_signal_handler(number, handler)
                 installed.append(number)

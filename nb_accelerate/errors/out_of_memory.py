@@ -11,7 +11,6 @@ _TEXTS = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",  # Windows
 )
 _TYPES = ("OutOfMemoryError", "MemoryError")
 _TYPES_WITH_TEXT = ("RuntimeError", "AcceleratorError", "DistBackendError")

@@ -213,12 +213,6 @@ def test_a_new_start_method_may_need_no_process_and_says_what_it_cannot_do() -> 
         PoolOptions(start_method="alone")
 
 
-def test_a_start_method_that_cannot_work_names_one_that_can() -> None:
-    facts = MachineFacts(num_cpus=1, can_fork=False)
-    with pytest.raises(ConfigError, match=r"'forkserver' cannot work: no fork here. Write .* 'spawn'"):
-        plan_for(facts, start_method="forkserver")
-
-
 def test_the_numbers_of_a_rank_are_read_as_they_were_written() -> None:
     third = Topology.of_machine(1, 2, node_rank=1, num_nodes=3)
     assert (third.rank, third.world_size) == (3, 6)

@@ -80,7 +80,6 @@ STARTED = "the XLA runtime was started in this notebook"
         (chips(1, in_use=STARTED), {}, f"1 rank on XLA, forkserver ({STARTED})"),
         (T4, {"devices": "cpu", "num_processes": 3}, "3 ranks on CPU, forkserver, gloo on loopback"),
         (T4, {"start_method": "spawn"}, "2 ranks on CUDA, spawn, nccl on loopback"),
-        ({"can_fork": False}, {"num_processes": 2}, "2 ranks on CPU, spawn (no fork here), gloo on loopback"),
         (
             gpus(*"01234567"),
             {"num_nodes": 2, "master_addr": "10.0.0.1", "start_method": "forkserver"},
@@ -99,7 +98,6 @@ def test_one_line_says_what_was_chosen_and_why(facts: dict[str, Any], options: d
         (gpus("0"), True),
         (gpus("0", in_use="CUDA was used in this notebook"), False),
         (gpus("0", forbids_fork="the runtime of these GPUs does not survive a fork"), False),
-        ({"can_fork": False}, False),
     ],
 )
 def test_ranks_on_processors_may_be_forks_unless_a_device_here_is_in_use(facts: dict[str, Any], is_safe: bool) -> None:

@@ -69,8 +69,6 @@ def _in_use() -> str:
 
 def is_loaded(library: str) -> bool:
     """Return whether a shared library (by its ``DT_SONAME``) is loaded in this process, by any package."""
-    if not hasattr(os, "RTLD_NOLOAD"):
-        return False
     try:
         ctypes.CDLL(library, mode=os.RTLD_NOLOAD)
     except OSError:

@@ -31,10 +31,8 @@ def memory_used() -> int:
 
 def memory_peak() -> int:
     """Return the most bytes of main memory that this process held at a time; 0 if the system does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -65,11 +63,9 @@ def _left_in_container(folder: Path) -> int | None:
 
 def _left_of_process() -> int | None:
     """Return what `ulimit -v` leaves; None if there is no such limit."""
+    import resource
+
     import psutil
 
-    try:
-        import resource
-    except ImportError:
-        return None
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else max(0, soft - int(psutil.Process().memory_info().vms))

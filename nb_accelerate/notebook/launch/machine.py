@@ -54,7 +54,6 @@ class MachineFacts:
     prefers_cpu: bool = False  # ``ACCELERATE_USE_CPU`` asks for the CPU
     num_threads: int | None = None  # what ``OMP_NUM_THREADS`` asks for, or None
     loopback: str = "lo"  # name of the loopback network interface
-    can_fork: bool = True
     shared_memory: int | None = None  # bytes free in ``/dev/shm``, or None where there is none
 
     @property
@@ -81,7 +80,6 @@ def facts_here(env: Mapping[str, str]) -> MachineFacts:
         prefers_cpu=bool(Environment(variables).use_cpu),
         num_threads=Environment(variables).num_threads,
         loopback=_loopback(),
-        can_fork=hasattr(os, "fork"),
         shared_memory=shutil.disk_usage(shm).free if shm.is_dir() else None,
     )
 

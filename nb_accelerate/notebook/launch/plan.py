@@ -132,7 +132,6 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
         )
     number, names, visibility = _ranks_and_devices(options, devices)
     conditions = Conditions(
-        can_fork=facts.can_fork,
         device=devices.kind.name.upper(),
         is_host=devices.kind.is_host,
         in_use=devices.in_use,
@@ -154,7 +153,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
         num_cpus=facts.num_cpus,
         loopback=facts.loopback,
         mixed_precision=options.mixed_precision,
-        can_fork=facts.can_fork and not any(found.in_use or found.forbids_fork for found in facts.accelerators),
+        can_fork=not any(found.in_use or found.forbids_fork for found in facts.accelerators),
         warnings=_warnings(facts),
     )
 

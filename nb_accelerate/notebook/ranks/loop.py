@@ -34,9 +34,8 @@ from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.failing.shortage import oom_kills
 from nb_accelerate.notebook.ranks.input_requests import PendingInput
 from nb_accelerate.notebook.ranks.output.guard import short_text
-from nb_accelerate.notebook.ranks.process_watch import ProcessWatch
 from nb_accelerate.notebook.ranks.reader import Incoming, RankReader, close_fds, kill
-from nb_accelerate.notebook.ranks.request import Awaits
+from nb_accelerate.notebook.ranks.request import Awaits, ProcessWatch
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import NEVER

@@ -16,7 +16,6 @@ from nb_accelerate.base.config.checks import check_flag, suggest
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.dynamo import resolve_dynamo
 from nb_accelerate.base.config.env import Environment
-from nb_accelerate.base.config.handlers import Handlers
 from nb_accelerate.base.config.kwargs import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -29,7 +28,7 @@ from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
 from nb_accelerate.training.accelerator.communication import CommunicationMixin
-from nb_accelerate.training.accelerator.core import Core
+from nb_accelerate.training.accelerator.core import Core, Handlers
 from nb_accelerate.training.accelerator.identity import IdentityMixin
 from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
 from nb_accelerate.training.accelerator.options import OptionsMixin
