@@ -6,18 +6,13 @@ import sys
 
 from nb_accelerate.base.devices.kind import DeviceKind, by_name
 
-
-def _visible_devices(_visible: str | None, _changed: bool) -> tuple[str, ...]:
-    """Return the device that a rank will see; see `DeviceKind.find`. Imports torch on such computers only."""
-    return ("0",) if sys.platform == "darwin" and MPS.is_available() else ()
-
-
 MPS = DeviceKind(
     name="mps",
     distributed_type="NO",
     backend=None,
     uses_host_memory=True,
-    find=_visible_devices,
+    # Torch is imported on such computers only.
+    find=lambda _visible, _changed: ("0",) if sys.platform == "darwin" and MPS.is_available() else (),
     forbids_fork=lambda: "Metal does not survive a fork",
     is_available=by_name("torch.backends.mps:is_available"),
     count=lambda: 1,

@@ -12,13 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 from nb_accelerate.base.devices.kind import Backend, DeviceKind
 from nb_accelerate.base.devices.xla import num_chips
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _SECONDS = 120
 """For a process that imports torch_tpu and looks at the chips, and does not start them."""
@@ -34,10 +30,6 @@ _VARIABLES = (
 def _chips(_visible: str | None, _changed: bool) -> tuple[str, ...]:
     """Return the chips of this machine; see `DeviceKind.find`."""
     return tuple(map(str, range(num_chips()))) if importlib.util.find_spec("torch_tpu") is not None else ()
-
-
-def _pin(devices: Sequence[str], _local_rank: int) -> Mapping[str, str]:
-    return dict(_launch_variables(len(devices))) if len(devices) > 1 else {}
 
 
 @functools.cache
@@ -66,7 +58,7 @@ TPU = DeviceKind(
     has_storages=False,
     find=_chips,
     forbids_fork=lambda: "torch_tpu asks for spawned processes",
-    pin=_pin,
+    pin=lambda devices, _local_rank: dict(_launch_variables(len(devices))) if len(devices) > 1 else {},
     is_available=lambda: bool(_chips(None, False)),
     count=lambda: 1,
 )

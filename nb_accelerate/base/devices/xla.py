@@ -72,10 +72,6 @@ def is_started() -> bool:
     return extension is not None and bool(extension._xla_runtime_is_initialized())  # noqa: SLF001 - nothing public says
 
 
-def _in_use() -> str:
-    return "the XLA runtime was started in this notebook" if is_started() else ""
-
-
 def _held() -> str:
     if not is_started() or os.environ.get(_VARIABLE, "").upper().startswith("CPU"):
         return ""
@@ -97,7 +93,7 @@ XLA = DeviceKind(
     end_step=by_name("nb_accelerate.training.data.xla:StepEnd"),
     visibility=_VARIABLE,
     find=_usable_devices,
-    in_use=_in_use,
+    in_use=lambda: "the XLA runtime was started in this notebook" if is_started() else "",
     held=_held,
     is_available=lambda: bool(_usable_devices(os.environ.get(_VARIABLE), False)),
     is_initialized=is_started,

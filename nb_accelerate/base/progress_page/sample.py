@@ -110,6 +110,7 @@ def read(memory: Buffer) -> Sample:
     has_epochs = 0 < epoch_of_run <= epochs
     now = time.monotonic_ns()
     activity = layout.activity_of(words)
+    (warning,) = layout.WARNING.unpack_from(memory, layout.WARNING_AT)
     return Sample(
         request=words[layout.REQUEST],
         phase=activity.phase,
@@ -144,7 +145,7 @@ def read(memory: Buffer) -> Sample:
         spans_epochs=bool(words[layout.SPANS_EPOCHS]),
         compiled=max(0, words[layout.COMPILED]),
         compiling=max(0, words[layout.COMPILING_MS]) / 1000,
-        warning=_warning(memory),
+        warning=text_of(warning) if warning[0] else "",
         line=CodeLine.read(memory, layout.LINE_AT),
     )
 
@@ -157,11 +158,6 @@ def _scalars(memory: Buffer) -> dict[str, float]:
             break
         found[text_of(name)] = value
     return found
-
-
-def _warning(memory: Buffer) -> str:
-    (raw,) = layout.WARNING.unpack_from(memory, layout.WARNING_AT)
-    return text_of(raw) if raw[0] else ""
 
 
 def _bars(memory: Buffer) -> tuple[Bar, ...]:

@@ -154,7 +154,8 @@ class PreparingMixin(CoreMixin):
         page.enter(Phase.PREPARING)  # which takes seconds where it imports more of torch, or waits for other ranks
         wrapped, engines = core.strategy.prepare(
             list(requests.values()),
-            [_inside(optimizer) for optimizer, _ in given.values()],
+            # The user's optimizer, also inside one that another `Accelerator` prepared.
+            [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one, _ in given.values()],
             earlier=[known.optimizer for known in core.shared.optimizers],
         )
         page.enter(Phase.RUNNING)
@@ -390,8 +391,3 @@ def _has_device_map(model: nn.Module) -> bool:
 
 def _contains(known: Sequence[Any], item: Any) -> bool:
     return any(other is item for other in known)
-
-
-def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the user's optimizer inside one that another `Accelerator` prepared."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

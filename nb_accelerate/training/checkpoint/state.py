@@ -112,13 +112,14 @@ def collect(
     orders = [order and order.encoded() for order in (loader.order() for loader in loaders)]
     numbers = rng.capture(this_rank.kind) | {"step": step, SAVED_BY: "nb_accelerate", "orders": orders}
     positions = [loader.epoch_and_batch for loader in loaders]
+    seeds = [getattr(loader.get_sampler(), "initial_seed", None) for loader in loaders]
     manifest = Manifest(
         step=step,
         num_processes=this_rank.world_size,
         num_readers=None if this_rank.num_sharing == 1 else this_rank.readers,
         ranks=shared.ranks,
         epochs=[epoch for epoch, _ in positions],
-        seeds=[_seed(loader) for loader in loaders],
+        seeds=[seed if type(seed) is int else None for seed in seeds],
         positions=[position for _, position in positions],
         rows_per_step=[number_of(loader, "total_batch_size") for loader in loaders],
         num_rows=[number_of(loader, "total_dataset_length") for loader in loaders],
@@ -246,8 +247,3 @@ def save_state_in_background(
                 ranks.close()  # other ranks may have begun to write
         raise
     return handle
-
-
-def _seed(loader: Any) -> int | None:
-    seed = getattr(loader.get_sampler(), "initial_seed", None)
-    return seed if type(seed) is int else None
