@@ -10,7 +10,7 @@ PINS   := tests/requirements-dev.txt
 READY      := $(VENV)/ready
 UNFINISHED := $(VENV)/unfinished
 # Files of tests that run at a time on two cores: tests wait for processes half of their time.
-WORKERS    ?= -n 3 --dist loadfile --max-worker-restart 0
+WORKERS    ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 RIVALS     := $(VENV)/rivals
 # torch_xla belongs to an older torch than the rest is tested with. Colab's image has this version, Kaggle's 2.8.0.
 XLA_VERSION ?= 2.9.0
@@ -48,7 +48,7 @@ demo: $(READY) ## Train the quickstart notebook on two ranks and write it as a p
 
 # What needs a compiler of C++ has a target of its own.
 test: $(READY) ## Run the tests, except the slow ones
-	@$(RUN) -m pytest $(WORKERS) -m "not slow and not browser" --ignore tests/second_device $(ARGS)
+	@$(RUN) -m pytest $(WORKERS) -m "not slow and not browser" --ignore tests/second_device --ignore tests/browser $(ARGS)
 
 # pytest ends with 5 when it selected nothing, which is no failure here.
 test-slow: $(READY) ## Run the slow tests and those that need a browser

@@ -15,7 +15,6 @@ import torch
 from fixtures.placed_models import LoRA, Placed, tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 import nb_accelerate
 from nb_accelerate import big_modeling, init_empty_weights
@@ -244,6 +243,8 @@ def test_an_exception_inside_a_block_leaves_a_model_that_computes(tmp_path: Path
 
 @pytest.mark.parametrize("device_map", [{"": "disk"}, {**OFFLOAD, "layers.0": "cpu"}])
 def test_compiled_models_have_as_many_graphs_as_plain_ones(tmp_path: Path, device_map: dict[str, Any]) -> None:
+    from torch._dynamo.testing import CompileCounter  # a second, and each rank of later launches would import it too
+
     model, plain = nb_accelerate.dispatch_model(Placed(), device_map, offload_dir=tmp_path), Placed()
     counts = []
     for each in (plain, model):
