@@ -438,5 +438,6 @@ def test_a_strangers_notebook_gives_the_same_everywhere(notebook: Kernel, name: 
         launch = f"notebook_launcher(train, num_processes=2, start_method={method!r})"
         notebook.run(f"{method} = {{*map(repr, {launch})}}").ok()
     plain = notebook.run("plain = train()\nplain").ok()
-    assert [shown["text/plain"] for shown in cell.displays] == [plain.value]
+    shown = [each["text/plain"] for each in cell.displays]
+    assert [text for text in shown if not text.startswith("net was trained on the ranks")] == [plain.value]
     assert notebook.run("forkserver, fork").ok().value == notebook.run("{repr(plain)}, {repr(plain)}").ok().value
