@@ -48,7 +48,7 @@ def _loops_at(source: str, line: int) -> tuple[ast.stmt | None, Sequence[ast.stm
     """Return the loop that begins at a line, and the loops around that line in the same function."""
     try:
         nodes = [*ast.walk(ast.parse(_MAGIC.sub(r"\1pass", source)))]
-    except (SyntaxError, ValueError):  # a file that has changed since it was imported
+    except (SyntaxError, ValueError, RecursionError):  # a file that has changed since it was imported, say
         return None, ()
     functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     since = max((node.lineno for node in functions if _spans(node.body, line)), default=0)
