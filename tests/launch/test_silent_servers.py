@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,35 @@ def test_a_server_that_is_still_importing_is_not_waited_for(
     launch.interrupt()
     with pytest.raises(KeyboardInterrupt):
         launch.result(30.0)
+
+
+def test_a_start_without_progress_ends_and_says_where_it_was_and_how_to_wait_longer(
+    takes_long: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launch, "timeouts", replace(Launch.timeouts, start=0.4))
+    with pytest.raises(StartError, match=r"ranks 0 and 1 of 2 .*: in 0\.4 s no .* \(importing torch\)\.") as caught:
+        notebook_launcher(int, (), 2, start_method="forkserver", progress="off")
+    exec(str(caught.value).partition("To wait longer: ")[2])
+    assert Launch.timeouts.start == 2
+
+
+@pytest.mark.slow
+def test_ranks_are_waited_for_as_long_as_an_import_computes(
+    takes_long: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Launch, "timeouts", replace(Launch.timeouts, start=0.2))
+    go_on = tmp_path / "go-on"
+    (tmp_path / "takes_long.py").write_text(f"import os\nwhile not os.path.exists({str(go_on)!r}): pass\n")
+    launch: Any = notebook_launcher(int, ("3",), 1, start_method="forkserver", progress="off", block=False)
+    said = ""
+    while "rank 0 still starts after 0.2 s (importing torch)" not in said:
+        assert not launch.wait(0.02), launch
+        said += capsys.readouterr().err
+    go_on.touch()
+    assert launch.result(30.0) == [3]
 
 
 def test_ends_are_told_where_sigchld_is_blocked(method: str) -> None:

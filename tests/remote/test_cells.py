@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,7 +17,7 @@ from typing_extensions import override
 
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError, StartError
 from nb_accelerate.notebook.magics.commands import status_table
-from nb_accelerate.notebook.pool.options import CellOptions
+from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
 from nb_accelerate.notebook.pool.pool import Pool
 from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.protocol.output import StreamName
@@ -25,6 +28,7 @@ from nb_accelerate.notebook.remote.link import Link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from fixtures.engines import Machines
 
@@ -150,6 +154,34 @@ def test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool:
         pool.restart(1)
     assert pool.restart() == [0, 1, 2]
     assert run(pool, SUM) == [7.0] * 3
+
+
+@pytest.mark.slow
+def test_machines_that_import_for_long_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on = tmp_path / "go-on"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys\nif 'torch' in sys.orig_argv:\n    while not os.path.exists({str(go_on)!r}): pass\n"
+    )
+    monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, start=0.3))
+    options = PoolOptions(
+        engine="command",
+        hosts=["a"],
+        command_template=f"env PYTHONPATH={tmp_path} {{command}}",
+        remote_python=sys.executable,
+    )
+    pool = Pool()
+    with ThreadPoolExecutor() as threads:
+        started = threads.submit(pool.start, options)
+        said = ""
+        while "rank 0 still starts after 0.3 s (importing torch)" not in said and not started.done():
+            time.sleep(0.02)
+            said += capsys.readouterr().err
+        go_on.touch()
+        started.result()
+    assert run(pool, "rank") == [0]
+    pool.stop()
 
 
 @pytest.mark.slow

@@ -113,8 +113,9 @@ class HostedRank(RankEvents):
 
     def send_facts(self) -> None:
         """Send what the system knows about its process."""
-        stopped, seconds = self.handle.is_stopped(), self.handle.processor_time()
-        self.send(Kind.FACTS, as_json({"stopped": stopped, "processor_time": seconds}))
+        handle = self.handle
+        facts = {"stopped": handle.is_stopped(), "processor_time": handle.processor_time()}
+        self.send(Kind.FACTS, as_json({**facts, "starting": handle.starting()}))
 
     def take(self, frame: Frame) -> None:
         """Do what the kernel says; messages are passed on by the host, which has what comes with them."""

@@ -471,4 +471,4 @@ def _after_end(rank: RankProxy) -> str:
     return doing if rank.handle.exitcode < 0 else f"{doing}, before the function returned"
 
 
-WORDING = Wording(what="the launch", limit="timeout={seconds:g} s", after_end=_after_end)
+WORDING = Wording(what="the launch", owner="launch.Launch", limit="timeout={seconds:g} s", after_end=_after_end)

@@ -175,6 +175,23 @@ class LocalRank(PipedRank):
         return None
 
     @override
+    def starting(self) -> tuple[float, str]:
+        owner, work = self.owner, 0.0
+        pid = self.pid or (owner.pid if owner else os.getpid())
+        with contextlib.suppress(psutil.Error):  # one has just ended
+            process = psutil.Process(pid)
+            for member in (process, *process.children(recursive=True)):
+                work += sum(member.cpu_times()[:4])
+                if hasattr(member, "io_counters"):  # not on macOS
+                    read = member.io_counters()
+                    work += max(read.read_bytes, read.read_chars) / 1e6
+        if is_stopped(pid):
+            return work, f"stopped (SIGSTOP). To let it go on: kill -CONT {pid}"
+        if self.pid is not None:
+            return work, "joining the process group"
+        return work, "being set up" if owner is None or owner.serves() else "importing torch"
+
+    @override
     def memory(self) -> int:
         with contextlib.suppress(psutil.Error):
             return int(psutil.Process(self.pid).memory_info().rss) if self.pid is not None else 0

@@ -30,6 +30,7 @@ from nb_accelerate.notebook.ranks.failing.errors import death, error_of, how_it_
 from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.request_output import DisplayIds
+from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.steps import StepKind, cell_steps, stop_steps
@@ -282,7 +283,12 @@ class RankGroup:
         awaits: Awaits = Awaits.ANSWER,
     ) -> list[Any]:
         """Ask ranks what they do while they are started and connected, and return the answers, in their order."""
-        timeouts = self._timeouts()
+        timeouts, sink = self._timeouts(), sink_here()
+
+        def say(line: str) -> None:
+            sink.write("stderr", line + "\n")
+            sink.flush()
+
         request = Request(
             ranks=ranks,
             send=send,
@@ -290,7 +296,8 @@ class RankGroup:
             steps=cell_steps(replace(timeouts, wait=timeouts.rendezvous, save=0.0), self._cut),
             wording=replace(_CELL, what=what),
             world_size=self.size,
-            timeout=timeouts.start,
+            start=timeouts.start,
+            say=say,
             awaits=awaits,
         )
         with interrupts.go_to(lambda: self.loop.interrupt(request)):

@@ -162,6 +162,14 @@ class RankHandle(ABC):
         """
         return None
 
+    def starting(self) -> tuple[float, str]:
+        """Return how much was done for its start until now, and where it is: ``importing torch``.
+
+        The number grows by one with each second of a processor, and with each megabyte that is read from files. Before
+        the rank has told its process id, all that the process which starts it and its other ranks do is counted.
+        """
+        return 0.0, ""
+
     def memory(self) -> int:
         """Return the bytes of main memory that its process holds (RSS); 0 if that cannot be told.
 

@@ -31,6 +31,7 @@ from nb_accelerate.notebook.protocol.messages import NOTHING, CellEnd, Failure, 
 from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.shortage import oom_kills, shortage_on
 from nb_accelerate.notebook.ranks.input_requests import InputRequests
+from nb_accelerate.notebook.ranks.start_watch import StartWatch
 from nb_accelerate.notebook.ranks.steps import StepKind, ask_for_stacks, saves_in_background
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 
@@ -105,7 +106,8 @@ class Request:
 
     Attributes:
         world_size: number of ranks in all; `ranks` may be fewer.
-        start: seconds in which all ranks must become ready, for a request that does not itself wait for `Awaits.READY`.
+        start: seconds without progress after which ranks are given up that have not become ready; for a request that
+            is itself part of a start, ranks that have not answered.
         timeout: seconds in which all ranks must answer; None for no limit.
         spent: seconds of these that were over before it began.
         output: shows what all ranks print from its begin on, also after it; None leaves that as it is.
@@ -157,7 +159,7 @@ class Request:
     done: threading.Event = field(default_factory=threading.Event)
     _step_ends: float = NEVER
     _again_at: float = NEVER
-    _start_ends: float = NEVER
+    _start: StartWatch | None = None
     _late_at: float = NEVER
     _ending_since: float = NEVER
     _told_of_save: bool = False
@@ -185,7 +187,8 @@ class Request:
     @property
     def due(self) -> float:
         """`time.monotonic` at which `act` has something to do."""
-        return min(self._step_ends, self._again_at, self._start_ends, self._late_at)
+        start = self._start.due if self._start is not None else NEVER
+        return min(self._step_ends, self._again_at, start, self._late_at)
 
     @property
     def is_being_ended(self) -> bool:
@@ -229,8 +232,8 @@ class Request:
         now = time.monotonic()
         if self.timeout is not None:
             self._late_at = now + self.timeout - self.spent
-        if self.awaits is not Awaits.READY and not all(rank.is_ready for rank in self.ranks):
-            self._start_ends = now + self.start
+        if self.start < NEVER and self.step is None:
+            self._start = StartWatch(self.start, self._starting, self.say)
         if self.awaits is Awaits.END:
             self._enter(self.steps[0].kind)
         if self.is_unwanted:
@@ -241,7 +244,7 @@ class Request:
         if self.awaits is Awaits.READY:
             self.answered(rank, Result(parcel=Parcel()), ())
         elif all(rank.is_ready for rank in self.ranks):
-            self._start_ends = NEVER
+            self._start = None
 
     def answered(self, rank: RankProxy, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
         """Note an answer. Its descriptors are taken over."""
@@ -309,11 +312,12 @@ class Request:
         """Go to the next step, note what is late, or nudge ranks, as is due."""
         now = time.monotonic()
         # Ranks were not ready, or have not answered, in time.
-        if now >= min(self._start_ends, self._late_at):
-            kind = IncidentKind.NOT_STARTED if now >= self._start_ends else IncidentKind.LATE
-            self._start_ends = self._late_at = NEVER
-            late = [rank for rank in self.waiting if kind is IncidentKind.LATE or not rank.is_ready]
-            self._add(Incident(kind=kind, when=now, late=tuple(rank.rank for rank in late)))
+        if self._start is not None and now >= self._start.due and self._start.act():
+            self._late_at, late = NEVER, tuple(rank.rank for rank in self._starting())
+            self._add(Incident(kind=IncidentKind.NOT_STARTED, when=now, late=late, how=self._start.where()))
+        if now >= self._late_at:
+            self._late_at = NEVER
+            self._add(Incident(kind=IncidentKind.LATE, when=now, late=tuple(rank.rank for rank in self.waiting)))
         if self.step is None:
             return
         # The time of the step is over; or, within it, ranks are asked once more what they have not heard.
@@ -368,6 +372,9 @@ class Request:
                 note_if_stopped(rank, say)
             self._enter(self.steps[0].kind)
 
+    def _starting(self) -> list[RankProxy]:
+        return [rank for rank in self.waiting if not rank.is_ready] or self.waiting
+
     def _lacks_a_cause(self, now: float) -> bool:
         """Return whether all failures only say that another rank was lost, and that rank's own is still waited for."""
         assert self.step is not None
@@ -401,6 +408,7 @@ class Request:
         return bool(saving)
 
     def _enter(self, kind: StepKind) -> None:
+        self._start = None
         if self.step is None:
             self._ending_since = time.monotonic()
         step = self.step = next(step for step in self.steps if step.kind >= kind)

@@ -13,7 +13,7 @@ class Timeouts:
     """Timeouts in seconds. The steps they are for are in `notebook.ranks.steps`.
 
     Attributes:
-        start: from the start of ranks until all are ready. Importing torch from a slow disk takes most of it.
+        start: without progress of ranks that start, until they are given up; see `notebook.ranks.start_watch`.
         ask: from a failure until ranks are interrupted. In it they write their stacks, and failures of other ranks that
             arrive are compared: the earliest is the cause.
         cause: from a failure that only says that another rank was lost, until that rank's own end is known; 0 does not

@@ -186,6 +186,12 @@ class RemoteRank(RankHandle):
         return seconds
 
     @override
+    def starting(self) -> tuple[float, str]:
+        self._tell(Kind.FACTS)  # for the next time
+        work, where = self._facts.get("starting", (0.0, "not known"))
+        return work, where
+
+    @override
     def memory(self) -> int:
         with contextlib.suppress(StartError, BrokenPipeError):  # its machine is lost, or busy
             return int(self.link.ask("memory", seconds=_MEMORY_TIMEOUT, pid=self.pid)["bytes"])

@@ -129,7 +129,12 @@ def _error_without_report(cause: Incident, request: Request, stacks: Mapping[int
 def _lateness(cause: Incident, request: Request) -> str:
     late = f"{named(cause.late)} of {request.world_size}"
     if cause.kind is IncidentKind.NOT_STARTED:
-        return f"{late} could not be started within {request.start:g} s"
+        module, _, name = request.wording.owner.partition(".")
+        return (
+            f"{late} could not be started: in {request.start:g} s no processor time was used and no file was read "
+            f"({cause.how}). To wait longer: from dataclasses import replace; from nb_accelerate.notebook.{module} "
+            f"import {name}; {name}.timeouts = replace({name}.timeouts, start={5 * request.start:g})"
+        )
     limit = request.wording.limit.format(seconds=request.timeout)
     whom = label(cause.late)
     return f"{request.wording.what} took longer than {limit}; {whom} had not finished"

@@ -44,7 +44,7 @@ class Incident:
     error: BaseException | None = None  # with `UNASKED` and `ABANDONED`, why
     tail: str = ""  # the last output of the rank
     late: tuple[int, ...] = ()  # with ``NOT_STARTED`` and ``LATE``, the ranks that were not ready or had not answered
-    how: str = ""  # with ``INTERRUPTED``, what the user did, as a participle
+    how: str = ""  # with ``INTERRUPTED``, what the user did, as a participle; with ``NOT_STARTED``, where ranks were
     is_consequence: bool = False  # whether ranks had been signalled before
     out_of_memory: bool = False  # whether the system's killer has killed a process since the request began
     memory: str = ""  # what ranks held when memory did not suffice, and what to turn on; "" for other incidents
@@ -61,6 +61,7 @@ class Wording:
 
     what: str = "the cell"  # what was asked, as the subject of a sentence: ``the cell``
     limit: str = "{seconds:g} s"  # its timeout; ``{seconds}`` stands for the number
+    owner: str = "pool.Pool"  # has its `Timeouts`, in ``nb_accelerate.notebook``
     after_end: Callable[[RankProxy], str] = lambda _: ""  # what follows "rank 1 was ended by SIGKILL"
     unusable: type[LaunchError] = LaunchError  # type of the error about a rank that is of no use any more
     unseen: type[LaunchError] = StartError  # type of the error about a rank whose exit code is not known
