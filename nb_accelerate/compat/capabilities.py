@@ -14,6 +14,7 @@ import torch
 from packaging.version import parse
 
 from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.versions import is_installed
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.topology import read_topology
 from nb_accelerate.training.process.devices import device_kind
@@ -94,9 +95,7 @@ def check_cuda_fp8_capability() -> bool:
 
 def is_fp8_available() -> bool:
     """Return whether a package for 8-bit training is installed: transformer_engine or torchao."""
-    from nb_accelerate.compat.packages import is_torchao_available, is_transformer_engine_available
-
-    return is_transformer_engine_available() or is_torchao_available()
+    return is_installed("transformer_engine") or is_installed("torchao")
 
 
 def get_current_device_type() -> tuple[str, str]:

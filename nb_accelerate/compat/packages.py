@@ -65,63 +65,33 @@ def is_weights_only_available() -> bool:
     return is_torch_version(">=", "2.4.0")
 
 
-def _check(*modules: str) -> Callable[[], bool]:
-    def available() -> bool:
-        return all(map(is_installed, modules))
+_PACKAGES = (
+    "aim amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow pandas peft pynvml "
+    "pytest schedulefree swanlab timm torchao torchdata torchdata.stateful_dataloader torchvision trackio "
+    "transformer_engine transformers triton wandb"
+)
+_MODULES = {f"is_{module.replace('.', '_')}_available": module for module in _PACKAGES.split()}
+"""Functions that return whether a module can be imported."""
 
-    available.__doc__ = f"Return whether {' and '.join(modules)} can be imported."
-    return available
-
-
-is_aim_available = _check("aim")
-is_amdsmi_available = _check("amdsmi")
-is_boto3_available = _check("boto3")
-is_clearml_available = _check("clearml")
-is_comet_ml_available = _check("comet_ml")
-is_datasets_available = _check("datasets")
-is_deepspeed_available = _check("deepspeed")
-is_dvclive_available = _check("dvclive")
-is_import_timer_available = _check("import_timer")
-is_matplotlib_available = _check("matplotlib")
-is_mlflow_available = _check("mlflow")
-is_pandas_available = _check("pandas")
-is_peft_available = _check("peft")
-is_pynvml_available = _check("pynvml")
-is_pytest_available = _check("pytest")
-is_schedulefree_available = _check("schedulefree")
-is_swanlab_available = _check("swanlab")
-is_timm_available = _check("timm")
-is_torchao_available = _check("torchao")
-is_torchdata_available = _check("torchdata")
-is_torchdata_stateful_dataloader_available = _check("torchdata.stateful_dataloader")
-is_torchvision_available = _check("torchvision")
-is_trackio_available = _check("trackio")
-is_transformer_engine_available = _check("transformer_engine")
-is_transformers_available = _check("transformers")
-is_triton_available = _check("triton")
-is_wandb_available = _check("wandb")
+_NEVER = "hpu lomo megatron_lm mlu msamp musa neuron npu pippy sagemaker sdaa"
+_UNSUPPORTED = {"is_habana_gaudi1", *(f"is_{what}_available" for what in _NEVER.split())}
+"""Functions that return False, for scripts that ask."""
 
 
-def _never(what: str) -> Callable[..., bool]:
+def __getattr__(name: str) -> Callable[..., bool]:
+    module = _MODULES.get(name)
+    if module is None and name not in _UNSUPPORTED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
     def available(*_: object, **__: object) -> bool:
-        return False
+        return module is not None and is_installed(module)
 
-    available.__doc__ = f"Return False: {what} is not supported. There for scripts that ask."
+    available.__name__ = available.__qualname__ = name
+    available.__doc__ = (
+        f"Return whether {module} can be imported." if module else "Return False: this is not supported."
+    )
+    globals()[name] = available
     return available
-
-
-is_habana_gaudi1 = _never("habana gaudi1")
-is_hpu_available = _never("hpu")
-is_lomo_available = _never("lomo")
-is_megatron_lm_available = _never("megatron lm")
-is_mlu_available = _never("mlu")
-is_msamp_available = _never("msamp")
-is_musa_available = _never("musa")
-is_neuron_available = _never("neuron")
-is_npu_available = _never("npu")
-is_pippy_available = _never("pippy")
-is_sagemaker_available = _never("sagemaker")
-is_sdaa_available = _never("sdaa")
 
 
 def is_tensorboard_available() -> bool:
@@ -158,7 +128,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 def is_transformer_engine_mxfp8_available() -> bool:
     """Return whether transformer_engine has MXFP8 blocks."""
-    return is_transformer_engine_available() and compare_versions("transformer_engine", ">=", "2.1.0")
+    return is_installed("transformer_engine") and compare_versions("transformer_engine", ">=", "2.1.0")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:

@@ -24,8 +24,6 @@ FIXED = (
     "importlib.import_module",
     "itemgetter",
     "threading.Lock",
-    "_check",
-    "_never",
     "default_path()",
     "InRanks",
     "Variable",
