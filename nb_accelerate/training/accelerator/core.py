@@ -91,10 +91,6 @@ class Handlers:
 class Core:
     """The parts of an `Accelerator`. A setter of an option replaces the `Core`; state changes inside its parts."""
 
-    from collections.abc import Iterable
-
-    from nb_accelerate.base.config.kwargs import KwargsHandler
-
     process: ProcessContext
     collectives: Collectives
     strategy: Strategy

@@ -1,17 +1,18 @@
 """Experiment trackers: an adapter for each library, imported when it is used, and two that need none."""
 
 from nb_accelerate.base.records import RunRecord, read_run
-from nb_accelerate.training.tracking.clearml import ClearMLTracker
 from nb_accelerate.training.tracking.jsonl import JSONLinesTracker
 from nb_accelerate.training.tracking.libraries import (
     AimTracker,
+    ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
+    MLflowTracker,
     SwanLabTracker,
+    TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
 )
-from nb_accelerate.training.tracking.mlflow import MLflowTracker
 from nb_accelerate.training.tracking.notebook import NotebookTracker
 from nb_accelerate.training.tracking.select import (
     Recording,
@@ -21,7 +22,6 @@ from nb_accelerate.training.tracking.select import (
     register_tracker_class,
     resolve_recording,
 )
-from nb_accelerate.training.tracking.tensorboard import TensorBoardTracker
 from nb_accelerate.training.tracking.tracker import BlankTracker, GeneralTracker, on_main_process
 
 __all__ = [

@@ -48,13 +48,13 @@ class TrackerEntry:
 
 
 TRACKERS = {
-    "tensorboard": TrackerEntry("tensorboard", "TensorBoardTracker", ("tensorboard", "tensorboardX")),
+    "tensorboard": TrackerEntry("libraries", "TensorBoardTracker", ("tensorboard", "tensorboardX")),
     "wandb": TrackerEntry("libraries", "WandBTracker", ("wandb",)),
     "trackio": TrackerEntry("libraries", "TrackioTracker", ("trackio",)),
     "comet_ml": TrackerEntry("libraries", "CometMLTracker", ("comet_ml",)),
     "aim": TrackerEntry("libraries", "AimTracker", ("aim",)),
-    "mlflow": TrackerEntry("mlflow", "MLflowTracker", ("mlflow",)),
-    "clearml": TrackerEntry("clearml", "ClearMLTracker", ("clearml",)),
+    "mlflow": TrackerEntry("libraries", "MLflowTracker", ("mlflow",)),
+    "clearml": TrackerEntry("libraries", "ClearMLTracker", ("clearml",)),
     "dvclive": TrackerEntry("libraries", "DVCLiveTracker", ("dvclive",)),
     "swanlab": TrackerEntry("libraries", "SwanLabTracker", ("swanlab",)),
     "jsonl": TrackerEntry("jsonl", "JSONLinesTracker"),
