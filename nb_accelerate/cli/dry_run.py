@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nb_accelerate.base.config.launch import LaunchOptions
-    from nb_accelerate.cli.job import Job
     from nb_accelerate.notebook.launch.machine import MachineFacts
     from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.worker.script import Job
 
 
 def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
     from nb_accelerate.base.config.file import ConfigFile
-    from nb_accelerate.cli.job import Job
+    from nb_accelerate.notebook.worker.script import Job
 
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
 """Values of ``distributed_type`` that a launch can be for."""
@@ -142,7 +142,7 @@ def _take_parameters_before_the_target(arguments: argparse.Namespace) -> None:
 
 
 def _job(arguments: argparse.Namespace) -> Job:
-    from nb_accelerate.cli.job import Job
+    from nb_accelerate.notebook.worker.script import Job
 
     if arguments.module and arguments.no_python:
         raise ConfigError("-m and --no_python were both given: the target is a module, or a program. Leave one out.")

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from nb_accelerate.base.config.launch import LaunchOptions
-    from nb_accelerate.cli.job import Job
     from nb_accelerate.notebook.launch.plan import LaunchPlan
+    from nb_accelerate.notebook.worker.script import Job
 
 _FAILED = 1
 """Exit code of a script that raised."""

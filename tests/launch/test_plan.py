@@ -22,7 +22,7 @@ from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, facts_here, interface_of, warnings_from
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous, open_rendezvous
-from nb_accelerate.notebook.ranks.failing.shortage import oom_kills
+from nb_accelerate.notebook.ranks.failing.incidents import oom_kills
 
 
 def plan(facts: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:

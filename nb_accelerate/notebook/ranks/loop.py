@@ -30,8 +30,8 @@ from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.display.widgets.shell_channel import read_shell_channel
 from nb_accelerate.notebook.protocol.messages import DebuggerResumed, InputRequest, Ready
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
+from nb_accelerate.notebook.ranks.failing.incidents import oom_kills
 from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
-from nb_accelerate.notebook.ranks.failing.shortage import oom_kills
 from nb_accelerate.notebook.ranks.input_requests import PendingInput
 from nb_accelerate.notebook.ranks.output.guard import short_text
 from nb_accelerate.notebook.ranks.reader import Incoming, RankReader, close_fds, kill

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label
 from nb_accelerate.notebook.protocol.messages import NOTHING, CellEnd, Failure, Parcel, Result
-from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause
-from nb_accelerate.notebook.ranks.failing.shortage import oom_kills, shortage_on
+from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause, oom_kills, shortage_on
 from nb_accelerate.notebook.ranks.input_requests import InputRequests
 from nb_accelerate.notebook.ranks.start_watch import StartWatch
 from nb_accelerate.notebook.ranks.steps import StepKind, ask_for_stacks, saves_in_background

@@ -7,13 +7,14 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.protocol.main_module import main_globals
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import CodeType
 
 
@@ -65,3 +66,30 @@ def _run_as_main(code: CodeType, path: str, arguments: Sequence[str], **names: o
     main = main_globals()
     main.update({"__name__": "__main__", "__package__": None, "__cached__": None, **names})
     exec(code, main)  # noqa: S102 - the script that the user asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The program that each rank runs.
+
+    Attributes:
+        target: path of a script, name of a module, or a program.
+        kind: ``script``, ``module`` or ``program``.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    kind: str = "script"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return the command line that would start one rank by hand."""
+        python = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[self.kind]
+        return (*python, self.target, *self.arguments)
+
+    @property
+    def call(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """Return the function that a rank calls, and its arguments."""
+        if self.kind == "program":
+            return run_program, (self.command,)
+        return (run_module if self.kind == "module" else run_script), (self.target, self.arguments)
