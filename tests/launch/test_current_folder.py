@@ -60,8 +60,11 @@ def rank() -> tuple[str, str, bool]:
     return os.environ["RANK"], json.__name__, "" in sys.path
 
 
+DEARER = ("forkserver", "spawn")
+
+
 @pytest.mark.usefixtures("_in_shared")
-@pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in DEARER)])
 def test_a_launch_runs_nothing_of_the_current_folder(method: str, shared: Path) -> None:
     values = notebook_launcher(rank, (), 2, start_method=method, progress="off", timeout=45)
     assert values == [("0", "json", False), ("1", "json", False)]
@@ -190,6 +193,7 @@ except nb_accelerate.errors.StartError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)])
 def test_ranks_have_the_package_of_the_kernel_where_the_current_folder_is_named(
     methods: list[str], tmp_path: Path

@@ -65,7 +65,9 @@ def test_classes_come_back_as_the_notebooks_own(notebook: Kernel) -> None:
     assert cell.ok().stdout == "True True\n"
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "context", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+)
 def test_loader_workers_run_data_sets_from_cells(notebook: Kernel, context: str) -> None:
     notebook.run(
         "def loads(context):\n"

@@ -92,6 +92,7 @@ class TestInterrupts:
             pool.start(PoolOptions(num_processes=2))
         assert pool.state is PoolState.STOPPED
 
+    @pytest.mark.slow
     def test_a_start_whose_server_was_stopped_does_not_wait_for_it(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         def stop_server() -> None:
             os.kill(servers.warm_server().pid, signal.SIGSTOP)
@@ -118,6 +119,7 @@ class TestInterrupts:
         assert pool.restart(1) == [1]
         assert run(pool, "kept", ranks=(0,)) == [0]
 
+    @pytest.mark.slow
     def test_a_stop_that_was_broken_off_can_be_repeated(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         class Alarm(Exception):
             """As a user's own signal handler raises it, anywhere."""
@@ -196,6 +198,7 @@ class TestRanksThatMeet:
         assert pool.restart(1) == [1]
         assert run(pool, "rank") == [0, 1]
 
+    @pytest.mark.slow
     def test_one_that_does_not_come_is_named_when_its_time_is_up(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         def stop(member: Any) -> None:
             os.kill(member.handle.pid, signal.SIGSTOP)

@@ -44,6 +44,7 @@ FRAMES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(FRAMES, st.binary(max_size=200), st.integers(1, 60) | st.integers(60, 1 << 18))
 def test_frames_come_out_as_they_went_in_however_they_are_cut(frames: list[Frame], before: bytes, size: int) -> None:
     assume(MAGIC not in before + MAGIC[:-1])

@@ -80,7 +80,7 @@ def _damage(kind: str, name: str, where: Path, others: dict[str, Path]) -> None:
         shutil.copy(others[kind] / name, path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.limit(90)
 def test_every_damage_of_every_file_is_refused_and_nothing_is_half_loaded(
     run_ranks: RunRanks, tmp_path: Path, ranks: int

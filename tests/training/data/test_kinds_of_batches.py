@@ -49,7 +49,7 @@ def evaluated(way: str, kind: str) -> list[int]:
     return found
 
 
-WAYS = ["plain", "split", "stateful", "stream", "own batches", "workers"]
+WAYS = ["plain", "split", "stateful", "stream", "own batches", pytest.param("workers", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -128,6 +128,7 @@ def test_one_process_goes_on(kind: str, way: str) -> None:
     gc.collect()  # torchdata's loader and its iterator hold on to each other, and to their workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_go_on(run_ranks: Any, way: str) -> None:
     def all_kinds() -> None:
