@@ -7,11 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader
 
-from nb_accelerate import Accelerator
-from nb_accelerate.base.progress_page import ProgressPage, layout, page
-from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.training.data.epoch_loop import epoch_of
 
 
@@ -118,32 +114,3 @@ def test_where_it_is_not_sure_nothing_is_said(train: Callable[[Loader], None]) -
     loader = Loader()
     train(loader)
     assert {*loader.found} == {None}
-
-
-def test_a_prepared_loader_says_it_and_takes_it_back_but_not_what_the_program_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory = bytearray(layout.SIZE)
-    monkeypatch.setattr(page, "_page", ProgressPage(memory))
-    page.here().begin_request()
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader([1.0, 2.0]))
-    said: list[tuple[int, int]] = []
-
-    def note() -> None:
-        said.append((read(memory).epoch, read(memory).epochs))
-
-    for _ in range(2):
-        for _ in loader:
-            pass
-        note()
-    for _ in loader:
-        pass
-    note()
-    for _ in accelerator.epochs(7):
-        for _ in loader:
-            break
-        note()
-        break
-    assert [epochs for _, epochs in said] == [2, 2, 0, 7]
-    assert [epoch for epoch, epochs in said if epochs] == [1, 2, 1]

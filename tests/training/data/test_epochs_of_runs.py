@@ -1,4 +1,4 @@
-"""How many epochs a run has: told by `Accelerator.epochs`."""
+"""How many epochs a run has: told by `Accelerator.epochs`, or by the range of a plain loop."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ def one_epoch(loader: Any) -> tuple[int, int]:
     return noted()
 
 
-def test_epochs_tells_it_and_a_plain_loop_says_nothing(loader):
+def test_epochs_tells_it_and_so_does_the_range_of_a_plain_loop(loader):
     seen = []
     for _fold in range(2):
         for epoch in Accelerator(cpu=True).epochs(3, start=1):
             seen += [(epoch, *one_epoch(loader))]
     assert seen == [(1, 2, 3), (2, 3, 3)] * 2
     here().begin_request()
-    for _epoch in range(2):
-        assert one_epoch(loader)[1] == 0
+    assert [one_epoch(loader)[1] for _ in range(2)] == [0, 0], "a loop that is no statement is not read"
+    for epoch in range(1, 3):
+        assert one_epoch(loader) == (epoch, 2)
+    assert one_epoch(loader)[1] == 0
 
 
 def test_epochs_takes_whole_numbers():
