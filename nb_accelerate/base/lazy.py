@@ -83,12 +83,15 @@ def table(package: str) -> dict[str, tuple[str, str]]:
 
 
 def _read(package: str, file: str) -> dict[str, tuple[str, str]]:
-    """Return the table that the imports of a file make; ``import *`` stands for the imports of a file beside it."""
+    """Return the table that imports and constants of a file make; ``import *`` stands for those of a file beside it."""
     import ast  # when a name is asked for: importing a package needs neither
     import pkgutil
 
     found: dict[str, tuple[str, str]] = {}
     for node in ast.parse(pkgutil.get_data(package, file) or b"", file).body:
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found |= {name: (f"{package}.{file.partition('.')[0]}", name) for name in names if name[0] != "_"}
         if not isinstance(node, ast.ImportFrom) or node.module is None:
             continue
         for alias in node.names:

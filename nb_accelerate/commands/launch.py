@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nb_accelerate.cli import make_parser
+from nb_accelerate.cli import main, make_parser
 
 __all__ = ["launch_command", "launch_command_parser"]
 
@@ -26,3 +26,7 @@ def launch_command(args: argparse.Namespace) -> None:
     """
     if code := args.run(args):
         sys.exit(code)
+
+
+if __name__ == "__main__":  # python -m accelerate.commands.launch is in published scripts
+    sys.exit(main(["launch", *sys.argv[1:]]))

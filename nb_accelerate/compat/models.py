@@ -11,6 +11,7 @@ import torch
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.base.config.precision import resolve_precision
+from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
 from nb_accelerate.training.precision import select_precision
 from nb_accelerate.training.precision.precision import Float32Forward
 from nb_accelerate.training.pytree import to_float32
@@ -19,7 +20,7 @@ from nb_accelerate.training.strategies.unwrapping import extract_model_from_para
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -101,21 +102,62 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
-    not_saved = set(non_persistent_buffers(module, recurse=recurse)) if remove_non_persistent else set()
+    not_saved = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
     for name, buffer in module.named_buffers(recurse=recurse):
         if name not in not_saved:
             yield name, buffer
 
 
-def non_persistent_buffers(module: nn.Module, *, recurse: bool) -> list[str]:
-    """Return the names of buffers that a state dict leaves out."""
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of buffers that a state dict leaves out.
+
+    Args:
+        module: of any kind.
+        recurse: look at the modules in it, too.
+        fqns: names as the module has them, ``"0.running_mean"``, in place of those in their own modules.
+    """
     parts = module.named_modules() if recurse else [("", module)]
-    return [
+    return {
         # There is no public way to ask.
-        f"{prefix}.{name}" if prefix else name
+        f"{prefix}.{name}" if prefix and fqns else name
         for prefix, part in parts
         for name in part._non_persistent_buffers_set  # noqa: SLF001
+    }
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+) -> float:
+    """Return the bytes of all buffers of a model. Arguments are as for `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: float,
+    module_sizes: Mapping[str, float],
+    modules_to_treat: Sequence[tuple[str, nn.Module]],
+) -> tuple[float, list[str], list[nn.Module]]:
+    """Return the bytes of a module and of the modules that its ties are in, with names and modules of the latter.
+
+    Args:
+        tied_params: names of parameters elsewhere that are tied to the module's.
+        module_size: the bytes of the module by itself.
+        module_sizes: the result of `compute_module_sizes`.
+        modules_to_treat: names and modules among which the parameters are looked for.
+    """
+    found = [
+        next((name, module) for name, module in modules_to_treat if tied.startswith(f"{name}.")) for tied in tied_params
     ]
+    others = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in zip(tied_params, found, strict=True))
+    return module_size + others, [name for name, _ in found], [module for _, module in found]
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a placed model on the CPU. Weights without numbers (on ``meta``) are left out."""
+    return {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
 
 
 def get_mixed_precision_context_manager(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from packaging.version import Version
 
-_OPERATIONS: dict[str, Callable[[Version, Version], bool]] = {
+STR_OPERATION_TO_FUNC: dict[str, Callable[[Version, Version], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
@@ -45,11 +45,13 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         ConfigError: there is no such operation.
         importlib.metadata.PackageNotFoundError: the package is not installed.
     """
-    if operation not in _OPERATIONS:
-        raise ConfigError(f"operation={operation!r} does not compare. Write one of: {', '.join(_OPERATIONS)}.")
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ConfigError(
+            f"operation={operation!r} does not compare. Write one of: {', '.join(STR_OPERATION_TO_FUNC)}."
+        )
     if isinstance(library_or_version, str):
         library_or_version = parse(metadata.version(library_or_version))
-    return _OPERATIONS[operation](library_or_version, parse(requirement_version))
+    return STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

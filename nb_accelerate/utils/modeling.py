@@ -1,8 +1,12 @@
 """Names of ``accelerate.utils.modeling``."""
 
 from nb_accelerate.compat.models import (
+    compute_module_total_buffer_size as compute_module_total_buffer_size,
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+    get_module_size_with_ties as get_module_size_with_ties,
+    get_non_persistent_buffers as get_non_persistent_buffers,
+    get_state_dict_offloaded_model as get_state_dict_offloaded_model,
     named_module_tensors as named_module_tensors,
 )
 from nb_accelerate.training.bigmodel.device_map import (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,6 +29,14 @@ def test_a_program_launches_a_script_with_flags_that_it_was_given(tmp_path: Path
     with pytest.raises(SystemExit) as caught:
         launch_command(launch_command_parser().parse_args([*flags, "3"]))
     assert caught.value.code == 3
+
+
+@pytest.mark.slow
+def test_the_module_of_launches_is_a_command(tmp_path: Path):
+    (tmp_path / "script.py").write_text("print('here')")
+    module = [sys.executable, "-m", "nb_accelerate.commands.launch", "--num_processes", "1", "--cpu", "script.py"]
+    run = subprocess.run(module, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=True)
+    assert (run.stdout, "RuntimeWarning" in run.stderr) == ("here\n", False)
 
 
 def test_a_program_reads_the_file_as_a_dict(tmp_path: Path):

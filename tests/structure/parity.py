@@ -135,6 +135,10 @@ DIFFERENCES = {
         "With `dispatch_batches=True` and `split_batches=True`, `collate_fn` makes a batch of the rows of each rank, "
         "as where every rank reads; accelerate cuts the batch of all, so that it is padded to the longest of all."
     ),
+    "test_a_batch_sampler_that_drops_does_so_where_one_rank_reads": (
+        "A batch sampler with `drop_last=True` drops batches that do not fill all ranks, with `dispatch_batches=True` "
+        "too; accelerate drops them only where every rank reads, and else cuts them and repeats rows."
+    ),
     "test_tensors_in_dataclasses_become_float32": (
         "Outputs of a prepared model that are dataclasses become float32 under mixed precision like tuples and dicts; "
         "accelerate leaves their 16-bit numbers."
@@ -152,6 +156,14 @@ DIFFERENCES = {
     "test_maps_of_devices_keep_room_for_visitors_only": (
         "`infer_auto_device_map` keeps room for the largest offloaded block only where one will visit, so devices take "
         "more of a model; parameters and buffers beside submodules are mapped too, and all parts that ties join."
+    ),
+    "test_maps_of_devices_with_a_fallback_fill_each_device": (
+        "`infer_auto_device_map(..., fallback_allocation=True)` puts all later parts that fit where the next one does "
+        "not; accelerate puts one, and only on a device that is empty."
+    ),
+    "test_a_model_with_numbers_keeps_them_in_a_folder_of_another": (
+        "`disk_offload` writes the numbers that a model has, whatever the folder holds; accelerate takes those of an "
+        "`index.json` that lies there."
     ),
     "test_a_part_of_offloaded_weights_has_names_of_its_own": (
         "A `PrefixedDataset` iterates over the names that it takes, and counts them; accelerate's iterates over names "

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from structure.parity import DIFFERENCES, NO_EXCUSE, OUT_OF_SCOPE, PAGE, ROOT, SHOWN_IN, reason
+from torch import nn
 
 import nb_accelerate.utils
 
@@ -45,6 +47,36 @@ def test_utils_has_the_names_of_its_modules_and_no_others():
 def test_no_name_is_listed_by_two_modules_of_utils():
     listed = [name for part in PARTS for name in _names(f"utils.{part}")]
     assert len(listed) == len(set(listed))
+
+
+def test_constants_are_those_of_accelerate():
+    theirs = vars(pytest.importorskip("accelerate.utils.constants"))
+    wanted = {name: value for name, value in theirs.items() if name.isupper()}
+    assert len(wanted) > 35
+    assert {name: getattr(nb_accelerate.utils.constants, name, None) for name in wanted} == wanted
+
+
+def test_helpers_of_modeling_return_what_accelerates_do():
+    theirs = pytest.importorskip("accelerate.utils.modeling")
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(3, 4))
+    model[2].weight = model[0].weight
+    model[1].register_buffer("extra", torch.ones(5), persistent=False)
+    sizes, children = theirs.compute_module_sizes(model), list(model.named_children())
+    for name, arguments in {
+        "compute_module_total_buffer_size": [(model,), (model, "float16")],
+        "get_non_persistent_buffers": [(model[1],), (model,), (model, True), (model[1:], True)],
+        "get_module_size_with_ties": [(["2.weight"], sizes["0"], sizes, children), ([], 5, sizes, children)],
+    }.items():
+        for given in arguments:
+            assert getattr(nb_accelerate.utils.modeling, name)(*given) == getattr(theirs, name)(*given), name
+    assert nb_accelerate.utils.modeling.get_non_persistent_buffers(model, True, True) == {"1.extra"}
+    ours, those = (module.get_state_dict_offloaded_model(model) for module in (nb_accelerate.utils.modeling, theirs))
+    assert ours.keys() == those.keys()
+    assert all(torch.equal(ours[key], those[key]) for key in ours)
+    layout = {"dp_shard_size": 2, "tp_size": 4}
+    accelerate = importlib.import_module("accelerate")
+    mesh = nb_accelerate.ParallelismConfig(**layout)._get_mesh()
+    assert mesh == accelerate.ParallelismConfig(**layout)._get_mesh() == (("dp_shard", "tp"), (2, 4))
 
 
 @pytest.mark.slow

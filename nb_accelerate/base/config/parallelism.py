@@ -244,10 +244,15 @@ class ParallelismConfig(Options):
         """
         from torch.distributed.device_mesh import init_device_mesh
 
-        names = tuple(self.active_mesh_dims)
-        if not names:
+        if not self.active_mesh_dims:
             return None
-        return init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=names)
+        names, shape = self._get_mesh()
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the names and lengths of the mesh's dimensions. Programs use it: accelerate has it by this name."""
+        names = tuple(self.active_mesh_dims)
+        return names, tuple(self.sizes[name] for name in names)
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Do what `build_device_mesh` does; an `Accelerator` has its own: ``accelerator.torch_device_mesh``.

@@ -92,6 +92,13 @@ def _on_two_ranks() -> dict[str, Any]:
             dispatch_batches=True,
         )
         note("widths", lambda one=padded: [batch.shape[1] for batch in one])
+        dropping = package.data_loader.prepare_data_loader(
+            DataLoader(range(25), batch_sampler=BatchSampler(range(25), 5, drop_last=True)),
+            device=torch.device("cpu"),
+            put_on_device=True,
+            dispatch_batches=True,
+        )
+        note("dropped", lambda one=dropping: torch.cat(list(one)).tolist())
         torch.manual_seed(0)
         shuffled = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
         note("order", lambda a=accelerator, one=shuffled: a.gather(torch.cat(list(one))).tolist())
@@ -179,6 +186,18 @@ def test_reduce_multiplies_with_scale(on_two_ranks):
     assert [one.reduce(torch.ones(1), "sum", scale=2.0).item() for one in both(cpu=True)] == [1.0, 2.0]
 
 
+def test_a_model_with_numbers_keeps_them_in_a_folder_of_another(tmp_path):
+    found = []
+    for package in (accelerate, nb_accelerate):
+        old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+        want, inputs = [model.weight.sum(1).tolist() for model in (old, new)], torch.ones(1, 2)
+        for model in (old, new):
+            model.bias.data.zero_()
+            package.disk_offload(model, tmp_path / package.__name__, torch.device("cpu"))
+        found.append([row == pytest.approx(new(inputs)[0].tolist()) for row in want])
+    assert found == [[True, False], [False, True]]
+
+
 def test_maps_of_devices_keep_room_for_visitors_only():
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
     theirs, ours = (
@@ -187,6 +206,16 @@ def test_maps_of_devices_keep_room_for_visitors_only():
     )
     assert theirs == {"0": 0, "1": 1, "2": 1, "3": "cpu"}
     assert ours == {"0": 0, "1": 0, "2": 1, "3": 1}
+
+
+def test_maps_of_devices_with_a_fallback_fill_each_device():
+    model = nn.Sequential(*(nn.Linear(size, 10, bias=False) for size in (10, 40, 10, 20)))
+    theirs, ours = (
+        dict(package.infer_auto_device_map(model, {0: 2400, "cpu": 8000}, fallback_allocation=True))
+        for package in (accelerate, nb_accelerate)
+    )
+    assert theirs == {"0": 0, "1": "cpu", "2": "cpu", "3": "cpu"}
+    assert ours == {"0": 0, "1": "cpu", "2": 0, "3": "cpu"}
 
 
 def test_a_part_of_offloaded_weights_has_names_of_its_own():
@@ -303,6 +332,12 @@ def test_batch_samplers_are_told_the_epoch(on_two_ranks):
 def test_split_batches_are_made_for_each_rank(on_two_ranks):
     assert on_two_ranks[0]["widths"] == [[4], [2]]
     assert on_two_ranks[1]["widths"] == [[4], [4]]
+
+
+def test_a_batch_sampler_that_drops_does_so_where_one_rank_reads(on_two_ranks):
+    theirs, ours = zip(*(rank["dropped"] for rank in on_two_ranks), strict=True)
+    assert sorted(theirs[0] + theirs[1]) == [0, *range(25)]
+    assert sorted(ours[0] + ours[1]) == [*range(20)]
 
 
 def test_tensors_in_dataclasses_become_float32():
