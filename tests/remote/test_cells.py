@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+from fixtures.engines import Machines
 from remote.test_launches import wait_for
 from typing_extensions import override
 
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from fixtures.engines import Machines
-
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndist.all_reduce(x)\nx.item()"
 
 
@@ -44,8 +44,10 @@ def pool(machines: Machines) -> Iterator[Pool]:
     started.stop()
 
 
-def run(pool: Pool, text: str, *, timeout: float | None = None, **variables: Any) -> list[Any]:
-    options = CellOptions(wants_values=True, progress="off", timeout=timeout)
+def run(
+    pool: Pool, text: str, *, timeout: float | None = None, ranks: tuple[int, ...] | None = None, **variables: Any
+) -> list[Any]:
+    options = CellOptions(wants_values=True, progress="off", timeout=timeout, ranks=ranks)
     return pool.run(read_cell(text), options, variables=variables)
 
 
@@ -138,22 +140,54 @@ def test_a_rank_that_died_is_replaced_and_others_keep_their_variables(
     assert kept == [None if number == rank else number + 10 for number in range(3)]
 
 
+@pytest.mark.parametrize("who", ["host of b", "server of b", "host of a"])
 @pytest.mark.slow
-def test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool: Pool, machines: Machines) -> None:
-    pids = run(pool, "import os\nos.getpid()")
-    host = machines.hosts()[1]
-    ranks = [psutil.Process(pid) for pid in pids[1:]]
-    machines.kill(host)
-    with pytest.raises(PoolError, match=f"rank [12] is lost: machine {machines.names[1]} is lost"):
+def test_ranks_of_a_machine_that_is_lost_are_replaced_as_the_error_says(
+    pool: Pool, machines: Machines, who: str
+) -> None:
+    run(pool, "kept = rank")
+    hosts = machines.hosts()
+    host = hosts[-1] if who.endswith("b") else hosts[0]
+    machines.kill(next(one for one in host.children() if one.name() == "nb-server") if "server" in who else host)
+    with pytest.raises(PoolError) as caught:
         run(pool, "import time\ntime.sleep(30)")
-    psutil.wait_procs(ranks, timeout=20)
-    assert not any(rank.is_running() for rank in ranks)
-    with pytest.raises(
-        StartError, match=rf"machine {machines.names[1]} is lost: .* To start all ranks again: %distributed restart"
-    ):
-        pool.restart(1)
-    assert pool.restart() == [0, 1, 2]
+    said = str(caught.value)
+    lost, lives = ([1, 2], 0) if who.endswith("b") else ([0], 1)
+    others = r"So is rank [12]\. Their" if lost[0] else "Its"
+    assert re.search(rf"rank {lost} .*is lost: [^\0]*\. {others} variables are lost", said), said
+    assert run(pool, "kept", ranks=(lives,)) == pool.pull(["kept"], [lives])[0] == [lives]
+    assert pool.different(["kept"]) == (["kept"] if lives else [])
+    pool.push({"new": 5}, [lives])
+    advised = re.search(r"%distributed restart (\d)", said)
+    assert advised is not None
+    assert pool.restart(int(advised[1])) == lost
     assert run(pool, SUM) == [7.0] * 3
+    assert run(pool, "globals().get('kept')") == [None if rank in lost else rank for rank in range(3)]
+
+
+@pytest.mark.slow
+def test_a_machine_that_cannot_be_reached_again_costs_the_others_nothing(tmp_path: Path) -> None:
+    options = PoolOptions(
+        engine="command",
+        hosts=["a", "b:2"],
+        command_template=f"sh -c 'test ! -e {tmp_path}/no-{{host}} && exec env OWN={{host}} {{command}}'",
+        remote_python=sys.executable,
+    )
+    pool, machines, barred = Pool(), Machines(), tmp_path / "no-b"
+    pool.start(options)
+    try:
+        run(pool, "kept = rank")
+        barred.touch()
+        machines.kill(machines.hosts()[1])
+        wait_for(lambda: len(pool.lost) == 2)
+        with pytest.raises(StartError, match=r"machine b cannot be reached: [^\0]*%distributed pull NAME --ranks 0 "):
+            pool.restart()
+        assert pool.pull(["kept"], [0]) == [[0]]
+        barred.unlink()
+        assert pool.restart() == [1, 2]
+        assert run(pool, f"{SUM}, globals().get('kept')") == [(7.0, 0), (7.0, None), (7.0, None)]
+    finally:
+        pool.stop()
 
 
 @pytest.mark.slow

@@ -117,6 +117,20 @@ class Cluster(Placing):
         """Which machines are lost, and why; "" if none is."""
         return "; ".join(f"machine {place.link.name} {place.link.lost}" for place in self._places if place.link.lost)
 
+    @property
+    def can_reopen(self) -> bool:
+        """Whether the hosts of machines that are lost can be started again."""
+        return bool(self.lost) and self._hosts.engine.starts_again
+
+    def reopen(self) -> None:
+        """Start the hosts of lost machines again, for the same ranks. Raises what a new cluster does."""
+        self._hosts.reopen(self._check)
+        for place, link in zip(self._places, self._hosts.links, strict=True):
+            if link is not place.link:
+                self._compare(link)
+        self._places = self._placed([place.plan for place in self._places])
+        self._address = ""
+
     def _compare(self, link: Link) -> None:
         """Note how the software of a machine differs from this one's. Raises StartError if ranks cannot run."""
         python = self._options.engine.remote_python
@@ -216,8 +230,11 @@ class Cluster(Placing):
         """Start a rank, which has the socket of the store if it is to serve that."""
         place = self._place_of(rank)
         fresh = place.plan.method.name == "spawn"
-        local_rank = rank - place.plan.first_rank
-        return RemoteRank(place.link, rank, local_rank=local_rank, fresh=fresh, serves=serves)
+        first, end = place.plan.first_rank, place.plan.first_rank + place.plan.num_processes
+        handle = RemoteRank(place.link, rank, local_rank=rank - first, fresh=fresh, serves=serves)
+        if end - first < self.plan.num_processes:
+            handle.neighbours = [other for other in range(first, end) if other != rank]
+        return handle
 
     @override
     def setup_of(

@@ -90,7 +90,8 @@ class HostedRank(RankEvents):
     @override
     def ended(self) -> None:
         self.send_page()
-        self.send(Kind.END, as_json({"exitcode": self.handle.exitcode, "lost": self.handle.lost}))
+        names = ("exitcode", "lost", "is_lost_with_others")
+        self.send(Kind.END, as_json({name: getattr(self.handle, name) for name in names}))
         self._on_end(self.key)
 
     def send(self, kind: Kind, *parts: bytes) -> None:

@@ -16,9 +16,10 @@ from nb_accelerate.notebook.launch.servers import close_warm_server
 from nb_accelerate.notebook.remote.link import Link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.notebook.launch.engines.engine import Machine
 
 _HOST = ("-m", "nb_accelerate.notebook.launch.host")
 """Arguments of Python that start a host."""
@@ -52,14 +53,36 @@ class Hosts:
             undo.callback(self.engine.close)
             self.machines = self.engine.machines(options.num_processes)
             self.links: list[Link] = []
+            undo.callback(self._end, self.links)
             for machine in self.machines:  # all at once: each takes seconds
-                self.links.append(Link(self.engine.start(machine, [*options.engine.python, *_HOST])))
-                undo.callback(self.links[-1].close)
-            for link in self.links:
-                undo.callback(link.quit)  # all at once, before one after the other is waited for
+                self.links.append(self._start(machine))
             for link in self.links:
                 link.open(_OPEN_TIMEOUT, check)
             self._resources = undo.pop_all()
+
+    def _start(self, machine: Machine) -> Link:
+        return Link(self.engine.start(machine, [*self._options.python, *_HOST]))
+
+    @staticmethod
+    def _end(links: Sequence[Link]) -> None:
+        with contextlib.ExitStack() as closing:
+            for link in links:
+                closing.callback(link.close)
+            for link in links:  # which is done first: all at once, before one after the other is waited for
+                closing.callback(link.quit)
+
+    def reopen(self, check: Callable[[], object]) -> None:
+        """Start the hosts again that are lost; if one does not start, all of them stay lost. Raises StartError."""
+        lost = [number for number, link in enumerate(self.links) if link.lost]
+        try:
+            for number in lost:
+                self.links[number].close()
+                self.links[number] = self._start(self.machines[number])
+            for number in lost:
+                self.links[number].open(_OPEN_TIMEOUT, check)
+        except BaseException:
+            self._end([self.links[number] for number in lost])
+            raise
 
     def are_for(self, options: LaunchOptions) -> bool:
         """Return whether a launch with these options would start the same ones."""

@@ -21,6 +21,7 @@ from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.piped import PipedRank
+from nb_accelerate.notebook.ranks.start_watch import work_of
 from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
 from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
@@ -176,20 +177,14 @@ class LocalRank(PipedRank):
 
     @override
     def starting(self) -> tuple[float, str]:
-        owner, work = self.owner, 0.0
+        owner = self.owner
         pid = self.pid or (owner.pid if owner else os.getpid())
-        with contextlib.suppress(psutil.Error):  # one has just ended
-            process = psutil.Process(pid)
-            for member in (process, *process.children(recursive=True)):
-                work += sum(member.cpu_times()[:4])
-                if hasattr(member, "io_counters"):  # not on macOS
-                    read = member.io_counters()
-                    work += max(read.read_bytes, read.read_chars) / 1e6
-        if is_stopped(pid):
-            return work, f"stopped (SIGSTOP). To let it go on: kill -CONT {pid}"
+        where = "being set up" if owner is None or owner.serves() else "importing torch"
         if self.pid is not None:
-            return work, "joining the process group"
-        return work, "being set up" if owner is None or owner.serves() else "importing torch"
+            where = "joining the process group"
+        if is_stopped(pid):
+            where = f"stopped (SIGSTOP). To let it go on: kill -CONT {pid}"
+        return work_of(pid), where
 
     @override
     def memory(self) -> int:

@@ -41,7 +41,9 @@ COMMANDS = {
         RANKS,
     ),
     "interrupt": _command("interrupt", "Interrupt a cell that runs in the background."),
-    "restart": _command("restart [RANK]", "Put a new rank in the place of one; or start all again."),
+    "restart": _command(
+        "restart [RANK]", "Put a new rank in the place of one; or start all, or those of a lost machine."
+    ),
     "debug": _command(
         "debug [RANK]",
         "Look into the failure of the last cell on a rank, in the debugger; by default where it failed first.",
@@ -141,7 +143,7 @@ class Commands:
             for name, found in zip(names, zip(*by_rank, strict=True), strict=True)
         }
         self._shell.user_ns.update(values)
-        is_of_all = is_one and not different and "ranks" not in given
+        is_of_all = is_one and not different and "ranks" not in given and not pool.lost
         pool.variables.note_pulled(values, (lambda shapes: pool.call(share, shapes)) if is_of_all else None)
         differ = f"; the other ranks' are different: %distributed pull {' '.join(different)} --all" if different else ""
         _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
@@ -153,11 +155,7 @@ class Commands:
         _say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
 
     def _restart(self, given: dict[str, Any]) -> None:
-        if given["rank"] is not None:
-            _say(replace(self._pool, given["rank"]))
-            return
-        self._pool.restart()
-        _say(self._pool.brief)
+        _say(replace(self._pool, given["rank"]))
 
     def _debug(self, given: dict[str, Any]) -> None:
         from nb_accelerate.notebook.pool.options import CellOptions

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.pool.pool import Pool
 
 
-def replace(pool: Pool, rank: int) -> str:
-    """Replace a rank, and all that have ended; return a line on what they lack."""
+def replace(pool: Pool, rank: int | None) -> str:
+    """Replace a rank and all that have ended, or what `Pool.restart` does; return a line on what they lack."""
     new = pool.restart(rank)
+    if rank is None and len(new) == pool.world_size:
+        return pool.brief
     lacking = sorted(
         set[str]().union(*(pool.variables.own_names - pool.variables.syncs[rank].own.keys() for rank in new))
     )

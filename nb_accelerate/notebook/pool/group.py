@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.devices import backend_named
+from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import ConfigError, PoolError, StartError
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
@@ -54,8 +55,17 @@ if TYPE_CHECKING:
 def _after_end(rank: RankProxy) -> str:
     if not rank.has_joined:
         return " while it was being started"
-    if rank.handle.exitcode is None and rank.handle.is_lost_with_others and not rank.why_lost:
-        return f". So are all other ranks and their variables. To start them again: %distributed restart {rank.rank}"
+    handle, others = rank.handle, rank.handle.neighbours
+    if handle.exitcode is None and handle.is_lost_with_others and not rank.why_lost:
+        if others is None:
+            return (
+                f". So are all other ranks and their variables. To start them again: %distributed restart {rank.rank}"
+            )
+        if others:
+            return (
+                f". So {'is' if len(others) == 1 else 'are'} {named(others)}. Their variables are lost; those of the "
+                f"other ranks are kept. To replace them: %distributed restart {rank.rank}"
+            )
     return (
         f". Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {rank.rank}"
     )
@@ -121,6 +131,34 @@ class RankGroup:
         """Ranks that have ended, or were not started."""
         ranks = self.ranks
         return [number for number in range(self.size) if number not in ranks or ranks[number].is_gone]
+
+    @property
+    def alive(self) -> list[int]:
+        """Ranks that live."""
+        return [number for number in range(self.size) if number not in self.missing]
+
+    @property
+    def can_reopen(self) -> bool:
+        """Whether a machine is lost whose ranks alone can be replaced."""
+        return self._cluster is not None and self._cluster.can_reopen
+
+    def reopen(self) -> None:
+        """Start the hosts of lost machines again. An interrupt ends the wait for them.
+
+        Raises:
+            StartError: one cannot be reached; the text says what can be done.
+        """
+        if self._cluster is None or not self._cluster.lost:
+            return
+        if not self.can_reopen:
+            raise StartError(f"{self._cluster.lost}. To start all ranks again: %distributed restart")
+        try:
+            self._cluster.reopen()
+        except StartError as error:
+            kept = f", and %distributed pull NAME --ranks {self.alive[0]} brings what is kept" if self.alive else ""
+            raise StartError(
+                f"{error}\nWhen it is back, %distributed restart replaces its ranks. Until then the others go on{kept}"
+            ) from None
 
     @property
     def why_it_failed(self) -> BaseException | None:
@@ -251,8 +289,6 @@ class RankGroup:
     def _met(self) -> contextlib.AbstractContextManager[Rendezvous]:
         if self._cluster is None:
             return open_rendezvous(self._options, self.plan)
-        if self._cluster.lost:
-            raise StartError(f"{self._cluster.lost}. To start all ranks again: %distributed restart")
         return self._cluster.meet()
 
     def _setup_of(self, rank: RankProxy, rendezvous: Rendezvous, notebook: Parcel) -> Setup:

@@ -221,10 +221,11 @@ class Pool:
     def restart(self, rank: int | None = None) -> list[int]:
         """Restart all ranks, or replace one. The others then keep their variables.
 
-        Ranks that have ended are replaced too, because a process group needs them.
+        Ranks that have ended are replaced too, because a process group needs them. If their machine is lost, its host
+        is started again.
 
         Args:
-            rank: the rank to replace; None for all.
+            rank: the rank to replace; None for all, or those of machines that are lost.
 
         Returns:
             The ranks that are new.
@@ -232,7 +233,10 @@ class Pool:
         Raises:
             PoolError: there are no ranks.
             ConfigError: there is no such rank.
+            StartError: a machine that is lost cannot be reached. The other ranks keep their variables.
         """
+        if rank is None and self.group is not None and self.group.can_reopen:
+            rank = self.group.missing[0]
         if rank is None:
             if self._clear_away_what_failed() is None and not self.is_running:
                 raise PoolError(_WHY_NOT[PoolState.STOPPED])
@@ -245,8 +249,11 @@ class Pool:
         self._check_idle()
         new = sorted({rank, *group.missing})
         with Interrupts() as interrupts:
-            for ended in new:
+            for ended in group.missing:
                 group.remove(ended, interrupts)
+        group.reopen()
+        with Interrupts() as interrupts:
+            group.remove(rank, interrupts)
             with self._starting():
                 self._bring_up(new, interrupts)
         others = sorted({*range(self.world_size)} - {*new})
@@ -422,7 +429,7 @@ class Pool:
 
     def different(self, names: Sequence[str]) -> list[str]:
         """Return which of these variables have another value on some rank, or are not there."""
-        found = zip(names, *self.call(remote.checksums, tuple(names)), strict=True)
+        found = zip(names, *self.call(remote.checksums, tuple(names), ranks=self._the_group().alive), strict=True)
         return [name for name, *sums in found if len(set(sums)) > 1]
 
     def follow_settings(self) -> None:
@@ -430,7 +437,7 @@ class Pool:
         settings = set_here(at_start=False)
         changed = differences(self._settings, settings, is_elsewhere=self.is_elsewhere)
         if changed:
-            self.call(use_settings, pack_settings(changed))
+            self.call(use_settings, pack_settings(changed), ranks=self._the_group().alive)
         self._settings = settings
 
     def reset(self) -> None:

@@ -71,6 +71,7 @@ class RankHandle(ABC):
         exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
         lost: why its exit code is not known.
         is_lost_with_others: for that reason all ranks that were forked from the same process have ended too.
+        neighbours: these ranks; None if they are all others.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class RankHandle(ABC):
     exitcode: int | None = None
     lost: str = ""
     is_lost_with_others: bool = False
+    neighbours: Sequence[int] | None = None
 
     def note_pid(self, pid: int) -> None:
         """Note its process id, which it sends when it is ready."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
+
+import psutil
 
 from nb_accelerate.base.topology.rank_lists import label, named
 from nb_accelerate.notebook.ranks.timeouts import NEVER
@@ -64,3 +67,16 @@ class StartWatch:
         if len(places) == 1:
             return next(iter(places))
         return "; ".join(f"{label(ranks)}: {place}" for place, ranks in places.items())
+
+
+def work_of(pid: int) -> float:
+    """Return what a process and its children have done: seconds of a processor, and megabytes read from files."""
+    work = 0.0
+    with contextlib.suppress(psutil.Error):  # one has just ended
+        process = psutil.Process(pid)
+        for member in (process, *process.children(recursive=True)):
+            work += sum(member.cpu_times()[:4])
+            if hasattr(member, "io_counters"):  # not on macOS
+                read = member.io_counters()
+                work += max(read.read_bytes, read.read_chars) / 1e6
+    return work

@@ -90,13 +90,12 @@ class RemoteRank(RankHandle):
         elif frame.kind == Kind.FACTS:
             self._facts = json.loads(body)
         elif frame.kind == Kind.END:
-            end = json.loads(body)
-            self._end(end["exitcode"], end["lost"])
+            self._end(**json.loads(body))
 
     def lose(self, why: str) -> None:
         """Note that its machine is lost, and with it the rank."""
         if not self.ended:
-            self._end(None, why)
+            self._end(None, why, is_lost_with_others=True)
 
     def _take_message(self, events: RankEvents, body: bytes) -> None:
         numbers, pickled = unpack_message(body)
@@ -121,8 +120,8 @@ class RemoteRank(RankHandle):
             return dataclasses.replace(message, answer=self._with_own_time(message.answer))
         return message
 
-    def _end(self, exitcode: int | None, lost: str) -> None:
-        self.exitcode, self.lost = exitcode, lost
+    def _end(self, exitcode: int | None, lost: str, *, is_lost_with_others: bool = False) -> None:
+        self.exitcode, self.lost, self.is_lost_with_others = exitcode, lost, is_lost_with_others
         self.ended = True
         self.link.forget(self._key)
         if self._events is not None:

@@ -34,10 +34,12 @@ class Engine(ABC):
     Attributes:
         idle_limit: seconds for which hosts are kept that no launch uses.
         reserves: it takes places for a number of ranks, which others wait for.
+        starts_again: it can start another host on a machine whose host is lost.
     """
 
     idle_limit = 300.0
     reserves = False
+    starts_again = True
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -54,7 +56,7 @@ class Engine(ABC):
     def start(self, machine: Machine, command: Sequence[str]) -> Stream:
         """Start the host process of a machine; return at once, with the stream to its stdin and from its stdout.
 
-        Called once for each machine. What goes wrong there later is told by `Stream.why_ended`.
+        Called for each machine, and again if its host is lost. What goes wrong there later tells `Stream.why_ended`.
 
         Args:
             command: the host's, whose first words are the Python of the engine's options.

@@ -60,6 +60,7 @@ class RayEngine(Engine):
 
     idle_limit = 60.0
     reserves = True
+    starts_again = False
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
