@@ -42,8 +42,9 @@ def _exists(path: str) -> bool:
     return any((base / path).exists() for base in (ROOT, PACKAGE))
 
 
-def test_every_file_it_names_exists():
-    named = _paths(PAGE)
+def test_every_file_it_and_its_tables_name_exists():
+    beside = [ROOT / "tests/structure/what_changes.md", ROOT / "tests/second_device/README.md"]
+    named = _paths("".join([PAGE, *(page.read_text(encoding="utf-8") for page in beside)]))
     assert {"notebook/launch/plan.py", "training/tracking/NAME.py", "tests/structure/test_layers.py"} <= set(named)
     assert [path for path in named if not _exists(path) and path != EXAMPLE] == []
 

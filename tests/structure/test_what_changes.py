@@ -1,4 +1,4 @@
-"""What the package changes while it runs, of its own and of others, is what two tables of ``CONTRIBUTING.md`` say."""
+"""What the package changes while it runs, of its own and of others, is what two tables say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nb_accelerate"
-PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).with_name("what_changes.md").read_text(encoding="utf-8")
 
 OF_THE_PROCESS = {"os.environ", "sys.path", "sys.argv", "sys.modules", "linecache.cache"}
 """What every program changes that runs another one, and what a debugger of Python is told."""
