@@ -49,6 +49,16 @@ def test_arguments_arrive_and_values_come_back(method: str) -> None:
     assert values == [(1, 2, rank) for rank in range(len(values))]
 
 
+def test_a_name_with_what_terminals_take_for_a_command_is_shown_without() -> None:
+    def function() -> None:
+        pass
+
+    function.__qualname__ = "a\x1b[2J\nb"
+    launched: Any = notebook_launcher(function, (), 1, progress="off", block=False)
+    launched.result(45)
+    assert repr(launched).startswith("<Launch of a [2J b on 1 rank: done after ")
+
+
 def test_an_exception_arrives_with_its_own_type_and_fields(method: str) -> None:
     def function() -> None:
         raise FileNotFoundError(2, "no such file", "name")

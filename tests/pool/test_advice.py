@@ -138,3 +138,13 @@ def test_advice_does_what_it_says(notebook: Kernel, name: str):
     wanted = expected if expected is not None else notebook.run(f"print({read})").ok().stdout
     after = notebook.run(f"%%distributed\nimport torch.distributed as dist\nprint({read})").ok()
     assert (after.stdout.splitlines()[-1], after.stderr) == (wanted.strip(), "")
+
+
+@pytest.mark.may_leave("processes", "files")  # as above
+def test_after_a_start_on_other_machines_that_failed_a_cell_tries_it_again_and_starts_no_ranks_here(notebook: Kernel):
+    notebook.run("%distributed stop").ok()
+    start = "%distributed start --engine command --hosts a --command-template 'false {command}'"
+    for cell in (start, "%%distributed\n1"):
+        assert "machine a cannot be reached: false ended with exit code 1" in notebook.run(cell).message
+    notebook.run("%distributed stop").ok()
+    notebook.run("%%distributed\n1").ok()

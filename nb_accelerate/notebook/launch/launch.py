@@ -107,7 +107,8 @@ class Launch(Steerable):
         self._sink = sink
         self._front_end = front_end
         self._display_id = display_id
-        self._name = name or getattr(options.function, "__qualname__", type(options.function).__name__)
+        name = name or str(getattr(options.function, "__qualname__", type(options.function).__name__))
+        self._name = "".join(letter if letter.isprintable() else " " for letter in name)  # it is shown in terminals
         self._exit_returns = exit_returns
         self._began = time.monotonic()
         self._seconds: float | None = None

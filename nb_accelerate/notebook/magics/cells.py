@@ -136,7 +136,8 @@ class Cells:
         asked = {name: value for name, value in given.items() if name in (*_POOL, *_ENGINE)}
         if not pool.is_running:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
-            options = PoolOptions(**{**defaults, **asked})
+            unmet = None if asked else pool.unmet
+            options = unmet or PoolOptions(**{**defaults, **asked})
             self._is_seeded = False
             if choose_front_end(given.get("progress", self._defaults.get("progress", "auto"))) == "widget":
                 place = {"display_id": uuid.uuid4().hex}

@@ -175,6 +175,7 @@ class Commands:
     def _stop(self, _: dict[str, Any]) -> None:
         was_running = self._pool.is_running
         self._pool.stop()
+        self._pool.unmet = None
         _say("the ranks have ended" if was_running else "no ranks are running")
 
     def _switch_auto(self, given: dict[str, Any]) -> None:

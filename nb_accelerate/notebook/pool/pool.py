@@ -97,6 +97,8 @@ class Pool:
         options: the options that it was started with.
         group: the ranks; None if there are none.
         variables: which variables the ranks have.
+        unmet: the options of the last start if that was on other machines and has failed: the next cell tries it again,
+            and does not start ranks here.
         failed_rank: the rank that failed first in the last cell that failed; None before one has.
     """
 
@@ -109,6 +111,7 @@ class Pool:
         self.group: RankGroup | None = None
         self.variables = RankVariables()
         self._running: Request | None = None
+        self.unmet: PoolOptions | None = None
         self.failed_rank: int | None = None
         self._disconnected_silently = False
         self._settings: dict[SettingKey, Any] = {}  # as the ranks have been sent them
@@ -178,6 +181,7 @@ class Pool:
             StartError: a rank could not be started.
         """
         options = options or PoolOptions()
+        self.unmet = None if options.placing.is_local else options
         launch, plan = options.plan()
         self._clear_away_what_failed()
         if self.is_running:
@@ -202,6 +206,7 @@ class Pool:
                     cluster.close()
                 raise
             atexit.register(self.stop)
+        self.unmet = None
 
     def stop(self) -> None:
         """End every rank. Does nothing if there are none.
