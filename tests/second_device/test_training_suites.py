@@ -111,7 +111,7 @@ def outcomes(
     for case in ET.parse(report).iter("testcase"):
         failures = [element.text or "" for kind in ("failure", "error") for element in case.iter(kind)]
         properties = [element.attrib for element in case.iter("property")]
-        uses_of_it = [int(each["value"]) for each in properties if each["name"] != "processor_seconds"]
+        uses_of_it = [int(each["value"]) for each in properties if each["name"] == "uses"]
         outcome = Outcome(case.attrib["name"], "\n".join(failures), sum(uses_of_it))
         found.setdefault(case.attrib["classname"], []).append(outcome)
     return found

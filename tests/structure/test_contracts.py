@@ -75,6 +75,8 @@ CONTRACTS = {
         "in the background",
         "whole or not at all",
         "runs go on by themselves",
+        "shards",
+        "under way when a process ends",
     ),
     "trackers": (
         "JSON lines",

@@ -289,7 +289,7 @@ def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: Run
         run_ranks(save, str(tmp_path / "state"))
 
 
-@pytest.mark.slow
+@pytest.mark.contract("checkpoints: under way when a process ends")
 def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Path):
     program = (
         "import atexit, multiprocessing, os, sys, threading\n"

@@ -88,7 +88,7 @@ def saved(run_ranks, tmp_path: Path) -> list[float]:
 SHARDS = {"__0_0.distcp", "__1_0.distcp", ".metadata"}
 
 
-@pytest.mark.slow
+@pytest.mark.contract("checkpoints: shards")
 def test_what_two_ranks_have_saved_goes_on_anywhere(saved, run_ranks, tmp_path: Path):
     expected = pytest.approx(saved, abs=1e-6)
     for folder in (tmp_path / "at once", tmp_path / "in the background"):
