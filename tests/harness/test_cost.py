@@ -18,7 +18,9 @@ BURN = "import time\\nwhile time.process_time() < 0.5: pass"
 def test_dear():
     subprocess.run([sys.executable, "-c", BURN], check=True)
 
-@pytest.mark.contract("a way")
+a_contract = pytest.mark.contract("a way")
+
+@a_contract
 def test_contract():
     subprocess.run([sys.executable, "-c", BURN], check=True)
 
