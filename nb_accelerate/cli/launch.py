@@ -96,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
         function, args = job.call
         options = LaunchOptions(function=function, args=args, **chosen)
         if arguments.dry_run:
-            from nb_accelerate.cli.dry_run import describe
+            from nb_accelerate.cli.script import describe
 
             is_for_gpus = file.get("distributed_type") in ("MULTI_GPU", "FSDP", "DEEPSPEED") and not file.get("use_cpu")
             wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (is_for_gpus and not arguments.cpu)
