@@ -166,6 +166,28 @@ def test_ranks_of_a_machine_that_is_lost_are_replaced_as_the_error_says(
 
 
 @pytest.mark.slow
+def test_an_interrupt_says_what_is_still_on_the_way_to_a_machine(
+    pool: Pool, machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = machines.hosts()[1]
+    large = torch.zeros(10_000_000)
+    machines.kill(host, signal.SIGSTOP)  # as a network through which little goes
+    options = CellOptions(progress="off", ranks=(1,), send=("large",))
+    request = pool.begin(read_cell("kept = len(large)"), options, variables={"large": large})
+    pool.interrupt()
+    said = ""
+    while "still to be sent to" not in said:
+        assert not request.done.wait(0.02)
+        said += capsys.readouterr().err
+    machines.kill(host, signal.SIGCONT)
+    with pytest.raises(KeyboardInterrupt):
+        pool.finish(request)
+    assert "C code" not in said
+    assert f"MB are still to be sent to {machines.names[1]}: the cell ends on rank 1 when they have come." in said
+    assert run(pool, SUM) == [7.0] * 3
+
+
+@pytest.mark.slow
 def test_a_machine_that_cannot_be_reached_again_costs_the_others_nothing(tmp_path: Path) -> None:
     options = PoolOptions(
         engine="command",

@@ -179,6 +179,10 @@ class RankHandle(ABC):
         """
         return 0
 
+    def unsent(self) -> int:
+        """Return the bytes that are still to be sent to its machine."""
+        return 0
+
     @abstractmethod
     def terminate(self) -> None:
         """Ask its process to end."""

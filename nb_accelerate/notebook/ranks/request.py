@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label
+from nb_accelerate.base.words import size
 from nb_accelerate.notebook.protocol.messages import NOTHING, CellEnd, Failure, Parcel, Result
 from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause, oom_kills, shortage_on
 from nb_accelerate.notebook.ranks.input_requests import InputRequests
@@ -86,6 +87,9 @@ def note_if_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
 
 
 logger = logging.getLogger(__name__)
+
+_SENDING = 1 << 20
+"""Bytes on the way to a machine from which on a rank there that does not answer is taken to wait for them."""
 
 _NUDGE_INTERVAL = 0.15
 """Seconds between two nudges of ranks that have not answered since they were interrupted; see `RankHandle.nudge`."""
@@ -426,7 +430,14 @@ class Request:
                 if rank.rank in self.answers:
                     _try(step.answered, rank)
         if step.notice and waiting:
-            self.say(step.notice.format(ranks=", ".join(str(rank.rank) for rank in waiting)))
+            sending = {rank: left for rank in waiting if (left := rank.handle.unsent()) >= _SENDING}
+            for rank, left in sending.items():
+                self.say(
+                    f"{size(left)} are still to be sent to {rank.handle.machine}: the cell ends on rank {rank.rank} "
+                    "when they have come. Interrupt once more to kill the rank and lose its variables"
+                )
+            if busy := [str(rank.rank) for rank in waiting if rank not in sending]:
+                self.say(step.notice.format(ranks=", ".join(busy)))
 
 
 def _try(act: Callable[[RankProxy], object], rank: RankProxy) -> None:

@@ -205,6 +205,10 @@ class Link:
             raise BrokenPipeError(self.lost)
         self._sender.send(kind, rank, *parts, urgent=urgent)
 
+    def unsent(self) -> int:
+        """Return the bytes that wait to be sent."""
+        return 0 if self.lost else self._sender.unsent()
+
     # What comes.
 
     def _read(self) -> None:

@@ -197,6 +197,10 @@ class RemoteRank(RankHandle):
         return 0
 
     @override
+    def unsent(self) -> int:
+        return self.link.unsent()
+
+    @override
     def terminate(self) -> None:
         self.signal(signal.SIGTERM)
 

@@ -115,6 +115,12 @@ class FrameSender:
         """Have the content of a file sent. The descriptor is taken over."""
         self._put(_Queued(Kind.SEGMENT, MACHINE, (NUMBER.pack(number),), fd))
 
+    def unsent(self) -> int:
+        """Return the bytes that wait to be sent, with those of files."""
+        with self._wake:
+            files = [(os.fstat(one.file).st_size, one.offset) for one in self._queue if one.file >= 0]
+            return self.waiting + sum(size - offset for size, offset in files)
+
     def close(self, *, drop: bool = False) -> None:
         """Send what waits, unless that is to be dropped, and end the thread."""
         with self._wake:
