@@ -10,6 +10,7 @@ import functools
 import inspect
 import linecache
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors.traceback_lines import is_users
@@ -86,7 +87,13 @@ def _value(node: ast.expr, frame: FrameType) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+        names = frame.f_locals
+        value = names.get(node.id, frame.f_globals.get(node.id))
+        # Until Python 3.13 a frame keeps this dictionary, and so the user's model, until it ends. It is emptied if no
+        # other than the frame, this name and the call below refer to it: `locals()` has given it to the program, too.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13) and sys.getrefcount(names) == 3:
+            names.clear()
+        return value
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return inspect.getattr_static(_value(node.value, frame), node.attr, None)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

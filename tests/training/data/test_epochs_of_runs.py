@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -45,6 +46,23 @@ def test_epochs_tells_it_and_so_does_the_range_of_a_plain_loop(loader):
     for epoch in range(1, 3):
         assert one_epoch(loader) == (epoch, 2)
     assert one_epoch(loader)[1] == 0
+
+
+def test_the_frame_of_a_loop_does_not_keep_what_its_names_had(loader):
+    config = locals()
+    for _ in range(1):
+        one_epoch(loader)
+    assert config["loader"] is loader, "a program keeps its own"
+    assert not kept_by_a_loop(loader)
+
+
+def kept_by_a_loop(loader: Any) -> bool:
+    model = torch.nn.Linear(1, 1)
+    gone = weakref.ref(model)
+    for _ in range(1):
+        one_epoch(loader)
+    del model
+    return gone() is not None
 
 
 def test_epochs_takes_whole_numbers():
