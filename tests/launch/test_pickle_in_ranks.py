@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixtures.kernels import Kernel
+
+from nb_accelerate.notebook.worker.patches.loaders import fork_by_default
 
 NOTEBOOK = """
 import collections, concurrent.futures, enum, functools, io, multiprocessing as mp, pickle, typing
@@ -170,3 +174,16 @@ def test_so_does_a_function_of_a_script_also_one_that_multiprocessing_has_spawne
     script.write_text(SCRIPT, encoding="utf-8")
     run = subprocess.run([sys.executable, str(script)], timeout=60, check=False, capture_output=True, text=True)
     assert run.stdout == "[True, True]\n" * 2, run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems spawn by default")
+def test_children_of_a_rank_are_forked_unless_another_way_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    default: Any = multiprocessing.context._default_context
+    monkeypatch.setattr(default, "_default_context", multiprocessing.get_context("forkserver"))  # as in Python 3.14
+    monkeypatch.setattr(default, "_actual_context", None)
+    fork_by_default()
+    assert multiprocessing.get_start_method(allow_none=True) is None
+    assert multiprocessing.get_start_method() == "fork"
+    default._actual_context = None
+    multiprocessing.set_start_method("spawn")
+    assert multiprocessing.get_start_method() == "spawn"

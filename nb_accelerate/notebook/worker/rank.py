@@ -41,7 +41,7 @@ from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
 from nb_accelerate.notebook.worker.output.streams import replace_streams, send_record
 from nb_accelerate.notebook.worker.patches.bars import bars_in_panel
-from nb_accelerate.notebook.worker.patches.loaders import spawn_by_value
+from nb_accelerate.notebook.worker.patches.loaders import fork_by_default, spawn_by_value
 from nb_accelerate.notebook.worker.patches.trainers import trainers_as_loops
 from nb_accelerate.notebook.worker.patches.whole_files import save_whole_files
 from nb_accelerate.notebook.worker.server.interpreter import imports_from
@@ -185,6 +185,7 @@ def patch_libraries() -> None:
 
     A server of warm ranks calls it once; what is forked from that has the changes.
     """
+    fork_by_default()
     spawn_by_value()
     bars_in_panel()
     trainers_as_loops()
