@@ -17,7 +17,7 @@ from fixtures.engines import Machines
 from remote.test_launches import wait_for
 from typing_extensions import override
 
-from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError, StartError
+from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
 from nb_accelerate.notebook.magics.commands import status_table
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
 from nb_accelerate.notebook.pool.pool import Pool
@@ -31,6 +31,8 @@ from nb_accelerate.notebook.remote.link import Link
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from fixtures.kernels import Kernel
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndist.all_reduce(x)\nx.item()"
 
@@ -165,6 +167,33 @@ def test_ranks_of_a_machine_that_is_lost_are_replaced_as_the_error_says(
     assert run(pool, "globals().get('kept')") == [None if rank in lost else rank for rank in range(3)]
 
 
+KEPT = "%%distributed\nkept = rank + 10"
+FOUND = f"%%distributed --out found\n{SUM}, globals().get('kept')"
+
+
+def advised(text: str) -> list[str]:
+    """Return the lines that a text tells users to write."""
+    return re.findall(r"%+distributed (?:restart \d+|.*)", text)
+
+
+def lose(machines: Machines, kernel: Kernel, kind: str) -> None:
+    """Have ranks 1 and 2 on machine b end, or rank 2 alone."""
+    host = machines.hosts()[1]
+    if kind == "rank":
+        kernel.run("%%distributed --ranks 2 --background\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    elif kind == "server":
+        machines.kill(machines.servers()[1])
+    elif kind == "silent":
+        kernel.run("from nb_accelerate.notebook.remote import sender\nsender.SILENCE_LIMIT = 2").ok()
+        machines.kill(host, signal.SIGSTOP)
+    else:
+        children = psutil.Process(kernel.pid).children()
+        carriers = [child for child in children if child.name() == "ssh" and "b" in child.cmdline()]
+        machines.kill(carriers[0] if kind == "command" and carriers else host)
+    lost = 1 if kind == "rank" else 2
+    wait_for(lambda: sum("ended" in row for row in kernel.run("%distributed status").ok().stdout.splitlines()) == lost)
+
+
 @pytest.mark.slow
 def test_an_interrupt_says_what_is_still_on_the_way_to_a_machine(
     pool: Pool, machines: Machines, capsys: pytest.CaptureFixture[str]
@@ -188,28 +217,57 @@ def test_an_interrupt_says_what_is_still_on_the_way_to_a_machine(
 
 
 @pytest.mark.slow
-def test_a_machine_that_cannot_be_reached_again_costs_the_others_nothing(tmp_path: Path) -> None:
-    options = PoolOptions(
-        engine="command",
-        hosts=["a", "b:2"],
-        command_template=f"sh -c 'test ! -e {tmp_path}/no-{{host}} && exec env OWN={{host}} {{command}}'",
-        remote_python=sys.executable,
-    )
-    pool, machines, barred = Pool(), Machines(), tmp_path / "no-b"
-    pool.start(options)
-    try:
-        run(pool, "kept = rank")
-        barred.touch()
-        machines.kill(machines.hosts()[1])
-        wait_for(lambda: len(pool.lost) == 2)
-        with pytest.raises(StartError, match=r"machine b cannot be reached: [^\0]*%distributed pull NAME --ranks 0 "):
-            pool.restart()
-        assert pool.pull(["kept"], [0]) == [[0]]
-        barred.unlink()
-        assert pool.restart() == [1, 2]
-        assert run(pool, f"{SUM}, globals().get('kept')") == [(7.0, 0), (7.0, None), (7.0, None)]
-    finally:
-        pool.stop()
+@pytest.mark.parametrize("kind", ["rank", "host", "command", "silent", "server"])
+def test_each_line_that_a_loss_is_told_with_does_what_it_says(machines: Machines, kernel: Kernel, kind: str) -> None:
+    kernel.run("%load_ext nb_accelerate")
+    kernel.run(KEPT).ok()
+    host = machines.hosts()[1]
+    lose(machines, kernel, kind)
+    told = kernel.run("%%distributed\nrank")
+    assert told.error == "PoolError"
+    if kind in ("host", "command", "silent"):
+        assert "ranks 1 and 2 are lost: machine b is lost: " in told.message
+        assert told.message.count("is lost") == 1
+    ranks = "0" if kind != "rank" else "0,1"
+    assert f"--ranks {ranks}" in told.message
+    assert kernel.run(f"%%distributed --ranks {ranks} --out found\nkept").ok()
+    assert kernel.run("found[0]").ok().value == "10"
+    assert kernel.run("%distributed pull kept\nkept").ok().value == "10"
+    assert kernel.run("x = 3\n%distributed push x --ranks 0").ok()
+    [line] = advised(told.message)
+    assert "new" in kernel.run(line).ok().stdout
+    kernel.run(FOUND).ok()
+    new = "None" if kind != "rank" else "11"
+    assert kernel.run("found").ok().value == f"[(7.0, 10), (7.0, {new}), (7.0, None)]"
+    if kind == "silent" and host.is_running():
+        machines.kill(host)
+
+
+@pytest.mark.slow
+def test_a_machine_that_does_not_come_back_leaves_the_others_and_is_told(
+    machines: Machines, kernel: Kernel, tmp_path: Path
+) -> None:
+    kernel.run("%load_ext nb_accelerate")
+    kernel.run(KEPT).ok()
+    lose(machines, kernel, "command")
+    folder = next(path for path in (tmp_path / "b", tmp_path / "sshd" / "b") if path.exists())
+    folder.rename(tmp_path / "away")  # where its commands begin
+    for line in ("%distributed restart", "%distributed restart 1"):
+        told = kernel.run(line)
+        assert told.error == "StartError"
+        assert "machine b cannot be reached: " in told.message
+    again, cell, pull, stop, start = advised(told.message)
+    assert kernel.run(f"{cell} --out found\nkept").ok()
+    assert kernel.run("found").ok().value == "[10]"
+    assert kernel.run(f"{pull.replace('NAME', 'kept')}\nkept").ok().value == "10"
+    (tmp_path / "away").rename(folder)
+    assert kernel.run(again).ok().stdout == "ranks 1, 2 are new; they lack kept\n"
+    kernel.run(FOUND).ok()
+    lose(machines, kernel, "command")
+    kernel.run(stop).ok()
+    kernel.run(start).ok()
+    kernel.run("%%distributed --out found\nrank").ok()
+    assert kernel.run("found").ok().value == "[0]"
 
 
 @pytest.mark.slow

@@ -21,6 +21,11 @@ def ranges(ranks: Sequence[int], *, shortest: int = 3) -> str:
     return ", ".join(parts)
 
 
+def as_option(ranks: Sequence[int]) -> str:
+    """Format ranks as they are written on a line: ``0,2-4``."""
+    return ranges(ranks).replace(" ", "")
+
+
 def label(ranks: Sequence[int]) -> str:
     """Format ranks as a prefix of what they print: ``rank 3``, ``ranks 0-1``, ``ranks 0, 2-3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, shortest=2)}"

@@ -204,11 +204,12 @@ def offer(pool: Pool, ranks: Sequence[int] | None) -> str:
     if not pool.lost:
         return ""
     pool.wait()
-    lost = {rank: how for rank, how in pool.lost.items() if ranks is None or rank in ranks}
-    if not lost:
+    lost = [rank for rank in pool.lost if ranks is None or rank in ranks]
+    if not lost or pool.group is None:
         return ""
     ones = ("its variables are", "a new rank in its place") if len(lost) == 1 else ("their variables are", "new ranks")
-    question = f"{'; '.join(lost.values())}. {ones[0].capitalize()} lost. Start {ones[1]}, and run this cell? [Y/n] "
+    how = pool.group.how_they_ended(lost)
+    question = f"{how}. {ones[0].capitalize()} lost. Start {ones[1]}, and run this cell? [Y/n] "
     try:
         reply = input(question)
     except (EOFError, NotImplementedError):  # nobody is there, or IPython's StdinNotImplementedError

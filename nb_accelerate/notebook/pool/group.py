@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.devices import backend_named
-from nb_accelerate.base.topology.rank_lists import named
+from nb_accelerate.base.topology.rank_lists import as_option, named
 from nb_accelerate.errors import ConfigError, PoolError, StartError
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
@@ -39,7 +40,7 @@ from nb_accelerate.notebook.ranks.waiting import wait
 from nb_accelerate.notebook.worker.server.limits import enough_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.launch.cluster import Cluster
@@ -155,10 +156,15 @@ class RankGroup:
         try:
             self._cluster.reopen()
         except StartError as error:
-            kept = f", and %distributed pull NAME --ranks {self.alive[0]} brings what is kept" if self.alive else ""
-            raise StartError(
-                f"{error}\nWhen it is back, %distributed restart replaces its ranks. Until then the others go on{kept}"
-            ) from None
+            said, alive = f"{error}\nWhen it is back: %distributed restart", self.alive
+            if alive:
+                said += (
+                    f"\nThe variables of {named(alive)} are kept, and cells run there: %%distributed --ranks "
+                    f"{as_option(alive)}\nA value is brought by: %distributed pull NAME --ranks {alive[0]}\n"
+                    "To start ranks without it, and lose all variables: %distributed stop\n"
+                    f"%distributed {self._cluster.without_lost}"
+                )
+            raise StartError(said) from None
 
     @property
     def why_it_failed(self) -> BaseException | None:
@@ -171,8 +177,11 @@ class RankGroup:
         wanted = range(self.size) if numbers is None else sorted(set(numbers))
         gone = [number for number in self.missing if number in wanted]
         if gone:
-            why = "; ".join(map(self.how_it_ended, gone))
-            raise PoolError(f"{why}. To replace it, and go on: %distributed restart {gone[0]}")
+            what, alive = "it" if len(gone) == 1 else "them", self.alive
+            only = f". On {named(alive)} only: --ranks {as_option(alive)}" if numbers is None and alive else ""
+            raise PoolError(
+                f"{self.how_they_ended(gone)}. To replace {what}, and go on: %distributed restart {gone[0]}{only}"
+            )
         ranks = self.ranks
         return [ranks[number] for number in wanted]
 
@@ -180,6 +189,17 @@ class RankGroup:
         """Return how a rank has ended, in a few words."""
         rank = self.ranks.get(number)
         return f"rank {number} has ended" if rank is None or not rank.is_gone else how_it_ended(rank, _CELL)
+
+    def how_they_ended(self, numbers: Iterable[int]) -> str:
+        """Return how ranks have ended: together those that have ended in the same way."""
+        ways: dict[str, list[int]] = {}
+        for number in numbers:
+            ways.setdefault(self.how_it_ended(number).removeprefix(f"rank {number} "), []).append(number)
+        several = {"is": "are", "was": "were", "has": "have"}
+        for way, ranks in [*ways.items()]:
+            if len(ranks) > 1:
+                ways[re.sub(r"\b(?:is|was|has)\b", lambda verb: several[verb[0]], way, count=1)] = ways.pop(way)
+        return "; ".join(f"{named(ranks)} {way}" for way, ranks in ways.items())
 
     def check(self, ranks: Sequence[int]) -> None:
         """Check that there are such ranks."""
