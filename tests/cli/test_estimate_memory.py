@@ -64,6 +64,16 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(gpt: Path, dtype: 
     assert fake > 10 * one_layer
 
 
+def test_dropout_of_attention_keeps_no_scores_as_on_gpus(gpt: Path):
+    ids, found = torch.zeros(2, 8, dtype=torch.long), []
+    for dropout in (0.1, 0.0):
+        model = make_model(str(gpt))
+        for block in model.transformer.h:  # type: ignore[union-attr]
+            block.attn.attn_dropout.p = dropout  # type: ignore[union-attr]
+        found.append(count_activations(model, {"input_ids": ids}))
+    assert found[0] == found[1]
+
+
 @pytest.mark.contract("commands: estimate-memory")
 def test_the_table_has_a_row_for_each_precision(gpt: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["estimate-memory", str(gpt), "--batch-size", "2", "--sequence_length", "16"]) == 0

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.bigmodel.sizes import calculate_maximum_sizes
@@ -149,9 +151,22 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
         return tensor
 
     model.train()
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with _FusedAttention(), saved_tensors_hooks(keep, lambda tensor: tensor):
         model(**inputs)
     return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Leave dropout out of attention: with it the CPU keeps all scores, which the kernels of GPUs do not."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**(kwargs or {})}
+            kwargs.pop("dropout_p", None)
+        return func(*args, **(kwargs or {}))
 
 
 def token_inputs(batch_size: int, sequence_length: int) -> Callable[[nn.Module], Mapping[str, Any]]:
