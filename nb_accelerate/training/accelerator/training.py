@@ -139,7 +139,7 @@ class TrainingMixin(CoreMixin):
         Examples:
             ```python
             with accelerator.no_sync(model):
-                first, second = [loss_function(model(inputs), targets) for inputs, targets in batches]
+                first, second = [loss_function(model(inputs), targets) for inputs, targets in list(loader)[:2]]
             accelerator.backward(first)  # gradients stay on their rank
             with accelerator.trigger_sync_in_backward(model):
                 accelerator.backward(second)
