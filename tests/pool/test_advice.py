@@ -85,6 +85,9 @@ ADVISED = {
 }
 """Trials of what each module advises."""
 
+OF_LOST_MACHINES = {("notebook/pool/group.py", "%distributed pull"), ("notebook/pool/group.py", "%distributed stop")}
+"""Advice that is tried in `tests/remote/test_cells.py`, where a machine does not come back."""
+
 
 COMMAND = rf": (%distributed (?:{'|'.join(COMMANDS)}))\b"
 
@@ -101,7 +104,7 @@ def advised() -> set[tuple[str, str]]:
 
 
 def test_each_command_that_is_advised_has_a_trial():
-    assert advised() == ADVISED.keys()
+    assert advised() == ADVISED.keys() | OF_LOST_MACHINES
     assert set().union(*ADVISED.values()) <= TRIALS.keys()
 
 
