@@ -39,6 +39,10 @@ CASES: dict[str, tuple[list[str], str]] = {
     "list bound there, emptied here": (["@losses = [1]", "losses = []"], "losses"),
     "list bound here, there, and here": (["losses = []", "@losses = [1]", "losses = []"], "losses"),
     "counter set back to the same number": (["step = 0", "@step += 5", "step = 0"], "step"),
+    "counter set back by a function": (
+        ["step = 0\ndef reset():\n    global step\n    step = 0", "@step += 5", "reset()"],
+        "step",
+    ),
     "counter set back in a loop": (["step = 0", "@step += 5", "for step in range(1): pass"], "step"),
     "not set back by a branch": (["step = 0", "@step += 5", "if step is None: step = 0"], "step"),
     "not set back inside of a function": (["step = 0", "@step += 5", "def f():\n    step = 0\nf()"], "step"),

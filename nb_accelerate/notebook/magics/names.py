@@ -67,11 +67,13 @@ class RankNames:
         names = self._shell.user_ns
         bound: frozenset[str] = frozenset()
         # A number that is bound again is the same object: only the source says so.
-        if result.success and not variables.own_names.isdisjoint(re.findall(r"\w+", cell)):
+        if result.success and variables.own_names:
+            from nb_accelerate.notebook.pool.names import stored_by
             from nb_accelerate.notebook.pool.source import read_cell
 
             with contextlib.suppress(SyntaxError), self._auto.paused():
-                bound = read_cell(cell, transform=self._shell.transform_cell).stored
+                source = read_cell(cell, transform=self._shell.transform_cell)
+                bound = source.stored.union(*(stored_by(names.get(name)) for name in source.calls))
         from nb_accelerate.notebook.pool.variables import Before
 
         for sync in variables.syncs.values():

@@ -50,6 +50,17 @@ def names_in(code: types.CodeType) -> set[str]:
     return _own_names(code)[0].union(*map(names_in, _inner_codes(code)))
 
 
+def calls_of(tree: ast.Module) -> set[str]:
+    """Return the names of functions that statements of a cell call: ``reset()``, ``loss = step(x)``."""
+    calls = [call for node in tree.body if isinstance(call := getattr(node, "value", None), ast.Call)]
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+
+
+def stored_by(function: object) -> set[str]:
+    """Return the global names that a function stores whenever it is called."""
+    return _own_names(function.__code__)[1] if type(function) is types.FunctionType else set()
+
+
 def _own_names(code: types.CodeType) -> tuple[set[str], set[str]]:
     """Return the global names that code itself reads before it has stored them, and those it stores for certain.
 

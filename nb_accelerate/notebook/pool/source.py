@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.pool.names import names_of
+from nb_accelerate.notebook.pool.names import calls_of, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ class CellSource:
         above: number of lines of `text` above the body.
         free: names that it may read before it has stored them.
         stored: names that it has stored, or deleted, for certain when it ends well.
+        calls: names of functions that its statements call, one statement each.
         is_python: whether there is nothing in it that IPython has to transform.
     """
 
@@ -35,6 +36,7 @@ class CellSource:
     above: int
     free: frozenset[str]
     stored: frozenset[str]
+    calls: frozenset[str]
     is_python: bool
 
     @property
@@ -72,6 +74,7 @@ def read_cell(
         above=above,
         free=frozenset(free),
         stored=frozenset(stored),
+        calls=frozenset(calls_of(tree)),
         is_python=source.rstrip("\n") == code.rstrip("\n"),
     )
 

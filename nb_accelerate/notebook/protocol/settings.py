@@ -180,6 +180,26 @@ def _rc_params(matplotlib: Any) -> dict[str, Any]:
     return {name: value for name, value in own if "backend" not in name and dict.get(defaults, name) != value}
 
 
+def _safe_globals(torch: Any) -> list[Any]:
+    # By name where a module has it: unpickling it would import that module on each rank.
+    found = []
+    for one in torch.serialization.get_safe_globals():
+        module = getattr(one, "__module__", "__main__")
+        found.append(one if module == "__main__" else (module, one.__qualname__))
+    return found
+
+
+def _add_safe_globals(torch: Any, values: list[Any]) -> None:
+    def add(path: str, module: Any) -> None:
+        torch.serialization.add_safe_globals([operator.attrgetter(path)(module)])
+
+    for value in values:
+        if isinstance(value, tuple) and isinstance(value[0], str):
+            when_imported(value[0], partial(add, value[1]))
+        else:
+            torch.serialization.add_safe_globals([value])
+
+
 def _add_bars(_: Any, is_wanted: bool) -> None:
     if is_wanted:
         importlib.import_module("tqdm").tqdm.pandas()
@@ -462,10 +482,7 @@ _ROWS: dict[str, dict[str, Row]] = {
         "threads": Row(_threads, _set_threads),
         **{f"autocast_{kind.name}": _autocast(kind.name) for kind in DEVICE_KINDS},
         "mkldnn": _calls("_C._get_mkldnn_enabled", "_C._set_mkldnn_enabled"),
-        "safe_globals": Row(
-            lambda torch: torch.serialization.get_safe_globals(),
-            lambda torch, value: torch.serialization.add_safe_globals(value),
-        ),
+        "safe_globals": Row(_safe_globals, _add_safe_globals),
         "printing": Row(
             lambda torch: vars(torch._tensor_str.PRINT_OPTS).copy(),  # noqa: SLF001 - nothing else returns them
             lambda torch, value: vars(torch._tensor_str.PRINT_OPTS).update(value),  # noqa: SLF001 - see above
