@@ -43,6 +43,19 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["step = 0\ndef reset():\n    global step\n    step = 0", "@step += 5", "reset()"],
         "step",
     ),
+    "not set back by a function of a module": (
+        [
+            "step = 0\nimport types\nmine = types.ModuleType('mine')\n"
+            "exec('def reset():\\n    global step\\n    step = 0', vars(mine))\nreset = mine.reset",
+            "@step += 5",
+            "reset()",
+        ],
+        "step",
+    ),
+    "not set back by a generator that was not run": (
+        ["step = 0\ndef reset():\n    global step\n    step = 0\n    yield", "@step += 5", "reset()"],
+        "step",
+    ),
     "counter set back in a loop": (["step = 0", "@step += 5", "for step in range(1): pass"], "step"),
     "not set back by a branch": (["step = 0", "@step += 5", "if step is None: step = 0"], "step"),
     "not set back inside of a function": (["step = 0", "@step += 5", "def f():\n    step = 0\nf()"], "step"),

@@ -73,7 +73,7 @@ class RankNames:
 
             with contextlib.suppress(SyntaxError), self._auto.paused():
                 source = read_cell(cell, transform=self._shell.transform_cell)
-                bound = source.stored.union(*(stored_by(names.get(name)) for name in source.calls))
+                bound = source.stored.union(*(stored_by(names.get(name), names) for name in source.calls))
         from nb_accelerate.notebook.pool.variables import Before
 
         for sync in variables.syncs.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import inspect
 import re
 import types
 import warnings
@@ -56,9 +57,15 @@ def calls_of(tree: ast.Module) -> set[str]:
     return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
 
 
-def stored_by(function: object) -> set[str]:
-    """Return the global names that a function stores whenever it is called."""
-    return _own_names(function.__code__)[1] if type(function) is types.FunctionType else set()
+def stored_by(function: object, variables: dict[str, Any]) -> set[str]:
+    """Return the global names that a call of a function stores for certain; none if its globals are not ``variables``.
+
+    The call of a generator or coroutine function runs none of its code.
+    """
+    if type(function) is not types.FunctionType or function.__globals__ is not variables:
+        return set()
+    runs_later = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return set() if function.__code__.co_flags & runs_later else _own_names(function.__code__)[1]
 
 
 def _own_names(code: types.CodeType) -> tuple[set[str], set[str]]:

@@ -568,8 +568,8 @@ class Pool:
         began = time.monotonic()
         with Interrupts() as interrupts, self._starting():
             self._bring_up((), interrupts)
-        anew = f"the process group was made again in {time.monotonic() - began:.1f} s; variables are kept"
-        output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
+        said = f"the process group was made again in {time.monotonic() - began:.1f} s; variables are kept"
+        output.note(f"in the cell before, the ranks were not in the same collectives: {said}" if unseen else said)
 
     def _take_note(
         self,

@@ -26,7 +26,7 @@ class CellSource:
         above: number of lines of `text` above the body.
         free: names that it may read before it has stored them.
         stored: names that it has stored, or deleted, for certain when it ends well.
-        calls: names of functions that its statements call, one statement each.
+        calls: names of functions that it calls for certain: those of its statements that are one call.
         is_python: whether there is nothing in it that IPython has to transform.
     """
 

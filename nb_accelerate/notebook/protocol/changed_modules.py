@@ -181,7 +181,8 @@ def _tell_if_it_stays(dotted: str) -> None:
     if dotted not in _notebook.told and (_STAYS_HERE.fullmatch(dotted) or hasattr(function, "dispatch")):
         _notebook.told.add(dotted)
         logger.warning(
-            "%s of this notebook does not reach ranks. Write it in the function or cell that they run too.", dotted
+            "%s of this notebook does not reach ranks. Write it in the function or cell that they run too.",
+            dotted.replace("[]", "[...]"),
         )
 
 
