@@ -215,8 +215,14 @@ def _own_modules() -> dict[str, _OwnModule]:
                 continue
             _notebook.looked_at.add(name)
             file = getattr(module, "__file__", None)
-            if isinstance(file, str) and name not in ("__main__", "__mp_main__") and is_users(file):
-                _notebook.own[name] = _OwnModule(getattr(module, "__spec__", None), list(_literals(module)))
+            spec = getattr(module, "__spec__", None)  # torch.ops has none, and a file that is none
+            if (
+                spec is not None
+                and isinstance(file, str)
+                and name not in ("__main__", "__mp_main__")
+                and is_users(file)
+            ):
+                _notebook.own[name] = _OwnModule(spec, list(_literals(module)))
     return _notebook.own
 
 
