@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -86,3 +87,33 @@ def test_a_script_can_be_executed_and_is_valid_shell(script: str):
     path = ROOT / script
     assert path.stat().st_mode & 0o111
     subprocess.run(["bash", "-n", str(path)], timeout=30, check=True)
+
+
+def names_that_other_tests_lack(tests: Path, folders: str) -> list[str]:
+    """Return uses of names of another module of tests that it does not define."""
+    lacking = []
+    for path in tests.glob(f"{folders}/*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        modules = {
+            alias.asname or alias.name: tests / (node.module or "").replace(".", "/") / f"{alias.name}.py"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        lacking += [
+            f"{path.name}: {node.value.id}.{node.attr}"
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if (module := modules.get(node.value.id))
+            and module.is_file()
+            and not re.search(rf"^(def |class |from .* import .*)?{node.attr}\b", module.read_text(), re.MULTILINE)
+        ]
+    return lacking
+
+
+def test_suites_of_other_environments_use_only_names_that_other_tests_define(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "two.py").write_text("x = 1\ndef f(): return y")
+    (tmp_path / "sub" / "three.py").write_text("from sub import two\ntwo.x, two.f, two.y")
+    assert names_that_other_tests_lack(tmp_path, "sub") == ["three.py: two.y"]
+    assert names_that_other_tests_lack(ROOT / "tests", "with_*") == []

@@ -67,10 +67,22 @@ def test_cells(machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[
         cells.test_an_interrupt_ends_a_cell_and_no_rank(pool)
         for rank in (0, 2):
             cells.test_a_rank_that_died_is_replaced_and_others_keep_their_variables(pool, machines, rank)
-        cells.test_a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_anew(pool, machines)
+        a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_again(pool, machines)
         a_raylet_that_is_killed_is_named_at_once_and_nothing_stays_there(pool, machines, tmp_path / "gate")
     finally:
         pool.stop()
+
+
+def a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_again(pool: Pool, machines: Machines) -> None:
+    host = machines.hosts()[1]
+    ranks = host.children(recursive=True)
+    machines.kill(host)
+    with pytest.raises(PoolError, match=f"rank [12] is lost: machine {NODES[1]} is lost"):
+        cells.run(pool, "import time\ntime.sleep(30)")
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert alive == []
+    assert pool.restart() == [0, 1, 2]
+    assert cells.run(pool, cells.SUM) == [7.0] * 3
 
 
 def node_of(process: psutil.Process) -> str:
