@@ -68,13 +68,13 @@ def test_what_held_most_is_what_is_advised_against_first():
 
 
 def test_who_held_what_is_a_table_with_the_rank_that_failed():
-    samples = {0: Sample(held=SHARDED, rows=128), 1: Sample(held=FULL, rows=128)}
+    samples = {rank: Sample(held=FULL if rank == 1 else SHARDED, rows=192) for rank in range(3)}
     lines = shortage(samples, failed=1, wanted=GB).splitlines()
     assert lines[0] == "What each rank had in memory:"
     assert lines[3].split()[1:-2] == ["2.0", "GB", "2.0", "GB", "4.0", "GB", "6.0", "GB", "15.0", "GB", "15.0", "GB"]
     assert lines[3].endswith("  <- failed")
-    assert "instead of 64" in lines[4]
-    assert len(lines) == 6
+    assert "instead of 64" in lines[5]
+    assert len(lines) == 7
     assert shortage({0: Sample()}, failed=0, wanted=GB) == ""
 
 

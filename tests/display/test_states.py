@@ -374,7 +374,7 @@ def test_ranks_that_each_go_at_their_own_speed_are_one_row_that_says_how_far_apa
             run.step_of([rank], rate=8.0 + rank / 4)
 
     run.wait(20.0, each)
-    assert [(row.ranks, row.step) for row in run.view.rows] == [("0-7", "160 to 195 / 1,000")]
+    assert [(row.ranks, row.step, row.rate[:3]) for row in run.view.rows] == [("0-7", "160 to 195 / 1,000", "9.0")]
 
 
 def test_more_than_two_that_stand_out_alike_are_one_row():

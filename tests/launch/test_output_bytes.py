@@ -215,10 +215,13 @@ class TestCellSink:
         sink = CellSink(kernel)
         for number in range(1000):
             sink.write("stderr", f"\r{number:4} of 1000")
-        sink.close()
+        sink.flush()
         text = kernel.sent[-1][1]["data"]["text/plain"]
         assert text.endswith("The last ones:\n 999 of 1000")
-        Path(re.search(r"in (\S+)\. The last", text)[1]).unlink()
+        log = Path(re.search(r"in (\S+)\. The last", text)[1])
+        assert log.read_text().endswith(" 999 of 1000"), "while the cell runs"
+        sink.close()
+        log.unlink()
 
     def test_nothing_is_raised_where_the_kernel_is_gone(self):
         kernel = Kernel()

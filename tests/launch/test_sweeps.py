@@ -21,7 +21,9 @@ def test_values_come_in_order_and_calls_are_on_at_a_time(tmp_path: Path, capfd: 
         import torch
 
         (tmp_path / str(index)).touch()
-        while index < 2 and len(list(tmp_path.iterdir())) < 2:  # the first two are on at the same time
+        until = time.monotonic() + 20
+        while index < 2 and len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < until, "the first two are not on at the same time"
             time.sleep(0.01)
         print("hello")
         return index, os.environ.get("WORLD_SIZE"), os.getpid(), torch.get_num_threads()

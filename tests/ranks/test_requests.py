@@ -50,12 +50,12 @@ def test_ranks_of_any_kind_answer_print_and_leave(loop: RankLoop) -> None:
 
 
 def test_a_launch_that_fails_takes_the_steps_of_its_table_until_every_rank_has_ended(loop: RankLoop) -> None:
-    fails = ActorRank(0, failure("First", time.monotonic()))
-    hangs = ActorRank(1, None, ends_on=["kill"])
-    request = begin(loop, [fails, hangs], call_steps(SOON))
+    fails = ActorRank(1, failure("First", time.monotonic()))
+    hang = [ActorRank(rank, None, ends_on=["kill"]) for rank in (0, 2)]
+    request = begin(loop, [hang[0], fails, hang[1]], call_steps(SOON))
     loop.run(request)
-    assert hangs.verbs == ["dump_stacks", "interrupt", "terminate", "kill"]
-    assert "rank 0 raised First" in str(error_of(request))
+    assert [rank.verbs for rank in hang] == [["dump_stacks", "interrupt", "terminate", "kill"]] * 2
+    assert "rank 1 raised First" in str(error_of(request))
 
 
 def cut(rank: RankProxy) -> None:
@@ -85,7 +85,10 @@ def test_a_rank_of_a_pool_is_killed_only_if_the_user_insists(loop: RankLoop, int
 
 
 @pytest.mark.parametrize("insists", [False, True])
-def test_an_interrupt_leaves_ranks_the_time_to_save_unless_the_user_insists(loop: RankLoop, insists: bool) -> None:
+@pytest.mark.parametrize(("steps", "last"), [(call_steps(SOON), ["kill"]), (cell_steps(SOON, cut), ["cut", "kill"])])
+def test_an_interrupt_leaves_ranks_the_time_to_save_unless_the_user_insists(
+    loop: RankLoop, steps: Any, last: list[str], insists: bool
+) -> None:
     handle = ActorRank(0, None, ends_on=["kill"])
     saves = ProgressPage(handle.page._memory)
     saves.begin_request()
@@ -96,16 +99,16 @@ def test_an_interrupt_leaves_ranks_the_time_to_save_unless_the_user_insists(loop
         said.append(line)
         loop.post((lambda: loop.interrupt(request)) if insists else (lambda: handle._there.send(RESULT)))
 
-    request = begin(loop, [handle], call_steps(SOON), say=say)
+    request = begin(loop, [handle], steps, say=say)
     loop.interrupt(request)
     loop.run(request)
-    assert handle.verbs == (["interrupt", "kill"] if insists else ["interrupt"])
+    assert handle.verbs == ["interrupt", *(last if insists else [])]
     assert said == ["rank 0 is saving. Interrupt once more not to wait"]
 
 
 @pytest.mark.parametrize("insists", [False, True])
 def test_a_failure_leaves_ranks_the_time_to_save_in_the_background(loop: RankLoop, insists: bool) -> None:
-    fails, saves = ActorRank(0, failure("First", 1.0)), ActorRank(1, None, ends_on=["terminate"])
+    fails, saves = ActorRank(1, failure("First", 1.0)), ActorRank(2, None, ends_on=["terminate"])
     page = ProgressPage(saves.page._memory)
     page.begin_request()
     page.save_in_background(True)
@@ -119,11 +122,11 @@ def test_a_failure_leaves_ranks_the_time_to_save_in_the_background(loop: RankLoo
     def end_of_save() -> None:
         ProgressPage(saves.page._memory).save_in_background(False)
 
-    request = begin(loop, [fails, saves], call_steps(SOON), say=say)
+    request = begin(loop, [ActorRank(0, RESULT), fails, saves], call_steps(SOON), say=say)
     loop.run(request)
     assert saves.verbs == ["dump_stacks", "interrupt", "terminate"]
-    assert said == ["rank 1 is saving. Interrupt not to wait"]
-    assert ("interrupted" if insists else "rank 0 raised First") in str(error_of(request))
+    assert said == ["rank 2 is saving. Interrupt not to wait"]
+    assert ("interrupted" if insists else "rank 1 raised First") in str(error_of(request))
 
 
 def test_an_interrupt_says_where_a_rank_was_that_c_code_keeps_from_answering(loop: RankLoop) -> None:
@@ -268,6 +271,9 @@ def test_a_request_ends_with_the_loop_that_carries_it(how: str) -> None:
         raise error_of(request) or AssertionError
     assert handle.verbs[-1] == "kill"
     loop.close()
+    refused = []
+    loop.post(fail, lambda: refused.append("late"))
+    assert refused == ["late"]
 
 
 @pytest.mark.parametrize("has_thread", [False, True])

@@ -232,6 +232,7 @@ def test_two_optimizers_of_one_model_divide_its_gradients_once(drop):
         assert accelerator.clip_grad_norm_(model.parameters(), 1e6).item() == pytest.approx(5**0.5)
         accelerator.backward(spread(model))  # added to gradients that are unscaled
         again.step()
+        accelerator.scaler.get_scale()  # it grows, and the gradients are unscaled already
         optimizer.step()
         assert model.weight.grad.tolist() == [[2.0, 4.0]]
         again.zero_grad(set_to_none=drop == "zero_grad")

@@ -296,19 +296,19 @@ def test_tensorboard_shows_what_was_logged(tmp_path: Path):
     accelerator.init_trackers("digits", config={"lr": 0.1, "layers": [1, 2]})
     for step in range(3):
         accelerator.log({"loss": torch.tensor(1.0 / (step + 1)), "note": "good", "both": {"a": 1, "b": 2}}, step=step)
-    accelerator.get_tracker("tensorboard").log_images({"rows": np.zeros((2, 3, 4, 4))}, step=1)
-    assert "SummaryWriter" in type(accelerator.get_tracker("tensorboard", unwrap=True)).__name__
-    accelerator.end_training()
-
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "digits")).Reload()
+    events = EventAccumulator(str(tmp_path / "digits")).Reload()  # while it runs
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (0, 1.0),
         (1, 0.5),
         (2, pytest.approx(1 / 3)),
     ]
     assert "note/text_summary" in events.Tags()["tensors"]
+    accelerator.get_tracker("tensorboard").log_images({"rows": np.zeros((2, 3, 4, 4))}, step=1)
+    assert "SummaryWriter" in type(accelerator.get_tracker("tensorboard", unwrap=True)).__name__
+    accelerator.end_training()
+    events.Reload()
     assert events.Tags()["images"] == ["rows"]
     assert json.loads((tmp_path / "digits" / "hparams.yml").read_text()) == {"lr": 0.1, "layers": [1, 2]}
 

@@ -134,9 +134,9 @@ def test_a_run_says_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFix
         f"Training goes on from {folder}, with epoch 2 of 3 after its batch 2."
     ]
     caplog.clear()
-    _run(tmp_path / "epochs", save_every="1 epoch", die_after=8)
-    _run(tmp_path / "epochs", save_every="1 epoch")
-    assert "checkpoint_0, with epoch 2 of 3.\n" in caplog.text
+    _run(tmp_path / "epochs", save_every="2 epochs", die_after=15)
+    _run(tmp_path / "epochs", save_every="2 epochs")
+    assert "checkpoint_0, with epoch 3 of 3.\n" in caplog.text
     assert _run(tmp_path / "epochs", save_every="1 epoch") == []
     assert "is at the end of epoch 3, and epochs=3: nothing is left to train." in caplog.text
 
