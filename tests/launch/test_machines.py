@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import pickle
+import re
 import socket
 import struct
 import subprocess
@@ -17,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +27,7 @@ from fixtures.hosts import HOSTS
 
 from nb_accelerate.errors import DeadlineError, StartError
 from nb_accelerate.notebook.launch import notebook_launcher
-from nb_accelerate.notebook.launch.machines import Machine, no_first_machine, not_all_came, refusal
-from nb_accelerate.notebook.launch.shared_state import SharedState
+from nb_accelerate.notebook.launch.elastic import SharedState
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,7 +112,7 @@ def test_a_machine_that_was_started_for_another_number_of_them_says_so_at_once(t
     finally:
         first.terminate()
         first.wait(20)
-    assert "this machine was started for 3 machines, but the one at 127.0.0.2" in ran.stderr
+    assert re.search(r"this machine was started for 3 machines .* but the launch at 127\.0\.0\.2:\d+ for 2", ran.stderr)
 
 
 HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
@@ -164,7 +163,7 @@ def test_what_machines_share_holds_no_code() -> None:
 
     backend = SimpleNamespace(get_state=lambda: (pickle.dumps(Evil()), b"token"))
     with pytest.raises(RuntimeError, match=r"is not part of the state of a rendezvous"):
-        SharedState(backend, 1, lambda: False).get_state()
+        SharedState(backend, lambda: False).get_state()
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
@@ -184,36 +183,6 @@ def test_the_time_of_a_launch_is_over_also_while_it_waits_for_machines() -> None
     place = {"num_nodes": 2, "master_addr": "127.0.0.2", "use_port": free_port()}
     with pytest.raises(DeadlineError, match=r"took longer than timeout=0\.5 s; its ranks had not been started"):
         notebook_launcher(print, num_processes=1, timeout=0.5, progress="off", **place)
-
-
-def test_sentences_name_who_is_missing() -> None:
-    here, gone = Machine(address="10.0.0.1", node_rank=0), Machine(address="10.0.0.2", host="two", node_rank=2)
-    text = str(not_all_came([here], [gone], 3, "10.0.0.1:29500", 60))
-    assert text.startswith(
-        "1 of 3 machines came to 10.0.0.1:29500 within 60 s; number 1 and number 2, last seen at 10.0.0.2 (two), are"
-    )
-    here, gone = Machine(address="10.0.0.1"), Machine(address="10.0.0.2")
-    assert "the one at 10.0.0.2 is missing" in str(not_all_came([here], [gone], 2, "10.0.0.1:29400", 60))
-    assert "here is 10.0.0.1" in str(not_all_came([here], [], 2, "10.0.0.1:29400", 60))
-    assert "did not answer within 5 s (No route to host)" in str(
-        no_first_machine("10.0.0.1:29500", 5, OSError(113, "No route to host"))
-    )
-
-
-def test_machines_that_do_not_fit_are_refused() -> None:
-    first = Machine(address="10.0.0.1", node_rank=0, num_nodes="2")
-    assert refusal([first], replace(first, address="10.0.0.2", node_rank=1)) == ""
-    assert "machine 0 has come already: it is the one at 10.0.0.1" in refusal([first], first)
-    other = Machine(address="10.0.0.2", node_rank=1, num_nodes="2", num_processes=2)
-    assert "would start 2 ranks, but the one at 10.0.0.1 starts 1" in refusal([first], other)
-    assert "started for 3 machines, but the one at 10.0.0.1 for 2" in refusal([first], replace(other, num_nodes="3"))
-
-
-def test_torch_elastic_numbers_machines_as_they_were_numbered_by_hand() -> None:
-    machines = [Machine(address="10.0.0.1", node_rank=number, host="a", num_nodes="12") for number in range(12)]
-    assert sorted(one.to_text() for one in reversed(machines)) == [one.to_text() for one in machines]
-    assert [Machine.from_text(one.to_text()) for one in machines] == machines
-    assert Machine.from_text("10.0.0.9") == Machine(address="10.0.0.9")  # of torchrun
 
 
 @pytest.mark.slow
@@ -243,7 +212,7 @@ def fails_first():
     return attempt
 
 for _ in range(3):
-    machines = dict(num_nodes=2, min_nodes=1, rdzv_conf={"last_call_timeout": 0.1})
+    machines = dict(num_nodes=2, min_nodes=1, rdzv_conf={"last_call_timeout": 1})
     endpoint = dict(rdzv_backend="c10d", rdzv_endpoint=sys.argv[2])
     ranks = dict(num_processes=2, start_method=sys.argv[1], max_restarts=1, progress="off")
     print(notebook_launcher(fails_first, **ranks, **machines, **endpoint))

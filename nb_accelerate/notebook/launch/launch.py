@@ -25,7 +25,6 @@ from nb_accelerate.errors import (
 from nb_accelerate.notebook.display.panel import Action
 from nb_accelerate.notebook.launch.description import facts_of, line_prefix, simple_arguments
 from nb_accelerate.notebook.launch.elastic import MachineJoinedError
-from nb_accelerate.notebook.launch.machine_watch import MachineWatch
 from nb_accelerate.notebook.launch.placing import PlacingHere
 from nb_accelerate.notebook.launch.setup import pack_notebook
 from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, pack_call, unpack_values
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.display.panel import Panel
+    from nb_accelerate.notebook.launch.elastic import Machines
     from nb_accelerate.notebook.launch.placing import Placing
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet
@@ -114,7 +114,7 @@ class Launch(Steerable):
         self._seconds: float | None = None
         self._loop: RankLoop | None = None
         self._requests: tuple[Request, ...] = ()
-        self._machines: MachineWatch | None = None
+        self._machines: Machines | None = None
         self._values: Values | None = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
@@ -375,9 +375,10 @@ class Launch(Steerable):
                 self._loop, self._requests = loop, (calling, leaving)
                 was_stopped = self._stopped
             stack.callback(calling.close)
-            if rendezvous.elastic is not None:
-                self._machines = MachineWatch(rendezvous.elastic, calling, self._say)
-                stack.callback(self._machines.close)
+            if rendezvous.machines is not None:
+                self._machines = rendezvous.machines
+                self._machines.watch(calling, self._say)
+                stack.callback(self._machines.close_watch)
             return self._carry_out(loop, calling, leaving, is_first=not attempt, was_stopped=was_stopped)
 
     def _carry_out(

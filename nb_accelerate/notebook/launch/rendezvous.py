@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.devices import backend_named
 from nb_accelerate.base.seam import StoreSpec
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.notebook.launch.elastic import DONE, FAILED, INTERRUPTED, ElasticRendezvous
+from nb_accelerate.notebook.launch.elastic import DONE, FAILED, INTERRUPTED, Machines
 from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
@@ -73,7 +73,7 @@ class Rendezvous:
     world_size: int = 1
     polls: bool = False  # ranks wait for the file in Python; see `training.process.group_store.RendezvousHandler`
     part: str = ""  # of the store, for these ranks; "" if it is theirs alone
-    elastic: ElasticRendezvous | None = None  # by which several machines found one another; None on one
+    machines: Machines | None = None  # that take part; None if it is this one alone
 
     def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
         """Return what a rank is told of the store, and the descriptor it gets, which the caller closes; or -1."""
@@ -191,23 +191,23 @@ def _elastic(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], objec
         is_first = str(said).lower() in ("1", "true", "yes")
     listener = _listen(*endpoint, of_endpoint=bool(options.rdzv_endpoint)) if is_first else None
     address = endpoint[0] if is_first else own
-    elastic = ElasticRendezvous(options, endpoint, address, listener, num_processes=plan.num_processes, check=check)
+    machines = Machines(options, endpoint, address, listener, num_processes=plan.num_processes, check=check)
 
     @contextlib.contextmanager
     def meet() -> Iterator[Rendezvous]:
-        found = elastic.next_round()
+        node_rank, num_nodes, part = machines.meet()
         yield Rendezvous(
             address=endpoint[0],
             port=endpoint[1],
-            node_rank=found.node_rank,
+            node_rank=node_rank,
             interface=interface_of(own) or "",
             run_id=options.rdzv_id,
             listener=None,
             keeps_interface=True,
-            num_nodes=len(found.machines),
-            world_size=len(found.machines) * plan.num_processes,
-            part=found.name,
-            elastic=elastic,
+            num_nodes=num_nodes,
+            world_size=num_nodes * plan.num_processes,
+            part=part,
+            machines=machines,
         )
 
     ended = FAILED
@@ -218,7 +218,7 @@ def _elastic(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], objec
         ended = INTERRUPTED
         raise
     finally:
-        elastic.close(ended)
+        machines.close(ended)
 
 
 def _split(endpoint: str, default_port: int) -> tuple[str, int]:
