@@ -102,7 +102,7 @@ format: $(READY) ## Put the sources into the format that lint asks for
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-bench: $(RIVALS) ## Measure; prints ratios taken within one run
+bench: $(RIVALS) ## Measure; prints ratios taken within one run, beside those of the last release
 	@$(RUN) tests/benchmarks/run.py $(ARGS)
 
 bench-deepspeed: $(WITH_DEEPSPEED)/ready ## Measure what is added to a step of DeepSpeed, in an environment with it

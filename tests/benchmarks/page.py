@@ -15,6 +15,10 @@ import psutil
 
 PAGE = Path(__file__).parents[2] / "notebooks" / "benchmarks.md"
 BESIDE = ("accelerate", "ipyparallel", "nbdistributed", "ipykernel", "numpy")
+
+_WORSE = 0.2
+"""Part of a ratio of the last release by which one is greater that is marked."""
+
 _INTRO = """\
 # Benchmarks
 
@@ -36,6 +40,45 @@ def sections_of(printed: str) -> dict[str, list[str]]:
         elif re.fullmatch(r"[a-z ]+", line):
             lines = found.setdefault(line, [])
     return {subject: lines for subject, lines in found.items() if lines}
+
+
+def beside_release(sections: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return each ratio beside that of the page, which is the last release's, and a mark at what is a fifth worse.
+
+    Of a line that was measured in several runs the best ratio counts: what is worse is worse in all of them.
+    """
+    release = _ratios(sections_of(_as_printed(PAGE.read_text(encoding="utf-8"))))
+    lines = []
+    for key, now in _ratios(sections).items():
+        before = release.get(key, [])
+        if len(before) == len(now):
+            is_worse = any(new - old > _WORSE * abs(old) for new, old in zip(now, before, strict=True))
+            was, found = (", ".join(f"{ratio:.4g}" for ratio in ratios) for ratios in (before, now))
+            lines.append(f"{found:>14} was {was:<14} {'WORSE ' if is_worse else '      '}{': '.join(key)}")
+    return lines
+
+
+def _ratios(sections: Mapping[str, Sequence[str]]) -> dict[tuple[str, ...], list[float]]:
+    """Return the ratios of lines, by their subject, the line that they are below, and what they say themselves."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for subject, lines in sections.items():
+        above = ""
+        for line in lines:
+            text = re.sub(r"\([^()]*\)", "", line)  # times are in parentheses
+            label = re.split(r"-?\b\d+\.\d+", text)[0].strip()
+            ratios = [float(number) for number in re.findall(r"-?\b\d+\.\d+", text)]
+            key = (subject, above, label) if line.startswith(" ") else (subject, label)
+            above = above if line.startswith(" ") else label
+            if ratios and not re.search(rf"\b(?:{'|'.join(BESIDE)}|torchrun|python)\b", label.replace("nb-a", "nb_a")):
+                best = zip(ratios, found.get(key, ratios), strict=False)
+                found[key] = [min(pair) for pair in best]
+    return found
+
+
+def _as_printed(text: str) -> str:
+    """Return the lines of the page as `run.py` has printed them."""
+    parts = re.findall(r"^## (.+?)\n.*?```text\n(.*?)```", text, re.MULTILINE | re.DOTALL)
+    return "\n".join(f"{subject.lower()}\n" + re.sub("^", "  ", lines, flags=re.MULTILINE) for subject, lines in parts)
 
 
 def _version(name: str) -> str:

@@ -43,6 +43,7 @@ def main() -> int:
     else:
         subjects = options.subjects or [subject for subject in SUBJECTS if subject not in ELSEWHERE]
         sections, date = measure(subjects, failed), time.time()
+    print("\nbeside the last release:", *page.beside_release(sections), sep="\n")
     if options.page:
         page.PAGE.write_text(page.render(sections, date), encoding="utf-8")
     if failed:
