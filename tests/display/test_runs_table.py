@@ -249,7 +249,7 @@ def test_a_loss_that_was_only_seen_is_beside_what_the_file_has(tmp_path: Path) -
     tracker.log({"accuracy": 0.9}, step=1)
     tracker.finish()
     kept.note_run(
-        "f", config={}, values={"loss": ((1, 2.0), (2, 1.0))}, began=0.0, ended="done", logged_as=[*kept._records]
+        "f", config={}, values={"loss": ((1, 2.0), (2, 1.0))}, began=0.0, ended="stopped", logged_as=[*kept._records]
     )
     (run,) = kept.runs()
     assert (run.column("loss"), run.column("accuracy")) == ([(1, 2.0), (2, 1.0)], [(1, 0.9)])

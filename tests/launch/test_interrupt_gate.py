@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -57,6 +58,19 @@ def test_a_signal_alone_is_not_meant_for_the_rank(rank: Rank):
     rank.call(begun=[])
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(NUDGE)
+
+
+def test_an_interrupt_is_not_meant_for_a_process_that_the_rank_has_forked(rank: Rank):
+    with rank.gate:
+        rank.announce(1)
+        if not (child := os.fork()):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0) == (child, 0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_call_is_interrupted_once_however_often_the_signal_comes(rank: Rank):
@@ -142,7 +156,7 @@ def test_what_else_is_dropped_is_told_as_ever(rank: Rank, monkeypatch: pytest.Mo
     monkeypatch.setattr(rank.gate, "_previous_hook", lambda dropped: told.append(dropped.exc_type))
     for error in (ValueError, KeyboardInterrupt):
         thing = Thing()
-        weakref.finalize(thing, lambda error=error: exec("raise error", {"error": error}))
+        weakref.finalize(thing, (_ for _ in ()).throw, error)
         del thing
     assert told == [ValueError, KeyboardInterrupt]
     rank.call(begun=[])

@@ -127,6 +127,15 @@ class TestMerge:
         story.merge.finish()
         assert story.lines == ["rank 0: a", "rank 1: c", "a", "b"]
 
+    def test_once_they_agree_figures_are_counted_anew(self):
+        story = Story(2)
+        story.say(0, "loss 0.9", "loss 0.5", "end")
+        story.say(1, "loss 0.8", "end")
+        story.merge.finish()
+        for rank in range(2):
+            story.say(rank, "loss 0.3")
+        assert story.lines[-2:] == ["end", "loss 0.3"]
+
     def test_equal_figures_of_different_epochs_are_not_shown_as_one(self):
         story = Story(2)
         story.say(0, "loss 0.9", "loss 0.5", "loss 0.4", "done")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import select
 import signal
 import struct
@@ -56,6 +57,15 @@ def test_a_launch_that_fails_takes_the_steps_of_its_table_until_every_rank_has_e
     loop.run(request)
     assert [rank.verbs for rank in hang] == [["dump_stacks", "interrupt", "terminate", "kill"]] * 2
     assert "rank 1 raised First" in str(error_of(request))
+
+
+def test_failures_other_than_the_first_are_told_beside_it(loop: RankLoop) -> None:
+    failures = [failure("First", 1.0), failure("Second", 2.0), failure("First", 3.0)]
+    request = begin(loop, [ActorRank(rank, answer) for rank, answer in enumerate(failures)], call_steps(SOON))
+    loop.run(request)
+    error = error_of(request)
+    assert "rank 0 raised First" in str(error)
+    assert re.findall(r"Rank (\d) failed as well: (\w+)", "".join(error.__notes__)) == [("1", "Second")]
 
 
 def cut(rank: RankProxy) -> None:

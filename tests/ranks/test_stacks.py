@@ -347,8 +347,11 @@ def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(
     rank = RankProxy(ActorRank(0, None))
     loop.add(rank)
     request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
+    moved: list[str] = []
+    monkeypatch.setattr(DeadlockWatch, "moved", lambda _: moved.append("moved"))
     watch = HangWatch(request, Timeouts(quiet=3.0))
     for pause, wait in ((20.0, 3.0), (1.0, 3.0), (10.0, 20.0), (500.0, 60.0)):  # the first is the start of the ranks
         now += pause
         watch.printed()
         assert watch.due == now + wait
+    assert len(moved) == 4, "who prints is not deadlocked"

@@ -65,11 +65,18 @@ def test_what_is_no_frame_is_refused() -> None:
         next(iter(parser))
 
 
-class Sent:
-    """The end of a pipe that a `FrameSender` writes to."""
+def both_ends(over: str) -> tuple[int, int]:
+    if over == "pipe":
+        return os.pipe()
+    first, second = socket.socketpair()
+    return first.detach(), second.detach()
 
-    def __init__(self) -> None:
-        self.reads, self.writes = os.pipe()
+
+class Sent:
+    """The end of a pipe or socket that a `FrameSender` writes to."""
+
+    def __init__(self, over: str) -> None:
+        self.reads, self.writes = both_ends(over)
         self.beats = threading.Event()
         self.failures: list[BaseException] = []
         self.sender = FrameSender(
@@ -94,9 +101,9 @@ class Sent:
         os.close(self.writes)
 
 
-@pytest.fixture
-def sent() -> Iterator[Sent]:
-    sent = Sent()
+@pytest.fixture(params=["pipe", "socket"])
+def sent(request: pytest.FixtureRequest) -> Iterator[Sent]:
+    sent = Sent(request.param)
     yield sent
     sent.close()
 
@@ -126,10 +133,7 @@ def test_what_is_urgent_does_not_wait_for_a_large_segment(sent: Sent) -> None:
 @pytest.mark.parametrize("is_sealed", [False, True])
 @pytest.mark.parametrize("over", ["pipe", "socket"])
 def test_what_is_long_comes_whole_among_what_is_short(over: str, is_sealed: bool) -> None:
-    if over == "pipe":
-        reads, writes = os.pipe()
-    else:
-        reads, writes = (end.detach() for end in socket.socketpair())
+    reads, writes = both_ends(over)
     key = secrets.token_bytes(32)
     seals = [KeyedSeal(key, is_host=is_host) if is_sealed else None for is_host in (True, False)]
     received = ReceivedSegments()

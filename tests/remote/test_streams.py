@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import psutil
@@ -21,7 +22,7 @@ from nb_accelerate.notebook.launch.engines import open_engine
 from nb_accelerate.notebook.launch.engines.engine import Machine
 from nb_accelerate.notebook.launch.engines.failures import explained
 from nb_accelerate.notebook.launch.engines.ssh import SshEngine
-from nb_accelerate.notebook.remote.frames import MACHINE, MAGIC, FrameParser, FrameWriter, Kind
+from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, MAGIC, FrameParser, FrameWriter, Kind
 from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.streams import CommandStream
 
@@ -204,6 +205,17 @@ def test_an_interrupt_ends_the_wait_for_a_host_that_does_not_end() -> None:
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     assert link.lost == "was closed"
+
+
+def test_the_clock_of_a_machine_is_that_of_the_frame_that_came_fastest() -> None:
+    theirs, writer = time.monotonic() + 40.0, FrameWriter()
+    frames = [writer.frame(Kind.HELLO, MACHINE, b'{"monotonic": 0}')]
+    frames += [writer.frame(Kind.BEAT, MACHINE, BEAT.pack(theirs - late)) for late in (9.0, 0.0, 7.0)]
+    data = MAGIC + b"".join(part for frame in frames for part in frame)
+    link = Link(CommandStream("a", [sys.executable, "-c", f"import os; os.write(1, {data!r})"]))
+    link.open(SECONDS)
+    assert link.ahead == pytest.approx(-40.0, abs=5.0)
+    link.close()
 
 
 def test_a_command_that_does_not_hand_on_its_stdin_is_told_so() -> None:

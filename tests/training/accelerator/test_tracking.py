@@ -14,6 +14,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -294,8 +295,12 @@ def test_directories_come_from_either_argument(tmp_path: Path):
 def test_tensorboard_shows_what_was_logged(tmp_path: Path):
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("digits", config={"lr": 0.1, "layers": [1, 2]})
+    writer = accelerator.get_tracker("tensorboard", unwrap=True)
+    assert "SummaryWriter" in type(writer).__name__
+    flush = writer.flush = Mock(wraps=writer.flush)
     for step in range(3):
         accelerator.log({"loss": torch.tensor(1.0 / (step + 1)), "note": "good", "both": {"a": 1, "b": 2}}, step=step)
+    assert flush.call_count == 3, "a kill loses what waits to be written"
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "digits")).Reload()  # while it runs
@@ -306,7 +311,6 @@ def test_tensorboard_shows_what_was_logged(tmp_path: Path):
     ]
     assert "note/text_summary" in events.Tags()["tensors"]
     accelerator.get_tracker("tensorboard").log_images({"rows": np.zeros((2, 3, 4, 4))}, step=1)
-    assert "SummaryWriter" in type(accelerator.get_tracker("tensorboard", unwrap=True)).__name__
     accelerator.end_training()
     events.Reload()
     assert events.Tags()["images"] == ["rows"]

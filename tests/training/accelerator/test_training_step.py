@@ -16,6 +16,7 @@ from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.optim import AcceleratedScheduler
 from nb_accelerate.training.process import context
 
 Schedulers = torch.optim.lr_scheduler
@@ -107,12 +108,17 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_schedule_waits():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = Schedulers.StepLR(optimizer, 1, gamma=0.5)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    other = accelerator.prepare(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
+    of_both = AcceleratedScheduler(Schedulers.StepLR(other.optimizer, 1, gamma=0.5), [other, optimizer])
     seen = []
     for factor in (1.0, float("inf"), 1.0):
         before = model.weight.detach().clone()
         accelerator.backward(forward(model).sum() * factor)
         optimizer.step()
         scheduler.step()
+        other.step()
+        of_both.step()
+        assert of_both.get_last_lr() == scheduler.get_last_lr()
         optimizer.zero_grad()
         moved = not torch.equal(before, model.weight)
         seen.append((moved, accelerator.optimizer_step_was_skipped, scheduler.get_last_lr()[0]))

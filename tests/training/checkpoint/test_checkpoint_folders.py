@@ -269,8 +269,11 @@ def test_a_limit_never_removes_what_was_saved_last_nor_the_only_whole_one(tmp_pa
     accelerator.save_state()
     assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_3"]
     accelerator.project_configuration.iteration = 0  # numbered lower than those that are there
+    shutil.copytree(folder / "checkpoint_3", folder / "checkpoint_7")
+    (folder / "checkpoint_7" / "optimizer.bin").unlink()
     accelerator.save_state()
-    assert sorted(os.listdir(folder)) == ["checkpoint_0", "checkpoint_3"]
+    assert sorted(os.listdir(folder)) == ["checkpoint_0", "checkpoint_3", "checkpoint_7"]
+    shutil.rmtree(folder / "checkpoint_7")
     accelerator.project_configuration.iteration = 5
 
     def fail(*_: Any) -> None:

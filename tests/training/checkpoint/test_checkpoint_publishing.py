@@ -14,7 +14,7 @@ from training.checkpoint.test_checkpoints import _filled
 
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.checkpoint import publishing
-from nb_accelerate.training.checkpoint.publishing import Staging
+from nb_accelerate.training.checkpoint.publishing import Staging, folder_of
 
 
 def _publish(target: Path, **files: str) -> None:
@@ -56,6 +56,17 @@ def test_a_folder_is_new_or_its_files_are_replaced_and_what_else_is_in_it_stays(
     assert Path.cwd() == target
     assert Path("model.safetensors").read_text() == "6"
     assert [path.name for path in tmp_path.rglob(".*")] == []
+
+
+def test_of_a_file_that_several_ranks_have_written_that_of_the_lowest_counts(tmp_path: Path):
+    staging = Staging.begin(tmp_path / "state", "state")
+    for rank in range(1, 3):
+        folder_of(staging.path, rank).mkdir()
+        for name in ("both", f"of-{rank}"):
+            (folder_of(staging.path, rank) / name).write_text(str(rank))
+    staging.join(3)
+    staging.publish()
+    assert _texts(tmp_path / "state") == {"both": "1", "of-1": "1", "of-2": "2"}
 
 
 def _refuse(*_: Any, **__: Any) -> None:

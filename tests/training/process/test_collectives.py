@@ -157,14 +157,15 @@ def exchange(world_size):
     assert broadcast_object_list(collectives, items, last) is items
     assert items == [last, {"rank": last}]
 
-    ragged = {"rows": torch.ones(rank + 1, 2), "columns": torch.ones(2, rank + 1), "loss": torch.tensor(1.0)}
+    size = 1 + (rank + 1) % world_size  # the last rank has least
+    ragged = {"rows": torch.ones(size, 2), "columns": torch.ones(2, size), "loss": torch.tensor(1.0)}
     padded = pad_across_processes(collectives, ragged, pad_index=-1)
     assert padded["rows"].shape == (world_size, 2)
-    assert padded["rows"][rank + 1 :].eq(-1).all()
+    assert padded["rows"][size:].eq(-1).all()
     assert padded["loss"].dim() == 0
     for dim in (1, -1):
         wide = pad_across_processes(collectives, ragged["columns"], dim=dim, pad_first=True)
-        assert wide[0].tolist() == [0.0] * (last - rank) + [1.0] * (rank + 1)
+        assert wide[0].tolist() == [0.0] * (world_size - size) + [1.0] * size
     collectives.barrier()
 
 
