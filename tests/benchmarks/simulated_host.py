@@ -29,9 +29,8 @@ from nb_accelerate.notebook.protocol.messages import (
     RunCell,
     Setup,
 )
-from nb_accelerate.notebook.remote.frames import Kind
+from nb_accelerate.notebook.remote.frames import Kind, pack_message, unpack_message
 from nb_accelerate.notebook.remote.mirror import PageWatch, pack_pieces, unpack_pieces
-from nb_accelerate.notebook.remote.segments import pack_message, unpack_message
 
 SECONDS = 5.0
 """That ``train`` takes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -272,6 +273,16 @@ def test_a_rank_that_never_had_a_loop_is_not_stalled():
     run.put(request=1, phase=Phase.RUNNING)
     run.wait(60.0)
     assert run.state.stalled(run.now) == set()
+
+
+def test_a_rank_that_waits_for_a_large_value_says_how_much_is_on_its_machine() -> None:
+    run = Run(2)
+    run.ranks[1] = replace(run.ranks[1], machine="b", sending=(30_000_000, 40_000_000))
+    run.look()
+    assert run.row(1).now == "10 MB of 40 MB sent to b"
+    run.ranks[1] = replace(run.ranks[1], sending=(2_000, 40_000_000))
+    run.look()
+    assert "sent" not in run.row(1).now
 
 
 def test_a_stopped_process_is_named_with_the_command_that_lets_it_go_on():

@@ -24,6 +24,7 @@ from nb_accelerate.notebook.pool.pool import Pool
 from nb_accelerate.notebook.pool.source import read_cell
 from nb_accelerate.notebook.protocol.output import StreamName
 from nb_accelerate.notebook.ranks.output.sinks import Sink
+from nb_accelerate.notebook.ranks.request_panel import RequestView
 from nb_accelerate.notebook.ranks.timeouts import NEVER
 from nb_accelerate.notebook.remote.frames import Kind
 from nb_accelerate.notebook.remote.link import Link
@@ -195,24 +196,31 @@ def lose(machines: Machines, kernel: Kernel, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_says_what_is_still_on_the_way_to_a_machine(
+def test_an_interrupt_takes_back_what_is_on_its_way_to_a_machine(
     pool: Pool, machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = machines.hosts()[1]
     large = torch.zeros(10_000_000)
     machines.kill(host, signal.SIGSTOP)  # as a network through which little goes
-    options = CellOptions(progress="off", ranks=(1,), send=("large",))
+    options = CellOptions(progress="off", ranks=(1, 2), send=("large",))
     request = pool.begin(read_cell("kept = len(large)"), options, variables={"large": large})
+    wait_for(lambda: request.ranks[0].handle.unsent()[1] > 0)
+    sent, _ = RequestView(request, ()).statuses()
+    assert 30e6 < sent.sending[0] < 42e6
+    assert sent.sending[1] == pytest.approx(40e6, rel=0.01)
     pool.interrupt()
     said = ""
-    while "still to be sent to" not in said:
+    while "has not come to" not in said:
         assert not request.done.wait(0.02)
         said += capsys.readouterr().err
+    assert "C code" not in said
+    assert f"the interrupt has not come to {machines.names[1]} yet" in said
+    assert request.ranks[0].handle.unsent()[0] < 4e6
     machines.kill(host, signal.SIGCONT)
     with pytest.raises(KeyboardInterrupt):
         pool.finish(request)
-    assert "C code" not in said
-    assert f"MB are still to be sent to {machines.names[1]}: the cell ends on rank 1 when they have come." in said
+    assert run(pool, "'large' in globals(), 'kept' in globals()", ranks=(1, 2)) == [(False, False)] * 2
+    assert run(pool, "len(large)", ranks=(1, 2), large=large) == [10_000_000] * 2
     assert run(pool, SUM) == [7.0] * 3
 
 

@@ -92,6 +92,7 @@ class RankStatus:
     state: str = "running"  # or ``starting``, ``stopped`` (SIGSTOP), ``returned``, ``failed``, ``ended``
     memory: int = 0  # bytes of its process
     pid: int | None = None  # None while it starts
+    sending: tuple[int, int] = (0, 0)  # bytes that are still to be sent to its machine, and in all
     machine: str = ""  # its name; "" for this one, where its process can be looked at
 
 

@@ -34,6 +34,9 @@ _MANY = 16
 _SHORT = 8
 """Characters of the numbers of ranks for which their column has room."""
 
+_SENDING = 1 << 20
+"""Bytes on the way to its machine from which on a rank waits for them."""
+
 _SPREAD = 0.1
 """Part of a loss by which those of ranks in one row differ from which on it says the least and the greatest."""
 
@@ -220,6 +223,9 @@ class Rows:
             return f"stopped (SIGSTOP, pid {status.pid})"
         if status.state == "starting":
             return "importing torch"
+        left, in_all = status.sending
+        if left >= _SENDING and not self.has_ended:
+            return f"{words.size(in_all - left)} of {words.size(in_all)} sent to {status.machine}"
         failed_with = self.failure.what if self.failure is not None else ""
         if self.failure is not None and number in self.failure.ranks and failed_with:
             return failed_with

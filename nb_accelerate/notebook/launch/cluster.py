@@ -27,9 +27,9 @@ from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup
 from nb_accelerate.notebook.remote.environments import compare
+from nb_accelerate.notebook.remote.frames import LISTENER
 from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.rank import RemoteRank
-from nb_accelerate.notebook.remote.segments import LISTENER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

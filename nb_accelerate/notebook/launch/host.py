@@ -32,8 +32,17 @@ from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_serve
 from nb_accelerate.notebook.ranks.end_reports import end_reports
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.remote.connection_back import connect
-from nb_accelerate.notebook.remote.frames import MACHINE, MAGIC, NUMBER, FrameParser, Kind, LinkError, as_json
-from nb_accelerate.notebook.remote.segments import LISTENER, ReceivedSegments, SentSegments, unpack_message
+from nb_accelerate.notebook.remote.frames import (
+    LISTENER,
+    MACHINE,
+    MAGIC,
+    FrameParser,
+    Kind,
+    LinkError,
+    as_json,
+    unpack_message,
+)
+from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
 from nb_accelerate.notebook.remote.sender import SILENCE_LIMIT, FrameSender, Silence
 from nb_accelerate.notebook.worker.server.process_tree import set_name
 
@@ -143,7 +152,7 @@ class Host:
         if frame.kind == Kind.SEGMENT:
             self._received.take(frame.body)
         elif frame.kind == Kind.DROP:
-            os.close(self._received.pop(*NUMBER.unpack(frame.body)))
+            self._received.drop(frame.body)
         elif frame.kind == Kind.ASK:
             self._answer(**json.loads(frame.body))
         elif frame.kind == Kind.QUIT:

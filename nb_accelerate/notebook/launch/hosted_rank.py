@@ -10,9 +10,8 @@ from typing_extensions import override
 
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.ranks.handle import RankEvents
-from nb_accelerate.notebook.remote.frames import NUMBER, Kind, as_json
+from nb_accelerate.notebook.remote.frames import NUMBER, Kind, as_json, pack_message
 from nb_accelerate.notebook.remote.mirror import PageWatch, pack_pieces, unpack_pieces
-from nb_accelerate.notebook.remote.segments import pack_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

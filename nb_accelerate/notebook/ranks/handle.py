@@ -179,9 +179,9 @@ class RankHandle(ABC):
         """
         return 0
 
-    def unsent(self) -> int:
-        """Return the bytes that are still to be sent to its machine."""
-        return 0
+    def unsent(self) -> tuple[int, int]:
+        """Return the bytes that are still to be sent to its machine, and those of large values in all."""
+        return 0, 0
 
     @abstractmethod
     def terminate(self) -> None:

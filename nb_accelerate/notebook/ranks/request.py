@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.topology.rank_lists import label
-from nb_accelerate.base.words import size
 from nb_accelerate.notebook.protocol.messages import NOTHING, CellEnd, Failure, Parcel, Result
 from nb_accelerate.notebook.ranks.failing.incidents import Incident, IncidentKind, first_cause, oom_kills, shortage_on
 from nb_accelerate.notebook.ranks.input_requests import InputRequests
@@ -87,9 +86,6 @@ def note_if_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
 
 
 logger = logging.getLogger(__name__)
-
-_SENDING = 1 << 20
-"""Bytes on the way to a machine from which on a rank there that does not answer is taken to wait for them."""
 
 _NUDGE_INTERVAL = 0.15
 """Seconds between two nudges of ranks that have not answered since they were interrupted; see `RankHandle.nudge`."""
@@ -430,13 +426,14 @@ class Request:
                 if rank.rank in self.answers:
                     _try(step.answered, rank)
         if step.notice and waiting:
-            sending = {rank: left for rank in waiting if (left := rank.handle.unsent()) >= _SENDING}
-            for rank, left in sending.items():
+            cut_off = [rank for rank in waiting if rank.handle.unsent()[0]]
+            for rank in cut_off:
                 self.say(
-                    f"{size(left)} are still to be sent to {rank.handle.machine}: the cell ends on rank {rank.rank} "
-                    "when they have come. Interrupt once more to kill the rank and lose its variables"
+                    f"the interrupt has not come to {rank.handle.machine} yet: its network is slow, or it is "
+                    f"suspended. The cell ends on rank {rank.rank} when it has. Interrupt once more to kill the rank "
+                    "and lose its variables"
                 )
-            if busy := [str(rank.rank) for rank in waiting if rank not in sending]:
+            if busy := [str(rank.rank) for rank in waiting if rank not in cut_off]:
                 self.say(step.notice.format(ranks=", ".join(busy)))
 
 

@@ -57,6 +57,7 @@ class RequestView:
                 state=state_of(rank, self._request),
                 pid=rank.handle.pid,
                 machine=rank.handle.machine,
+                sending=rank.handle.unsent(),
             )
             for rank in self._request.ranks
         ]

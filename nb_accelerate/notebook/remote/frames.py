@@ -96,6 +96,26 @@ class Kind(enum.IntEnum):
     """From the host: what is known about the process of a rank, as JSON. To it: look now."""
 
 
+LISTENER, EMPTY = -2, -3
+"""In the place of a descriptor, and of the number of its segment: the socket on which the host was told to listen, and
+nothing, since what was to come with the message was taken back."""
+
+_COUNT = struct.Struct("!B")
+_NUMBER = struct.Struct("!q")
+
+
+def pack_message(numbers: Sequence[int]) -> bytes:
+    """Return what comes before a pickled message in its frame: the segments with the contents of its descriptors."""
+    return _COUNT.pack(len(numbers)) + b"".join(map(_NUMBER.pack, numbers))
+
+
+def unpack_message(body: Bytes) -> tuple[list[int], bytes]:
+    """Return the numbers of a message's segments, and the message, still pickled."""
+    (count,) = _COUNT.unpack_from(body)
+    end = _COUNT.size + count * _NUMBER.size
+    return [number for (number,) in _NUMBER.iter_unpack(body[_COUNT.size : end])], bytes(body[end:])
+
+
 class Frame(NamedTuple):
     """A frame that has come."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.remote import sender
-from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, NUMBER, FrameParser, Kind, LinkError, as_json
+from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, FrameParser, Kind, LinkError, as_json
 from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
 from nb_accelerate.notebook.remote.sender import FrameSender, Silence
 
@@ -205,9 +205,13 @@ class Link:
             raise BrokenPipeError(self.lost)
         self._sender.send(kind, rank, *parts, urgent=urgent)
 
-    def unsent(self) -> int:
-        """Return the bytes that wait to be sent."""
-        return 0 if self.lost else self._sender.unsent()
+    def unsent(self) -> tuple[int, int]:
+        """Return the bytes that wait to be sent, and those of all large values since none of these has waited."""
+        return (0, 0) if self.lost else self._sender.unsent()
+
+    def take_back(self, key: int) -> None:
+        """Send no more of large values that only messages to one rank need."""
+        self.sent.forget(self._sender.take_back(key))
 
     # What comes.
 
@@ -238,7 +242,7 @@ class Link:
         elif frame.kind == Kind.SEGMENT:
             self.received.take(frame.body)
         elif frame.kind == Kind.DROP:
-            os.close(self.received.pop(*NUMBER.unpack(frame.body)))
+            self.received.drop(frame.body)
         elif frame.kind == Kind.HELLO:
             self.hello = json.loads(frame.body)
             self.ahead = time.monotonic() - self.hello["monotonic"]

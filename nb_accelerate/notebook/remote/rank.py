@@ -18,9 +18,8 @@ from nb_accelerate.notebook.protocol.channel import Received
 from nb_accelerate.notebook.protocol.messages import CellEnd, Failure
 from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.handle import RankHandle
-from nb_accelerate.notebook.remote.frames import NUMBER, Kind
+from nb_accelerate.notebook.remote.frames import LISTENER, NUMBER, Kind, pack_message, unpack_message
 from nb_accelerate.notebook.remote.mirror import PageMirror, pack_pieces, unpack_pieces
-from nb_accelerate.notebook.remote.segments import LISTENER, pack_message, unpack_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -174,6 +173,8 @@ class RemoteRank(RankHandle):
         if not self._is_closed:
             self._interrupts += 1
             self.page.interrupt(self._asked, self._interrupts)
+            if self.pid is not None:  # else what sets it up may be on its way
+                self.link.take_back(self._key)
         self.signal(signal.SIGINT)
 
     @override
@@ -197,7 +198,7 @@ class RemoteRank(RankHandle):
         return 0
 
     @override
-    def unsent(self) -> int:
+    def unsent(self) -> tuple[int, int]:
         return self.link.unsent()
 
     @override

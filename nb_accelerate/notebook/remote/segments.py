@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 import threading
 from typing import TYPE_CHECKING
 
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
-from nb_accelerate.notebook.remote.frames import MACHINE, NUMBER, Kind
+from nb_accelerate.notebook.remote.frames import EMPTY, MACHINE, NUMBER, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nb_accelerate.notebook.remote.sender import FrameSender
-
-
-LISTENER = -2
-"""In the place of a descriptor, and of the number of its segment: the socket on which the host was told to listen."""
-
-_COUNT = struct.Struct("!B")
-_NUMBER = struct.Struct("!q")
-
-
-def pack_message(numbers: Sequence[int]) -> bytes:
-    """Return what comes before a pickled message in its frame: the segments with the contents of its descriptors."""
-    return _COUNT.pack(len(numbers)) + b"".join(map(_NUMBER.pack, numbers))
-
-
-def unpack_message(body: bytes) -> tuple[list[int], bytes]:
-    """Return the numbers of a message's segments, and the message, still pickled."""
-    (count,) = _COUNT.unpack_from(body)
-    end = _COUNT.size + count * _NUMBER.size
-    return [number for (number,) in _NUMBER.iter_unpack(body[_COUNT.size : end])], body[end:]
 
 
 class SentSegments:
@@ -60,14 +40,23 @@ class SentSegments:
                 self._sender.send_segment(self._kept[key][0], os.dup(fd))
             return self._kept[key][0]
 
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Drop segments that were not sent as a whole; they are sent again with the next message."""
+        with self._lock:
+            for key in [key for key, (number, _) in self._kept.items() if number in numbers]:
+                self._drop(key)
+
     def drop_unused(self) -> None:
         """Drop the segments that no message named since the last call; called at each beat."""
         with self._lock:
             for key in self._kept.keys() - self._used:
-                number, fd = self._kept.pop(key)
-                os.close(fd)
-                self._sender.send(Kind.DROP, MACHINE, NUMBER.pack(number))
+                self._drop(key)
             self._used.clear()
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        number, fd = self._kept.pop(key)
+        os.close(fd)
+        self._sender.send(Kind.DROP, MACHINE, NUMBER.pack(number))
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -96,11 +85,13 @@ class ReceivedSegments:
 
     def get(self, number: int) -> int:
         """Return the descriptor of a segment, which stays this one's."""
-        return self._files[number]
+        return self.file_of(number) if number == EMPTY else self._files[number]
 
-    def pop(self, number: int) -> int:
-        """Return the descriptor of a segment, which is the caller's."""
-        return self._files.pop(number)
+    def drop(self, body: bytes) -> None:
+        """Drop a segment, of which perhaps nothing has come."""
+        (number,) = NUMBER.unpack(body)
+        if number in self._files:
+            os.close(self._files.pop(number))
 
     def close(self) -> None:
         """Close all files."""

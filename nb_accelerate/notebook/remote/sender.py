@@ -12,7 +12,17 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, NUMBER, FrameWriter, Kind, can_splice
+from nb_accelerate.notebook.remote.frames import (
+    BEAT,
+    EMPTY,
+    MACHINE,
+    NUMBER,
+    FrameWriter,
+    Kind,
+    can_splice,
+    pack_message,
+    unpack_message,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +73,7 @@ class _Queued(NamedTuple):
     parts: tuple[Bytes, ...]
     file: int = -1  # its content is to be sent, in pieces
     offset: int = 0  # of the next piece
+    size: int = 0  # of the file, or of so much of it as is to be sent
 
 
 class FrameSender:
@@ -100,7 +111,7 @@ class FrameSender:
         self._beat_due = time.monotonic() + BEAT_INTERVAL
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
-        self.waiting = 0
+        self.waiting = self._in_all = 0
         self._thread = HelperThread(self._run, name="frames", on_failure=on_failure)
 
     def start(self) -> None:
@@ -113,13 +124,37 @@ class FrameSender:
 
     def send_segment(self, number: int, fd: int) -> None:
         """Have the content of a file sent. The descriptor is taken over."""
-        self._put(_Queued(Kind.SEGMENT, MACHINE, (NUMBER.pack(number),), fd))
-
-    def unsent(self) -> int:
-        """Return the bytes that wait to be sent, with those of files."""
+        size = os.fstat(fd).st_size
         with self._wake:
-            files = [(os.fstat(one.file).st_size, one.offset) for one in self._queue if one.file >= 0]
-            return self.waiting + sum(size - offset for size, offset in files)
+            self._in_all = size + (self._in_all if any(one.file >= 0 for one in self._queue) else 0)
+        self._put(_Queued(Kind.SEGMENT, MACHINE, (NUMBER.pack(number),), fd, size=size))
+
+    def unsent(self) -> tuple[int, int]:
+        """Return the bytes that wait to be sent, with those of files, and those of all files since none has waited."""
+        with self._wake:
+            return self.waiting + sum(one.size - one.offset for one in self._queue if one.file >= 0), self._in_all
+
+    def take_back(self, rank: int) -> list[int]:
+        """Send no more of the segments that come with messages to one rank only, and empty ones with the messages.
+
+        Returns:
+            The numbers of the segments that the other end does not get, or not all of.
+        """
+        with self._wake:
+            waiting = {NUMBER.unpack(one.parts[0])[0] for one in self._queue if one.file >= 0}
+            wanted, back = set(), []
+            for index, one in enumerate(self._queue):
+                if one.kind == Kind.MESSAGE:
+                    numbers, _ = unpack_message(one.parts[0])
+                    if one.rank == rank:
+                        numbers = [EMPTY if number in waiting else number for number in numbers]
+                        self._queue[index] = one._replace(parts=(pack_message(numbers), *one.parts[1:]))
+                    wanted.update(numbers)
+            for index, one in enumerate(self._queue):
+                if one.file >= 0 and (number := NUMBER.unpack(one.parts[0])[0]) not in wanted:
+                    self._queue[index] = one._replace(size=one.offset)  # at its end: the thread closes it
+                    back.append(number)
+            return back
 
     def close(self, *, drop: bool = False) -> None:
         """Send what waits, unless that is to be dropped, and end the thread."""
@@ -169,7 +204,12 @@ class FrameSender:
                     if self._on_beat():
                         return _Queued(Kind.BEAT, MACHINE, (BEAT.pack(now),))
                 if self._urgent or self._queue:
-                    return (self._urgent or self._queue).popleft()
+                    queued = (self._urgent or self._queue).popleft()
+                    if queued.file >= 0 and queued.offset < queued.size:
+                        # The rest of it goes in front of all that is not urgent.
+                        self.waiting += len(queued.parts[0])
+                        self._queue.appendleft(queued._replace(offset=min(queued.offset + _PIECE, queued.size)))
+                    return queued
                 if self._is_closed:
                     return None
                 self._wake.wait(self._beat_due - now)
@@ -187,14 +227,11 @@ class FrameSender:
         return self._next_piece(queued)
 
     def _next_piece(self, queued: _Queued) -> list[Bytes]:
-        """Return a piece of a file unless it has been sent, and put the rest in front of all that is not urgent."""
-        size = min(_PIECE, os.fstat(queued.file).st_size - queued.offset)
-        if size <= 0:
+        """Return a piece of a file; of one that has been sent nothing, and close it."""
+        size = min(_PIECE, queued.size - queued.offset)
+        if not size:
             os.close(queued.file)
             return []
-        with self._wake:
-            self.waiting += len(queued.parts[0])
-            self._queue.appendleft(queued._replace(offset=queued.offset + size))
         if self._can_splice:  # it is the first that is written
             self._write(self._writer.beginning(queued.kind, queued.rank, *queued.parts, left=size))
             self._splice(queued.file, queued.offset, size)

@@ -48,8 +48,8 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     dropped: tuple[str, ...] = ()
     try:
         with gate:
+            gate.check()  # before what came with it, of which an interrupt may have taken back a part
             function, args, kwargs = load()
-            gate.check()
             trained_models.begin()
             try:
                 value = function(*args, **kwargs)

@@ -163,12 +163,12 @@ class PersistentRank:
         outcome: Result | Failure
         try:
             with self._gate:
+                self._gate.check()  # before the names, of which an interrupt may have taken back a part
                 # Names first: what came along counts as the notebook's, and not as bound by the cell.
                 if cell.names is not None:
                     received.define(cell.names, fds, self._names)
                     has_names = True
                     before = Bindings(self._names)
-                self._gate.check()
                 if cell.wants_accelerator and "accelerator" not in self._names:
                     self._names["accelerator"] = self._half.make_accelerator()
                     before.add("accelerator", self._names["accelerator"])
