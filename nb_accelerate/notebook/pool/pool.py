@@ -359,7 +359,7 @@ class Pool:
             self._running = request
             group.loop.begin(request)
             if not in_background:
-                group.loop.wait_for(request)
+                group.loop.attend(request)
         return request
 
     def finish(self, request: Request) -> list[Any]:
@@ -482,7 +482,7 @@ class Pool:
             try:
                 with interrupts_call(lambda: group.loop.interrupt(request)):
                     group.loop.begin(request)
-                    group.loop.wait_for(request)
+                    group.loop.attend(request)
                 return result_of(request)
             finally:
                 if StepKind.CUT in request.taken and self.world_size > 1:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import decimal
+import functools
 import gc
 import importlib
 import io
@@ -24,11 +25,12 @@ import logging
 import operator
 import os
 import pickle
+import re
 import resource
 import sys
 import time
+import types
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nb_accelerate.base.devices import DEVICE_KINDS
@@ -140,31 +142,40 @@ def _hooks(of: str, register: str) -> Row:
 
 def _registry(path: str) -> Row:
     """Return the row of a dictionary in which a library keeps what is registered: what the notebook has defined."""
-    read = operator.attrgetter(path)
+    entries = operator.attrgetter(path)
     return Row(
-        lambda module: {key: value for key, value in read(module).items() if _is_of_notebook(value)},
-        lambda module, value: read(module).update(value),
+        lambda module: {key: value for key, value in entries(module).items() if _is_of_notebook(value)},
+        lambda module, value: entries(module).update(value),
     )
 
 
 def _is_of_notebook(value: Any) -> bool:
+    if type(value) is types.FunctionType:  # most are
+        return value.__module__ == "__main__"
     entry = getattr(value, "entry_point", None)  # of an environment of gymnasium: a class, or where it is
     if isinstance(entry, str):
         return not entry.startswith("gymnasium.")
     return "__main__" in (getattr(entry or value, "__module__", None), type(value).__module__)
 
 
+_pandas_places: list[tuple[dict[str, Any], str, Any, str]] = []
+"""Of each option: the dictionary that has it, its key there, its default, its name."""
+
+
 def _pandas_options(pandas: Any) -> dict[str, Any]:
-    config = pandas._config.config  # noqa: SLF001 - describe_option only prints them
-    options = config._registered_options.items()  # noqa: SLF001
-    found = {}
-    for name, option in options:
-        value: Any = config._global_config  # noqa: SLF001 - get_option warns of deprecated options
-        for part in name.split("."):
-            value = value[part]
-        if value is not option.defval and value != option.defval:
-            found[name] = value
-    return found
+    config = pandas._config.config  # noqa: SLF001 - describe_option only prints them, get_option warns of deprecated ones
+    options = config._registered_options  # noqa: SLF001
+    if len(_pandas_places) != len(options):
+        _pandas_places.clear()
+        for name, option in options.items():
+            *path, key = name.split(".")
+            place = functools.reduce(operator.getitem, path, config._global_config)  # noqa: SLF001
+            _pandas_places.append((place, key, option.defval, name))
+    return {
+        name: place[key]
+        for place, key, default, name in _pandas_places
+        if place[key] is not default and place[key] != default
+    }
 
 
 def _set_quietly(update: Callable[..., object], values: Mapping[str, Any]) -> None:
@@ -174,10 +185,17 @@ def _set_quietly(update: Callable[..., object], values: Mapping[str, Any]) -> No
             update(name, value)
 
 
+_rc_read: list[dict[str, Any]] = [{}, {}]
+"""All parameters when they were last read, and those of them that are not the default."""
+
+
 def _rc_params(matplotlib: Any) -> dict[str, Any]:
-    defaults = matplotlib.rcParamsDefault
-    own = dict.items(matplotlib.rcParams)  # its own items() resolve the backend, and warn
-    return {name: value for name, value in own if "backend" not in name and dict.get(defaults, name) != value}
+    if not dict.__eq__(matplotlib.rcParams, _rc_read[0]):
+        defaults = matplotlib.rcParamsDefault
+        now = dict(dict.items(matplotlib.rcParams))  # its own items() resolve the backend, and warn
+        changed = {name: value for name, value in now.items() if dict.get(defaults, name) != value}
+        _rc_read[:] = now, {name: value for name, value in changed.items() if "backend" not in name}
+    return _rc_read[1]
 
 
 def _safe_globals(torch: Any) -> list[Any]:
@@ -195,7 +213,7 @@ def _add_safe_globals(torch: Any, values: list[Any]) -> None:
 
     for value in values:
         if isinstance(value, tuple) and isinstance(value[0], str):
-            when_imported(value[0], partial(add, value[1]))
+            when_imported(value[0], functools.partial(add, value[1]))
         else:
             torch.serialization.add_safe_globals([value])
 
@@ -320,8 +338,12 @@ def _set_loggers(module: Any, values: dict[str, tuple[Any, ...]]) -> None:
     gone = _made.keys() - values.keys() if module is logging else ()
     values = values | dict.fromkeys(gone, (logging.NOTSET, True, False, ()))
     for name, (level, propagates, is_disabled, handlers) in values.items():
+        is_new = name not in ("root", *logging.root.manager.loggerDict)
         owner = logging.getLogger(name)
-        owner.setLevel(level)
+        if is_new:
+            owner.level = level  # setLevel clears a cache of each logger, which in a fork copies their pages
+        elif owner.level != level:
+            owner.setLevel(level)
         owner.propagate, owner.disabled = propagates, is_disabled
         made = _made.pop(name, [])
         for handler in made:
@@ -347,9 +369,10 @@ def _loggers() -> dict[Key, Any]:
     Handlers of a library's loggers are left out: it makes them as it is imported.
     """
     found: dict[Key, Any] = {}
-    for name, owner in [("root", logging.root), *logging.root.manager.loggerDict.items()]:
-        if not isinstance(owner, logging.Logger) or not (owner.level or owner.handlers or owner.disabled):
+    for owner in [logging.root, *logging.root.manager.loggerDict.values()]:
+        if isinstance(owner, logging.PlaceHolder) or not (owner.level or owner.handlers or owner.disabled):
             continue
+        name = owner.name
         module = name.partition(".")[0]
         is_library = imported(module) is not None and module != "__main__" and owner is not logging.root
         handlers = () if is_library else _handlers(owner)
@@ -359,33 +382,41 @@ def _loggers() -> dict[Key, Any]:
     return found
 
 
-_sent_filters: list[Any] = []
+_Filter = tuple[Any, ...]
+_sent_filters: list[_Filter] = []
 
 
-def _set_filters(_: Any, given: tuple[Any, ...]) -> None:
+def _set_filters(_: Any, given: tuple[_Filter, ...]) -> None:
     """Put filters before those of this process, which has filters of its own."""
-    ready = []
-    for kind, message, category, *place in given:
-        if isinstance(category, str):
-            module, _, name = category.partition(":")
-            if imported(module) is None:
-                when_imported(module, lambda _: _set_filters(None, given))
-                continue
-            ready.append((kind, message, getattr(imported(module), name, Warning), *place))
-        else:
-            ready.append((kind, message, category, *place))
+    here = {_form_of(one): one for one in warnings.filters}
+    ready: list[_Filter] = []
+    for form in given:
+        if form in here:
+            ready.append(here[form])
+            continue
+        kind, message, (module, name), origin, line = form
+        if imported(module) is None:
+            when_imported(module, lambda _: _set_filters(None, given))
+            continue
+        try:
+            category = operator.attrgetter(name)(imported(module)) if isinstance(name, str) else name
+        except AttributeError:  # in another version of the library, which cannot give that warning
+            continue
+        texts = [text and (re.compile(*text) if isinstance(text, tuple) else text) for text in (message, origin)]
+        ready.append((kind, texts[0], category, texts[1], line))
     own = [one for one in warnings.filters if one not in _sent_filters and one not in ready]
     _sent_filters[:] = ready
     warnings.filters[:] = [*ready, *own]  # type: ignore[index]
     warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 - or what was shown counts as it did before
 
 
-def _pickled_filter(one: tuple[Any, ...]) -> tuple[Any, ...]:
-    kind, message, category, *place = one
-    module = getattr(category, "__module__", "builtins")
-    # By name, since reading the class would import its module.
-    is_far = module not in ("builtins", "__main__")
-    return kind, message, f"{module}:{category.__qualname__}" if is_far else category, *place
+def _form_of(one: _Filter) -> _Filter:
+    """Return a filter as it is sent: expressions as text, since each rank would compile them, and classes by name."""
+    kind, message, category, origin, line = one
+    module = category.__module__
+    named = (module, category if module == "__main__" else category.__qualname__)  # reading it would import its module
+    texts = [(text.pattern, text.flags) if isinstance(text, re.Pattern) else text for text in (message, origin)]
+    return kind, texts[0], named, texts[1], line
 
 
 # The table.
@@ -511,26 +542,27 @@ _ROWS: dict[str, dict[str, Row]] = {
 }
 """Settings that are read and set by functions, in this order: torch's precision before its flags."""
 
-_GETTERS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    module: {name: row.read for name, row in _ROWS.get(module, {}).items()}
-    | {path: operator.attrgetter(path) for path in _ATTRIBUTES.get(module, ())}
+_GETTERS: dict[str, list[tuple[Key, Callable[[Any], Any]]]] = {
+    module: [((module, name), row.read) for name, row in _ROWS.get(module, {}).items()]
+    + [((module, path), operator.attrgetter(path)) for path in _ATTRIBUTES.get(module, ())]
     for module in {**_ROWS, **_ATTRIBUTES}
 }
 
 
 def settings_here() -> dict[Key, Any]:
     """Return what this process is set to, as the table says."""
-    found: dict[Key, Any] = {}
+    found = _loggers()
     for module_name, getters in _GETTERS.items():
         module = imported(module_name)
-        if module is not None:
-            for name, read in getters.items():
-                # Of a library in another version, or that another thread imports; or torch's mix of old and new flags.
-                try:  # noqa: SIM105 - contextlib.suppress takes as long as reading it
-                    found[module_name, name] = read(module)
-                except Exception:  # noqa: S110 - see above
-                    pass
-    return found | _loggers()
+        if module is None:
+            continue
+        for key, read in getters:
+            # Of a library in another version, or that another thread imports; or torch's mix of old and new flags.
+            try:  # noqa: SIM105 - contextlib.suppress takes as long as reading it
+                found[key] = read(module)
+            except Exception:  # noqa: S110 - see above
+                pass
+    return found
 
 
 def is_same(value: Any, other: Any) -> bool:
@@ -552,7 +584,7 @@ def pack(values: Mapping[Key, Any]) -> dict[str, bytes]:
     by_module: dict[str, dict[str, Any]] = {}
     for (module, name), value in values.items():
         is_filters = (module, name) == ("warnings", "filters")
-        by_module.setdefault(module, {})[name] = tuple(map(_pickled_filter, value)) if is_filters else value
+        by_module.setdefault(module, {})[name] = tuple(map(_form_of, value)) if is_filters else value
     return {module: _dumps(settings) for module, settings in by_module.items()}
 
 
@@ -563,16 +595,22 @@ _set: set[Key] = set()
 _originals: dict[Key, Any] = {}
 
 
-def begin_settings(packed: Mapping[str, bytes]) -> None:
-    """Set a new rank to what the notebook is, and note what it was before."""
+def note_fresh() -> None:
+    """Note what this process is set to. A server does so for all ranks that it forks: in each it costs milliseconds."""
     _fresh.update(settings_here())
+
+
+def begin_settings(packed: Mapping[str, bytes]) -> None:
+    """Set a new rank to what the notebook is; a fork of the notebook, or the rank of a script, is sent nothing."""
+    if packed and not _fresh:
+        note_fresh()
     use_settings(packed)
 
 
 def use_settings(packed: Mapping[str, bytes]) -> None:
     """Set this rank to what has changed in the notebook. The kernel sends this in a `Call`, too."""
     for name, pickled in packed.items():
-        when_imported(name, partial(_use, name, pickled))
+        when_imported(name, functools.partial(_use, name, pickled))
     # A pickled optimizer has lost the mark by which its scheduler knows `step`; torch takes it for the user's own.
     warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
 
@@ -587,15 +625,17 @@ def _use(module_name: str, pickled: bytes, module: Any) -> None:
         key, row = (module_name, name), _ROWS.get(module_name, {}).get(name)
         if name == _LOGGERS:
             row = Row(lambda _: None, _set_loggers)
-        try:
-            now = row.read(module) if row else operator.attrgetter(name)(module)
-        except Exception:  # it has no such attribute yet, or in this version
-            now = None
         # A value that is sent for the first time may be a default of a library that the notebook has just imported:
         # it does not undo what cells have set here.
         is_news = key in _set or not (key in _fresh and is_same(_fresh[key], value))
         _set.add(key)
-        if not is_news or is_same(now, value):
+        if not is_news:
+            continue
+        try:
+            now = row.read(module) if row else operator.attrgetter(name)(module)
+        except Exception:  # it has no such attribute yet, or in this version
+            now = None
+        if is_same(now, value):
             continue
         try:
             if row is not None:

@@ -177,17 +177,22 @@ class RankLoop(RankReader):
 
     def wait_for(self, request: Request) -> None:
         """Wait until a request is done, beside the thread. Interrupts are passed on; debuggers may ask for input."""
-        with interrupts_call(lambda: self.interrupt(request)):
-            while (asked := request.input_requests.get(read_shell_channel)) is not None:
-                try:
-                    asked.answer(ask_user(asked.prompt))
-                except KeyboardInterrupt:
-                    request.input_requests.close()  # before another rank, which asks too, gets its prompt
-                    self.interrupt(request)
-                except NotImplementedError:  # IPython's StdinNotImplementedError is one
-                    self.say(f"rank {asked.rank.rank} asks for input, but this front end allows none")
-                    asked.answer(None)
-            wait(request.done)
+        if not request.done.is_set():
+            with interrupts_call(lambda: self.interrupt(request)):
+                self.attend(request)
+
+    def attend(self, request: Request) -> None:
+        """Do what `wait_for` does, inside a block of the caller's that passes interrupts on."""
+        while (asked := request.input_requests.get(read_shell_channel)) is not None:
+            try:
+                asked.answer(ask_user(asked.prompt))
+            except KeyboardInterrupt:
+                request.input_requests.close()  # before another rank, which asks too, gets its prompt
+                self.interrupt(request)
+            except NotImplementedError:  # IPython's StdinNotImplementedError is one
+                self.say(f"rank {asked.rank.rank} asks for input, but this front end allows none")
+                asked.answer(None)
+        wait(request.done)
 
     def add(self, rank: RankProxy) -> None:
         """Read a rank that was started; it replaces one with the same number. It is the loop's, also if this fails."""

@@ -26,6 +26,7 @@ from nb_accelerate.base.imported import imported
 from nb_accelerate.base.seam import PRELOADED_LATER
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.random_states import RandomStates
+from nb_accelerate.notebook.protocol.settings import note_fresh
 from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.rank import patch_libraries, prepare_process, run_rank
 from nb_accelerate.notebook.worker.server.interpreter import command
@@ -101,6 +102,7 @@ class _ExecutedServer(Server):
                 # Packages may be installed from now on; a rank lists the folders when it imports something. In each
                 # idle process this would take longer than all else.
                 importlib.invalidate_caches()
+                note_fresh()
         except Exception:
             return False
         finally:
