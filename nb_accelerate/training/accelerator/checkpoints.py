@@ -17,18 +17,17 @@ from nb_accelerate.errors.traceback_lines import is_ours, is_users
 from nb_accelerate.training.accelerator.checkpoint_parts import CheckpointPartsMixin
 from nb_accelerate.training.accelerator.model_files import ModelFilesMixin
 from nb_accelerate.training.checkpoint import loading, state
-from nb_accelerate.training.checkpoint.background import saves
+from nb_accelerate.training.checkpoint.background import CheckpointHandle, saves
 from nb_accelerate.training.checkpoint.numbered import is_taken, read_newest, remove_old
 from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks, share
 from nb_accelerate.training.comm import SingleCollectives
-from nb_accelerate.training.process import main_process
+from nb_accelerate.training.process import context, main_process
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
     from types import FrameType
 
-    from nb_accelerate.training.checkpoint.background import CheckpointHandle
     from nb_accelerate.training.comm import Collectives
 _MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
 
@@ -211,6 +210,9 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
     ) -> Path | CheckpointHandle:
         """Save to a folder, when the save before is over. All ranks of the collectives call it together."""
         self.wait_for_checkpoint()
+        if (rehearsal := context.rehearsal()) is not None:
+            rehearsal.saves(folder, collectives)
+            return CheckpointHandle.of_ended(folder) if async_save else folder
         core, project, this_rank = self.core, self.core.recording.project, self._this_rank()
         parts, first = self._parts(), core.registry.first_of_run
         absolute = folder.absolute()  # the process may work elsewhere when a save in the background is over
@@ -294,6 +296,8 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         """
         here().looked_for_state = True
         self.wait_for_checkpoint()
+        if (rehearsal := context.rehearsal()) is not None and rehearsal.loads(input_dir):
+            return
         core, this_rank = self.core, self._this_rank()
         on_device = load_model_func_kwargs.pop("map_location", None) or "cpu"
         map_location = core.device if check_choice("map_location", on_device, ("cpu", "on_device")) != "cpu" else "cpu"

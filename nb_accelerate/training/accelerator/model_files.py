@@ -8,6 +8,7 @@ from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.checkpoint.files import clean_state_dict_for_safetensors, write
 from nb_accelerate.training.checkpoint.model import write_model
+from nb_accelerate.training.process import context
 from nb_accelerate.training.process.notes import note
 from nb_accelerate.training.pytree import send_to_device
 from nb_accelerate.training.state.choices import current_process
@@ -83,10 +84,11 @@ class ModelFilesMixin(CoreMixin):
             raise CheckpointError(f"{lacking[0]} is on the device meta: it has no numbers that could be saved.")
         weights = self.get_state_dict(model)
         if self.should_save_model:
+            rehearsal = context.rehearsal()
             with self.core.shown_as_saving():
                 write_model(
                     weights,
-                    save_directory,
+                    save_directory if rehearsal is None else rehearsal.files.written(save_directory),
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
                 )
@@ -108,10 +110,10 @@ def save(
     if process.kind.reads_later:
         obj = send_to_device(obj, "cpu")  # tensors of this device have no memory that can be read
     if topology.is_local_main if save_on_each_node else topology.is_main:
-        given = obj
+        given, rehearsal = obj, context.rehearsal()
         if safe_serialization:
             obj = clean_state_dict_for_safetensors(given)
             tied = [name for name in given if name not in obj]
             if tied:
                 note(f"{f} has no {', '.join(tied)}: other names of tensors that are in it.")
-        write(obj, f, safe_serialization=safe_serialization)
+        write(obj, f if rehearsal is None else rehearsal.files.written(f), safe_serialization=safe_serialization)

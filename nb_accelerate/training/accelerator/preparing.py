@@ -21,6 +21,7 @@ from nb_accelerate.training.accelerator.phases import time_forward
 from nb_accelerate.training.accelerator.unprepared import check_owned
 from nb_accelerate.training.data import check_lengths, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
+from nb_accelerate.training.process import context
 from nb_accelerate.training.process.notes import note_once
 from nb_accelerate.training.state import GradientState
 from nb_accelerate.training.strategies import ModelRequest
@@ -202,6 +203,8 @@ class PreparingMixin(CoreMixin):
         core = self.core
         prepared = compiled(model, core.dynamo, core.process.kind)
         time_forward(prepared)
+        if (rehearsal := context.rehearsal()) is not None:
+            rehearsal.watch_model(prepared, is_sharded=not core.strategy.is_replicated)
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
         return prepared
@@ -217,9 +220,10 @@ class PreparingMixin(CoreMixin):
         if isinstance(optimizer, AcceleratedOptimizer) and optimizer.is_lent_scaler:
             prepared = optimizer
         else:
+            step, rehearsal = core.precision.bind(engine), context.rehearsal()
             training = OptimizerTraining(
                 accumulation=core.accumulation,
-                step=core.precision.bind(engine),
+                step=step if rehearsal is None else rehearsal.watched(step),
                 scaler=core.precision.scaler,
                 # Not the core: a user who keeps one optimizer would keep all that was prepared with it.
                 before_first_step=None

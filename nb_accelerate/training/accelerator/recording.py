@@ -14,7 +14,7 @@ from nb_accelerate.errors.traceback_lines import calling_line
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.model_files import save
 from nb_accelerate.training.checkpoint.background import saves
-from nb_accelerate.training.process import group
+from nb_accelerate.training.process import context, group
 from nb_accelerate.training.tracking import BlankTracker, make_trackers
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ class RecordingMixin(CoreMixin):
                 tracker.store_init_configuration(settings)
 
     def _recording(self, trackers: list[GeneralTracker]) -> list[GeneralTracker]:
-        """Return the trackers that record on this process."""
+        """Return the trackers that record on this process; none where it only rehearses."""
+        if context.rehearsal() is not None:
+            return []
         is_main = self.core.process.topology.is_main
         return [tracker for tracker in trackers if is_main or not tracker.main_process_only]
 
@@ -125,7 +127,7 @@ class RecordingMixin(CoreMixin):
                 f"No tracker {name!r} is open, only {', '.join(known)}.{suggest(name, known)} Write "
                 f"Accelerator(log_with={[*known, name]!r})."
             )
-        if found.main_process_only and not self.core.process.topology.is_main:
+        if found.main_process_only and found not in self._recording([found]):
             return BlankTracker()
         return found.tracker if unwrap else found  # type: ignore[attr-defined]
 

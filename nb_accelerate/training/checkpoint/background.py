@@ -99,6 +99,13 @@ class CheckpointHandle:
         self._claimed = threading.Lock()
         self._thread: HelperThread | None = None
 
+    @classmethod
+    def of_ended(cls, folder: Path) -> CheckpointHandle:
+        """Return the handle of a save that is over, as in a rehearsal."""
+        handle = cls(folder)
+        handle._ended.set()
+        return handle
+
     def begin(self, write: Callable[[], object], ranks: SaveGroup) -> None:
         """Call ``write`` in a thread, and close the group of the ranks after it."""
         self._thread = HelperThread(self._run, write, ranks, here(), name="save")

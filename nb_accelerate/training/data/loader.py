@@ -23,6 +23,7 @@ from nb_accelerate.training.data.adapter import DataLoaderAdapter
 from nb_accelerate.training.data.epoch_loop import epoch_of
 from nb_accelerate.training.data.loops import DataLoaderStateMixin, LoaderView
 from nb_accelerate.training.data.reading.iterable import LastBatch
+from nb_accelerate.training.process import context
 from nb_accelerate.training.process.rng import RNGType
 from nb_accelerate.training.pytree import map_tensors, send_to_device
 
@@ -184,6 +185,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             make = None if kind is None else kind.end_step
             end_step: Callable[[int, Any], None] = (lambda _step, _batch: None) if make is None else make()
             late = place = _placement(current, self.device, non_blocking=self._non_blocking)
+            if (rehearsal := context.rehearsal()) is not None:
+                late = place = rehearsal.placement(place)
             if place is not None and self._non_blocking:
                 # Asynchronous copies start as early as possible; others as late as possible, so that only one batch at
                 # a time takes memory of the device.

@@ -61,11 +61,15 @@ class ProcessContext:
 
 
 class Rank:
-    """The context of one rank, and what its `Accelerator` objects share about training: a ``SharedTraining``."""
+    """The context of one rank, and what its `Accelerator` objects share about training: a ``SharedTraining``.
+
+    `rehearsal` is the ``Recorder`` of a rank that is rehearsed (`training.rehearsal`), and None in all others.
+    """
 
     def __init__(self) -> None:
         self.context: ProcessContext | None = None
         self.training: Any = None
+        self.rehearsal: Any = None
 
 
 class _Thread(threading.local):
@@ -100,6 +104,11 @@ def become_rank() -> None:
 def this_rank() -> Rank:
     """Return what is known about the rank that this thread runs for."""
     return _thread.rank
+
+
+def rehearsal() -> Any:
+    """Return the ``Recorder`` of this rank if it is rehearsed; None if it runs."""
+    return _thread.rank.rehearsal
 
 
 def current() -> ProcessContext | None:

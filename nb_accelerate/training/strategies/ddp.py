@@ -12,6 +12,7 @@ from torch.nn import parallel
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.process import context
 from nb_accelerate.training.strategies.averaging import AveragesGradients, GradientAverage, average
 from nb_accelerate.training.strategies.strategy import Strategy
 from nb_accelerate.training.strategies.unwrapping import flattened
@@ -44,11 +45,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
-        self.needs_first_sync = bool(kwargs.get("static_graph"))
+        self.note_parameters()
+
+    def note_parameters(self) -> None:
+        """Note which parameters are averaged. Called once, when the wrapper is made."""
+        self.needs_first_sync = bool(self.static_graph)
         # torch registers hooks now, so a layer that is made trainable later is not averaged.
         self.averaged: list[Tensor] = []
         self.ignored: list[Tensor] = []
-        for name, parameter in module.named_parameters():
+        for name, parameter in self.module.named_parameters():
             if name in self.parameters_to_ignore:
                 self.ignored.append(parameter)
             elif parameter.requires_grad:
@@ -156,6 +161,7 @@ class DDPStrategy(Strategy):
         pass_device_ids: bool,
     ) -> None:
         super().__init__(device, collectives, distributed_type)
+        self._rehearsal = context.rehearsal()
         self._options = options
         self._device_ids = [device] if pass_device_ids else None
 
@@ -178,7 +184,8 @@ class DDPStrategy(Strategy):
                 "rank would read other rows. Say how ranks are laid out: "
                 f"Accelerator(parallelism_config=ParallelismConfig(tp_size={mesh.size()}))."
             )
-        wrapped = DistributedDataParallel(
+        make = DistributedDataParallel if self._rehearsal is None else self._rehearsal.wrapper
+        wrapped = make(
             model,
             device_ids=self._device_ids,
             output_device=self._device_ids and self.device,
@@ -206,6 +213,8 @@ class DDPStrategy(Strategy):
 
     @override
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        if self._rehearsal is not None:
+            return self._rehearsal.apart()  # type: ignore[no-any-return]
         return Join([wrapped for model in models if (wrapped := _wrapped(model)) is not None])
 
     @override

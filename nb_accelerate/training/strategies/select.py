@@ -19,6 +19,7 @@ from nb_accelerate.base.config.parallelism import resolve_parallelism
 from nb_accelerate.base.devices import backend_named
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.comm import CheckedCollectives, SingleCollectives, TorchCollectives
+from nb_accelerate.training.process import context
 from nb_accelerate.training.strategies.ddp import DDPStrategy
 from nb_accelerate.training.strategies.dtensors import layout_for_fsdp, layout_of
 from nb_accelerate.training.strategies.fsdp import FSDPStrategy, check_averaging
@@ -146,6 +147,8 @@ def select_collectives(process: ProcessContext) -> Collectives:
         return own
     if process.group is None:
         return SingleCollectives()
+    if (rehearsal := context.rehearsal()) is not None:
+        return rehearsal.collectives(process.device)  # type: ignore[no-any-return]
     checks = Environment().flag(DEBUG_MODE)
     # On CPU a check costs one small message, and what it prevents is an abort or endless waiting. On a GPU the host
     # would have to wait for the device, so there it has to be asked for.
@@ -158,12 +161,17 @@ def unchecked_collectives(process: ProcessContext) -> Collectives:
     """Return how this process exchanges data where the caller has compared what ranks do."""
     if process.group is None:
         return SingleCollectives()
+    if (rehearsal := context.rehearsal()) is not None:
+        return rehearsal.collectives(process.device)  # type: ignore[no-any-return]
     return TorchCollectives(process.device, device_ids=_device_ids(process))
 
 
 def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy:
     """Return how models are trained in this process: by the engines whose options are given."""
     collectives = select_collectives(process)
+    if engines.deepspeed is not None and (rehearsal := context.rehearsal()) is not None:
+        rehearsal.note("DeepSpeed was rehearsed as DistributedDataParallel: what it exchanges is not in this")
+        engines = replace(engines, deepspeed=None)
     if process.kind.make_strategy is not None:
         _check_engines_of_device(process, engines)
         strategy: Strategy = process.kind.make_strategy(process.device, collectives, process.distributed_type)

@@ -1,0 +1,109 @@
+"""``rehearse``: run a function as some ranks of many on this machine, and say what would happen."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.base.config.checks import check_whole
+from nb_accelerate.base.topology import Topology
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.notebook.launch.launcher import notebook_launcher
+from nb_accelerate.training.rehearsal.report import Rehearsal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_SECONDS = 60.0
+"""That the function has. It says how far it came."""
+
+_GRACE = 60.0
+"""More seconds, for code in C that cannot be ended, and for starting."""
+
+_ALL = 8
+"""Ranks that are all rehearsed; of more, the ends."""
+
+
+def rehearse(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_processes: int = 8,
+    ranks: str | Sequence[int] = "ends",
+    num_machines: int = 1,
+) -> Rehearsal:
+    """Run a function as some ranks of many on this machine's CPU, and say what would happen in the run.
+
+    Each rank runs alone: what it would exchange with the others is written down, and compared. Two steps of each
+    optimizer are computed. What comes later is walked through with the outputs of before, so that ends of epochs,
+    evaluation and saves are seen too. Nothing is written: files go to a temporary folder, trackers stay closed. After
+    60 s it ends, and says how far it came.
+
+    Examples:
+        ```python
+        rehearse(train, num_processes=8)
+        ```
+
+    Args:
+        function: what `notebook_launcher` would run; it makes its own `Accelerator()`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        num_processes: ranks of the run, on all machines together.
+        ranks: which of them to rehearse: ``"ends"``, the first and the last of each machine, or all if there are at
+            most 8; ``"all"``; or their numbers.
+        num_machines: machines of the run.
+
+    Raises:
+        ConfigError: there are no such ranks, or they cannot be shared out evenly to the machines.
+        ShippingError: the function cannot be sent to another process.
+        DeadlineError: the function is stuck in code that cannot be interrupted.
+    """
+    check_whole("num_processes", num_processes, at_least=1)
+    check_whole("num_machines", num_machines, at_least=1)
+    if num_processes % num_machines:
+        raise ConfigError(
+            f"num_processes={num_processes} cannot be shared out to num_machines={num_machines}. Write a multiple."
+        )
+    local = num_processes // num_machines
+    every = [
+        Topology.of_machine(rank % local, local, node_rank=rank // local, num_nodes=num_machines)
+        for rank in range(num_processes)
+    ]
+    chosen = tuple(every[rank] for rank in _chosen(ranks, every))
+    from nb_accelerate.training.rehearsal.rank import Job, rehearse_ranks
+
+    with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
+        Path(folder, "tape").touch()
+        job = Job(
+            function=function,
+            args=args,
+            kwargs=kwargs or {},
+            topologies=chosen,
+            folder=folder,
+            seconds=_SECONDS,
+        )
+        traces = notebook_launcher(
+            rehearse_ranks,
+            (job,),
+            1,
+            devices="cpu",
+            progress="off",
+            timeout=_SECONDS + _GRACE,
+            engine="auto",
+        )[0]
+    return Rehearsal(tuple(traces), num_processes, _SECONDS)
+
+
+def _chosen(ranks: str | Sequence[int], every: Sequence[Topology]) -> list[int]:
+    if ranks == "all" or (ranks == "ends" and len(every) <= _ALL):
+        return list(range(len(every)))
+    if ranks == "ends":
+        return [one.rank for one in every if one.local_rank in (0, one.local_world_size - 1)]
+    found = sorted(set(ranks)) if not isinstance(ranks, str) else []
+    if not found or not all(type(rank) is int and 0 <= rank < len(every) for rank in found):
+        raise ConfigError(
+            f"ranks={ranks!r} are no ranks of {len(every)}. Write 'ends', 'all', or numbers from 0 to {len(every) - 1}."
+        )
+    return [int(rank) for rank in found]

@@ -1,0 +1,245 @@
+"""What a rehearsal walks through, writes down and leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from training.rehearsal.rehearsing import rehearsed
+
+from nb_accelerate import Accelerator, ConfigError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, rehearse
+
+
+class Count(nn.Module):
+    """A layer that counts its forwards."""
+
+    computed = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        Count.computed += 1
+        return self.layer(x)
+
+
+def train(
+    epochs: int = 3, *, accelerator: Accelerator | None = None, rows: int = 128, model: nn.Module | None = None
+) -> tuple[Accelerator, Any]:
+    accelerator = accelerator or Accelerator(cpu=True)
+    model = Count() if model is None else model
+    loader: Any = DataLoader(TensorDataset(torch.ones(rows, 4)), batch_size=4, shuffle=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=epochs * len(loader))
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for _ in range(epochs):
+        for (x,) in loader:
+            loss = F.mse_loss(model(x), x[:, :1])
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return accelerator, model
+
+
+def count_forwards() -> None:
+    train()
+    if Count.computed != 2:
+        raise ValueError(f"{Count.computed} forwards were computed")
+
+
+def test_two_steps_are_computed_and_all_are_walked_through(tmp_path: Path):
+    found = rehearsed(count_forwards, folder=tmp_path)
+    assert found.findings == []
+    first, last = found.traces
+    assert [len(one.rows) for one in first.trained] == [8, 8, 8]
+    assert len(first.rates[0]) == len(last.rates[0]) == 24
+    assert first.rates[0][0] == 0.1 > first.rates[0][-1]
+    assert found.table.rows == [("0, 3", "3", "8", "32", "", "24", "16", "0.1 > 0.0138")]
+
+
+def accumulate_in_16_bits(precision: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=3)
+    loader: Any = DataLoader(TensorDataset(torch.ones(128, 4)), batch_size=4)
+    model: Any = nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.mse_loss(model(x), x[:, :1]))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_window_counts_as_one_step_with_all_its_rows(precision: str, tmp_path: Path):
+    found = rehearsed(accumulate_in_16_bits, precision, folder=tmp_path)
+    assert found.findings == []
+    assert found.traces[0].step_rows == [12, 12, 8]
+    exchanges = [exchange.what for exchange in found.traces[0].exchanges]
+    assert sum("gradients" in what for what in exchanges) == 3
+
+
+def train_two_networks() -> None:
+    accelerator = Accelerator(cpu=True)
+    makes: Any = nn.Sequential(nn.Linear(2, 4))
+    judges: Any = nn.Linear(4, 1)
+    first: Any = torch.optim.Adam(judges.parameters())
+    second: Any = torch.optim.Adam(makes.parameters())
+    loader: Any = DataLoader(TensorDataset(torch.ones(128, 4)), batch_size=4)
+    makes, judges, first, second, loader = accelerator.prepare(makes, judges, first, second, loader)
+    for (x,) in loader:
+        made = makes(torch.randn(len(x), 2, device=accelerator.device))
+        accelerator.backward(judges(x).mean() - judges(made.detach()).mean())
+        first.step()
+        first.zero_grad()
+        accelerator.backward(judges(made).mean())
+        second.step()
+        second.zero_grad()
+
+
+def test_models_that_train_each_other_exchange_as_in_a_run(tmp_path: Path):
+    found = rehearsed(train_two_networks, folder=tmp_path)
+    assert found.findings == []
+    exchanges = [exchange.what for exchange in found.traces[0].exchanges if "gradients" in exchange.what]
+    first, computed, walked, *_ = [at for at, what in enumerate(exchanges) if what == "the gradients of Sequential"]
+    assert exchanges[first + 1 : computed] == ["the gradients of Linear"] * 2
+    assert exchanges[first + 1 : computed + 1] == exchanges[computed + 1 : walked + 1]
+
+
+def shard() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    accelerator, _ = train(accelerator=Accelerator(cpu=True, fsdp_plugin=plugin), model=model)
+    accelerator.save_state("shards")
+
+
+def test_sharded_models_are_rehearsed(tmp_path: Path):
+    found = rehearsed(shard, folder=tmp_path)
+    assert found.findings == []
+    whats = [exchange.what for exchange in found.traces[0].exchanges]
+    assert whats.count("the shards of Sequential") == whats.count("the gradients of Sequential") == 24
+
+
+def train_with_deepspeed() -> None:
+    train(accelerator=Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)))
+
+
+def test_deepspeed_is_rehearsed_as_ddp_which_is_said(tmp_path: Path):
+    found = rehearsed(train_with_deepspeed, folder=tmp_path)
+    assert [finding.kind for finding in found.findings] == ["note"]
+    assert len(found.traces[0].rates[0]) == 24
+
+
+def write_everything() -> None:
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir="project")
+    accelerator.init_trackers("run", config={"lr": 0.1})
+    _, model = train(1, accelerator=accelerator)
+    accelerator.log({"loss": 1.0})
+    accelerator.save_state("checkpoint")
+    accelerator.load_state("checkpoint")
+    accelerator.save_model(model, "weights")
+    accelerator.save({"a": 1}, "a.pt")
+    if accelerator.is_main_process:
+        os.makedirs("out", exist_ok=True)
+        torch.save(model.state_dict(), "out/model.pt")
+        assert torch.load("out/model.pt").keys() == model.state_dict().keys()
+        np.save("out/numbers.npy", np.ones(2))
+        Path("out/log.json").write_text(json.dumps({"a": 1}))
+        with open("kept.txt", "a") as file:
+            file.write("more")
+        assert Path("kept.txt").read_text() == "kept more"
+        os.remove("kept.txt")
+    accelerator.end_training()
+
+
+def test_nothing_is_written_and_what_was_written_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "kept.txt").write_text("kept ")
+    found = rehearsed(write_everything, folder=tmp_path)
+    assert found.findings == []
+    assert [entry.name for entry in here.iterdir()] == ["kept.txt"]
+    assert (here / "kept.txt").read_text() == "kept "
+
+
+def read_losses() -> None:
+    accelerator, model = train(1)
+    best = 1.0
+    if model(torch.ones(1, 4)).item() < best:  # computed: its shape is new
+        best = 0.0
+    for _ in range(2):
+        if model(torch.ones(1, 4)).sum() < best:
+            accelerator.print("better")
+
+
+def test_numbers_that_were_not_computed_are_named_with_the_branches_that_hang_on_them(tmp_path: Path):
+    (finding,) = rehearsed(read_losses, folder=tmp_path).findings
+    assert finding.kind == "invented"
+    assert "decides" in finding.text
+    assert "test_rehearsals.py line" in finding.text
+
+
+def train_for_ever() -> None:
+    train(10**9, rows=32)
+
+
+def test_a_rehearsal_ends_in_time_and_says_how_far_it_came(tmp_path: Path):
+    found = rehearsed(train_for_ever, folder=tmp_path, seconds=0.5)
+    assert found.ok
+    assert not found.traces[0].ended
+    assert "What comes later is not known" in repr(found)
+
+
+def send_from_rank_0() -> None:
+    rank, world_size = Accelerator(cpu=True).process_index, dist.get_world_size()
+    values: list[Any] = [f"from {rank}", {"rank": rank}]
+    dist.broadcast_object_list(values)
+    tensor = torch.full((2,), float(rank))
+    dist.broadcast(tensor, 0)
+    part = torch.zeros(1)
+    dist.scatter(part, [torch.full((1,), float(other)) for other in range(world_size)] if rank == 0 else None)
+    if (values, tensor.tolist(), part.item()) != (["from 0", {"rank": 0}], [0.0, 0.0], float(rank)):
+        raise ValueError(f"{values} {tensor} {part}")
+
+
+def test_ranks_get_what_rank_0_sends(tmp_path: Path):
+    assert rehearsed(send_from_rank_0, folder=tmp_path).findings == []
+
+
+def end_at_once() -> None:
+    os._exit(3)
+
+
+def test_a_rank_that_dies_is_an_error(tmp_path: Path):
+    (finding,) = rehearsed(end_at_once, folder=tmp_path).findings
+    assert "exit code 3" in finding.text
+
+
+def test_ranks_that_do_not_exist_are_refused():
+    for ranks in ([8], "some", []):
+        with pytest.raises(ConfigError, match="0 to 7"):
+            rehearse(train, ranks=ranks)
+    with pytest.raises(ConfigError, match="multiple"):
+        rehearse(train, num_processes=8, num_machines=3)
+
+
+@pytest.mark.slow
+def test_a_launch_rehearses_the_ends_of_each_machine():
+    found = rehearse(train, (1,), kwargs={"rows": 1024}, num_processes=32, num_machines=2)
+    assert [trace.rank for trace in found.traces] == [0, 15, 16, 31]
+    assert found.ok
+    assert found.traces[0].step_rows == [4] * 8
+    assert "<table>" in found._repr_html_()
