@@ -467,7 +467,7 @@ def test_env_says_what_the_file_says(default_file: Path, capsys: pytest.CaptureF
 
 def test_a_variable_can_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NB_ACCELERATE_CONFIG_FILE", str(tmp_path / "a.yaml"))
-    with pytest.raises(ConfigError, match="There is no configuration file"):
+    with pytest.raises(ConfigError, match="configuration file"):
         read_config()
     write(tmp_path, OF_2023)
     file = read_config()

@@ -100,7 +100,7 @@ def test_a_class_of_ones_own_needs_no_transformers(
     ("arguments", "words"),
     [
         (["torch.nn:Nothing"], "cannot be imported"),
-        (["torch.nn:Linear"], "cannot be called without arguments"),
+        (["torch.nn:Linear"], "called without arguments"),
         (["torch.nn:Identity", "--batch_size", "1"], "takes no input_ids"),
         (["torch.nn:Identity", "--batch_size", "1", "--inference"], "--batch-size counts without --inference"),
         (["torch.nn:Identity", "--cpu-memory", "1GB"], "--cpu-memory counts with --inference"),

@@ -82,7 +82,7 @@ def test_code_in_a_checkpoint_is_not_run(distributed: Path, tmp_path: Path):
             return Path.touch, (tmp_path / "ran",)
 
     (distributed / ".metadata").write_bytes(pickle.dumps(Bad()))
-    with pytest.raises(CheckpointError, match=r"it would load .*which no checkpoint needs"):
+    with pytest.raises(CheckpointError, match=r"would load.*checkpoint needs"):
         merge_weights(distributed, tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -93,7 +93,7 @@ def test_attributes_of_what_is_no_enum_are_not_read(distributed: Path, tmp_path:
             return getattr, (torch.float32, "itemsize")
 
     (distributed / ".metadata").write_bytes(pickle.dumps(Bad()))
-    with pytest.raises(CheckpointError, match=r"it would read itemsize of torch.float32"):
+    with pytest.raises(CheckpointError, match=r"read itemsize of torch.float32"):
         merge_weights(distributed, tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_files_outside_of_the_folder_are_not_read(distributed: Path, tmp_path: P
     for info in metadata.storage_data.values():
         info.relative_path = "../elsewhere"
     (distributed / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"'../elsewhere', which is no file in its folder"):
+    with pytest.raises(CheckpointError, match=r"'../elsewhere'"):
         merge_weights(distributed, tmp_path)
 
 
@@ -115,7 +115,7 @@ def test_a_cut_off_checkpoint_is_refused(distributed: Path, tmp_path: Path):
 
 
 def test_a_folder_above_the_checkpoint_is_told_so(distributed: Path):
-    with pytest.raises(CheckpointError, match=r"Give the folder of the model, .*pytorch_model_fsdp_0"):
+    with pytest.raises(CheckpointError, match=r"Give the.*pytorch_model_fsdp_0"):
         merge_weights(distributed.parent, distributed.parent / "out")
 
 

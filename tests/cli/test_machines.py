@@ -204,7 +204,7 @@ def test_a_range_of_machines_grows_and_shrinks(tmp_path: Path, two_hosts: list[s
     end.touch()
     _, error = first.communicate(timeout=30)
     assert first.returncode == 0, error
-    assert "another machine has come: all ranks start again" in error
+    assert "another machine has come" in error
     assert f"the launch on the machine at {two_hosts[1]}" in error
     assert error.count("start 2 of 2") == 1  # the machine that was lost; the one that came did not count
 

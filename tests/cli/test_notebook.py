@@ -88,7 +88,7 @@ def test_a_progress_bar_is_saved_as_a_terminal_would_show_it(write):
 def test_what_is_not_a_notebook_is_refused_with_its_name(tmp_path: Path):
     path = tmp_path / "broken.ipynb"
     path.write_text("{")
-    with pytest.raises(ConfigError, match=r"broken\.ipynb' is not a notebook that Jupyter can read"):
+    with pytest.raises(ConfigError, match=r"broken\.ipynb' is not a notebook"):
         notebook.execute(path, progress=io.StringIO())
 
 
@@ -97,7 +97,7 @@ def test_a_launch_reads_a_notebook_without_a_parser_that_takes_seconds_to_build(
     path.write_text("{")
     command = [sys.executable, "-X", "importtime", "-m", "nb_accelerate", "launch", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert "is not a notebook that Jupyter can read" in run.stderr
+    assert "Jupyter can read" in run.stderr
     assert re.search(r"\bjsonschema$", run.stderr, re.MULTILINE)
     assert not re.search(r"\blark\b", run.stderr)
 

@@ -45,5 +45,5 @@ def test_a_program_reads_the_file_as_a_dict(tmp_path: Path):
         "num_processes": 2,
         "mixed_precision": "bf16",
     }
-    with pytest.raises(ConfigError, match="There is no configuration file"):
+    with pytest.raises(ConfigError, match="configuration file"):
         load_config_from_file(str(tmp_path / "none.yaml"))

@@ -68,7 +68,7 @@ def test_what_somebody_types_into_lives_on_when_its_ranks_are_ended(command: str
 
 def test_only_runs_can_be_stopped(capsys: pytest.CaptureFixture[str]):
     assert main(["stop", str(os.getpid())]) == 2
-    assert "there is no run with pid" in capsys.readouterr().err
+    assert "run with pid" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -274,4 +274,4 @@ def test_a_panel_that_cannot_be_drawn_ends_no_run(clock: Clock, caplog: pytest.L
     panel.finish("done")
     assert kept.last == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the front end has gone" in caplog.text
+    assert "front end has gone" in caplog.text

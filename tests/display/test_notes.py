@@ -149,5 +149,5 @@ def test_a_prepared_model_that_every_rank_saves_is_told_with_what_to_write(noteb
 
 def test_information_where_no_ranks_were_started_is_not_red_in_a_notebook(notebook: Kernel, tmp_path: Path) -> None:
     cell = notebook.run(f"notebook_launcher(train, ({str(tmp_path)!r},), 1, start_method='inline', resume=True)").ok()
-    assert "There is no checkpoint in " in cell.stdout
+    assert "no checkpoint" in cell.stdout
     assert cell.stderr == ""

@@ -110,7 +110,7 @@ def test_of_many_values_some_have_columns_and_the_others_are_named() -> None:
 def test_without_runs_it_is_said_how_there_come_to_be_some() -> None:
     assert "No runs yet" in repr(kept.runs())
     assert "No runs yet" in kept.runs()._repr_html_()
-    with pytest.raises(ConfigError, match=r"There are no runs to draw\. No runs yet"):
+    with pytest.raises(ConfigError, match=r"draw\. No runs yet"):
         kept.runs().plot()
 
 
@@ -149,7 +149,7 @@ def test_one_chart_has_all_runs_called_by_what_differs() -> None:
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr=0.1", "lr=0.5"]
     assert (axes.get_title(), axes.get_yscale()) == ("loss", "log")
     assert kept.runs().plot("loss", log=False).get_yscale() == "linear"
-    with pytest.raises(ConfigError, match=r"'los' was not logged in these runs\. Write plot\('loss'\)\."):
+    with pytest.raises(ConfigError, match=r"runs\. Write plot\('loss'\)"):
         kept.runs().plot("los")
     note(math.nan, math.nan)
     note(1.0, 0.0, -1.0)

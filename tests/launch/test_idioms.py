@@ -293,9 +293,9 @@ def test_an_idiom_gives_the_same_when_it_is_launched_and_in_a_cell(
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        ("torch.utils.tensorboard.SummaryWriter({folder!r})", "make the writer inside the function"),
-        ("sqlite3.connect(':memory:')", "Call sqlite3.connect with the path"),
-        ("concurrent.futures.ThreadPoolExecutor(1)", "make it inside the function"),
+        ("torch.utils.tensorboard.SummaryWriter({folder!r})", "make the writer inside"),
+        ("sqlite3.connect(':memory:')", "sqlite3.connect with the path"),
+        ("concurrent.futures.ThreadPoolExecutor(1)", "make it inside"),
         ("np.frompyfunc(abs, 1, 1)", "found by its name"),
     ],
 )

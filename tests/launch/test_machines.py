@@ -162,7 +162,7 @@ def test_what_machines_share_holds_no_code() -> None:
             return pytest.fail, ("this was run",)
 
     backend = SimpleNamespace(get_state=lambda: (pickle.dumps(Evil()), b"token"))
-    with pytest.raises(RuntimeError, match=r"is not part of the state of a rendezvous"):
+    with pytest.raises(RuntimeError, match="state of a rendezvous"):
         SharedState(backend, lambda: False).get_state()
 
 
@@ -181,7 +181,7 @@ def test_a_launch_that_waits_for_machines_is_ended_at_once(node_rank: int, how: 
 
 def test_the_time_of_a_launch_is_over_also_while_it_waits_for_machines() -> None:
     place = {"num_nodes": 2, "master_addr": "127.0.0.2", "use_port": free_port()}
-    with pytest.raises(DeadlineError, match=r"took longer than timeout=0\.5 s; its ranks had not been started"):
+    with pytest.raises(DeadlineError, match=r"took longer than timeout=0\.5"):
         notebook_launcher(print, num_processes=1, timeout=0.5, progress="off", **place)
 
 

@@ -107,18 +107,18 @@ def test_ranks_on_processors_may_be_forks_unless_a_device_here_is_in_use(facts: 
 @pytest.mark.parametrize(
     ("facts", "options", "text"),
     [
-        (T4, {"num_processes": 3}, "num_processes=3, but there are 2 GPUs.*Write num_processes=2, or devices='cpu'"),
+        (T4, {"num_processes": 3}, "num_processes=3.*Write num_processes=2"),
         (gpus("0"), {"num_processes": 2}, "there is 1 GPU,"),
-        (T4, {"devices": [0, 2]}, r"devices=\[0, 2\], but the visible GPUs are 0 to 1: there is no GPU 2"),
+        (T4, {"devices": [0, 2]}, "visible GPUs are 0 to 1"),
         (T4, {"devices": [1], "num_processes": 2}, "there is 1 GPU"),
         ({}, {"devices": [0]}, "no GPU is visible"),
-        (chips(1), {"num_processes": 8}, "there is 1 XLA device, and each rank.*Write num_processes=1"),
-        (chips(8), {"num_processes": 2}, "ranks use all 8 XLA devices or one. Write num_processes=8 or 1"),
-        (chips(8), {"devices": [0, 1]}, "cannot be chosen by their numbers"),
+        (chips(1), {"num_processes": 8}, "1 XLA device.*Write num_processes=1"),
+        (chips(8), {"num_processes": 2}, "one. Write num_processes=8 or 1"),
+        (chips(8), {"devices": [0, 1]}, "chosen by their numbers"),
         (
             chips(8),
             {"num_nodes": 2, "master_addr": "10.0.0.1", "start_method": "forkserver"},
-            "num_nodes=2, but XLA devices of several machines",
+            "num_nodes=2, but XLA devices",
         ),
         (chips(8, in_use=STARTED, held=STARTED), {}, f"{STARTED}. Restart the kernel"),
         (T4, {"start_method": "xla"}, "it starts ranks on XLA devices, and these are to run on CUDA"),
@@ -127,7 +127,7 @@ def test_ranks_on_processors_may_be_forks_unless_a_device_here_is_in_use(facts: 
         (
             gpus("0", "1", in_use="the CUDA driver is loaded in this notebook"),
             {"start_method": "fork"},
-            "start_method='fork' cannot work: the CUDA driver is loaded.*'forkserver', which need no restart",
+            "start_method='fork' cannot.*'forkserver'",
         ),
     ],
 )
@@ -139,11 +139,11 @@ def test_what_cannot_be_is_refused_with_what_to_write(facts: Any, options: Any, 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"devices": "gpu"}, r"write devices='cpu', or the numbers of GPUs, as devices=\[0, 2\]"),
+        ({"devices": "gpu"}, r"GPUs, as devices=\[0, 2\]"),
         ({"devices": [0, 0]}, "names a GPU twice"),
         ({"use_port": "many"}, "use_port='many' is not a port"),
         ({"use_port": 70000}, "is not a port"),
-        ({"num_nodes": 2}, r"is the local machine on each.*master_addr='10\.0\.0\.1'"),
+        ({"num_nodes": 2}, r"local machine.*master_addr='10\.0\.0\.1'"),
         ({"num_nodes": 2, "node_rank": 2, "master_addr": "10.0.0.1"}, "the last is number 1"),
         ({"num_nodes": 2, "rdzv_backend": "c10d"}, "Write rdzv_endpoint='HOST:29400'"),
         ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd' is not a choice"),
@@ -152,8 +152,8 @@ def test_what_cannot_be_is_refused_with_what_to_write(facts: Any, options: Any, 
         ({"log_line_prefix_template": 3}, "is not text"),
         ({"progress": "widgets"}, "progress='widgets' is not a choice"),
         ({"monitor_interval": 0}, "monitor_interval=0"),
-        ({"by_value": ["os"]}, r"'os', which is not a module. Write by_value=\[my_module\]"),
-        ({"kwargs": ["lr"]}, "does not map names to values"),
+        ({"by_value": ["os"]}, r"module. Write by_value=\[my_module\]"),
+        ({"kwargs": ["lr"]}, "map names to values"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_with_what_to_write(options: dict[str, Any], text: str) -> None:
@@ -366,7 +366,7 @@ def test_a_port_that_is_free_is_used() -> None:
 
 def test_an_address_of_another_machine_is_refused_on_machine_0() -> None:
     chosen = options(num_nodes=2, master_addr="192.0.2.1")
-    with pytest.raises(ConfigError, match=r"'192\.0\.2\.1' is not an address of this machine"):
+    with pytest.raises(ConfigError, match=r"'192\.0\.2\.1' is not an address"):
         open_rendezvous(chosen, plan(num_nodes=2, master_addr="192.0.2.1")).__enter__()
 
 

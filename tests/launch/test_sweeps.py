@@ -81,7 +81,7 @@ def _train(lr: float) -> float:
     [
         ({"lr": [0.1]}, "a dict was given"),
         ([], "no configuration"),
-        ([{"lr": 1.0}, {"rate": 1.0}], r"Configuration 1, \{'rate': 1.0\}, does not fit _train\(lr"),
+        ([{"lr": 1.0}, {"rate": 1.0}], r"1, \{'rate': 1.0\}, does not fit"),
     ],
 )
 def test_what_is_no_list_of_arguments_is_refused_before_anything_runs(runs: Any, words: str) -> None:

@@ -98,7 +98,7 @@ def test_a_warm_server_that_has_no_room_for_a_rank_says_so_and_goes_on(
     monkeypatch.setattr(servers, "PRELOAD", ("no_room",))
     close_warm_server()
     try:
-        with pytest.raises(StartError, match="a rank could not be forked: no room: the system has no room for another"):
+        with pytest.raises(StartError, match="forked: no room"):
             notebook_launcher(os.getppid, (), 2, start_method="forkserver", progress="off", timeout=45)
         server = servers.warm_server().pid
         full.unlink()

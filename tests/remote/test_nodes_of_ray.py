@@ -30,11 +30,11 @@ def test_ranks_are_on_the_first_nodes_as_far_as_their_number_goes(nodes, hosts, 
 
 
 def test_what_the_cluster_does_not_have_is_named():
-    with pytest.raises(CannotPlaceError, match=r"hosts has 'n9', which is no node .* are n1 \(10.0.0.1\), n2 "):
+    with pytest.raises(CannotPlaceError, match=r"hosts has 'n9'.* are n1 \(10.0.0.1\), n2 "):
         chosen([HEAD, OTHER], [("n1", None), ("n9", None)], None)
-    with pytest.raises(CannotPlaceError, match=r"has 4 CPUs, and is to have 5 ranks.* Write num_processes=4"):
+    with pytest.raises(CannotPlaceError, match=r"has 4 CPUs.* Write num_processes=4"):
         chosen([HEAD, OTHER], [], 5)
-    with pytest.raises(CannotPlaceError, match=r"has 4 GPUs, and is to have 5 ranks.* Write num_processes=4"):
+    with pytest.raises(CannotPlaceError, match=r"has 4 GPUs.* Write num_processes=4"):
         chosen([HEAD, BIG], [], 5)
 
 

@@ -221,42 +221,40 @@ def test_the_clock_of_a_machine_is_that_of_the_frame_that_came_fastest() -> None
 def test_a_command_that_does_not_hand_on_its_stdin_is_told_so() -> None:
     template = "sh -c '{command} </dev/null'"
     host = [sys.executable, "-m", "nb_accelerate.notebook.launch.host"]
-    assert "docker exec and kubectl exec need -i" in failure_of("a", host, engine="command", command_template=template)
+    assert "docker exec and kubectl" in failure_of("a", host, engine="command", command_template=template)
 
 
 def test_a_command_that_is_not_here_is_named() -> None:
-    with pytest.raises(StartError, match="machine a cannot be reached: kubectll: No such file or directory"):
+    with pytest.raises(StartError, match="reached: kubectll: No such"):
         start("a", ["true"], engine="command", command_template="kubectll exec {host} {command}")
 
 
 def test_a_machine_that_nobody_knows(sshd: Sshd) -> None:
     (sshd.folder / "config").write_text("")
-    assert "there is no machine of the name nowhere.invalid. Correct it in hosts" in failure_of("nowhere.invalid")
+    assert "name nowhere.invalid. Correct" in failure_of("nowhere.invalid")
 
 
 def test_no_login_without_a_password(sshd: Sshd) -> None:
     sshd.new_key("key")
     subprocess.run(["cp", sshd.folder / "key.pub", sshd.folder / "other.pub"], check=True)
     (sshd.folder / "key.pub").write_text((sshd.folder / "host_key.pub").read_text())
-    assert "ssh-copy-id a. Then this has to work: ssh -oBatchMode=yes a true (" in failure_of("a")
+    assert "work: ssh -oBatchMode=yes a true" in failure_of("a")
 
 
 def test_the_key_of_the_machine_has_changed(sshd: Sshd) -> None:
     sshd.trust("key")
-    assert "the key of a is another one than before. If the machine was set up again: ssh-keygen -R a" in failure_of(
-        "a"
-    )
+    assert "again: ssh-keygen -R a" in failure_of("a")
 
 
 def test_the_key_of_the_machine_is_not_known(sshd: Sshd) -> None:
     (sshd.folder / "known_hosts").write_text("")
-    assert "Log in once by hand, and accept it: ssh b" in failure_of("b")
+    assert "accept it: ssh b" in failure_of("b")
 
 
 def test_nobody_listens(sshd: Sshd) -> None:
     config = (sshd.folder / "config").read_text()
     (sshd.folder / "config").write_text(config.replace(str(sshd.port), str(free_port())))
-    assert "nothing answers at the port of ssh on a. Start sshd there" in failure_of("a")
+    assert "ssh on a. Start sshd" in failure_of("a")
 
 
 def test_there_is_no_such_python(sshd: Sshd) -> None:

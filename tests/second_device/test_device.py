@@ -96,7 +96,7 @@ def test_numpy_of_its_memory_is_refused(in_rank):
 
         np.asarray(torch.ones(2, device="simgpu"))
 
-    with pytest.raises(TypeError, match=r"can't convert simgpu:0 device type tensor to numpy"):
+    with pytest.raises(TypeError, match="can't convert simgpu:0 device"):
         in_rank(run)
 
 
@@ -159,7 +159,7 @@ def test_without_devices_there_are_none(in_rank):
     def run() -> tuple[bool, int]:
         import torch
 
-        with pytest.raises(RuntimeError, match="No simgpu devices are available"):
+        with pytest.raises(RuntimeError, match="simgpu devices are available"):
             torch.ones(2, device="simgpu")
         return torch.simgpu.is_available(), torch.simgpu.device_count()
 
@@ -180,9 +180,7 @@ def test_memory_is_limited_counted_and_given_back(in_rank):
 
         first = torch.empty(5 * MIB, dtype=torch.uint8, device="simgpu")
         look()
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"Tried to allocate 6 MiB. GPU 0 has a total capacity of 10 MiB"
-        ):
+        with pytest.raises(torch.OutOfMemoryError, match=r"allocate 6 MiB. GPU 0"):
             torch.empty(6 * MIB, dtype=torch.uint8, device="simgpu")
         torch.empty(6 * MIB, dtype=torch.uint8, device="simgpu:1")  # that one has room
         del first
@@ -261,7 +259,7 @@ def test_a_generator_of_the_cpu_is_refused(in_rank):
 
         torch.randn(2, device="simgpu", generator=torch.Generator())
 
-    with pytest.raises(RuntimeError, match="Expected a 'simgpu' device type for generator"):
+    with pytest.raises(RuntimeError, match="Expected a 'simgpu' device type"):
         in_rank(run)
 
 

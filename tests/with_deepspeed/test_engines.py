@@ -62,7 +62,7 @@ def test_models_of_several_plugins_train_side_by_side(run_ranks):
             accelerator.state.select_deepspeed_plugin(name)
             model = make_model()
             things.append(accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), make_loader()))
-        with pytest.raises(ConfigError, match=r"no DeepSpeed plugin 'onee'.*Did you mean 'one'"):
+        with pytest.raises(ConfigError, match=r"plugin 'onee'.*mean 'one'"):
             accelerator.state.select_deepspeed_plugin("onee")
         stages = [int(model.zero_optimization_stage()) for model, _, _ in things]
         for model, optimizer, loader in things:

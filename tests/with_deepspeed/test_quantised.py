@@ -203,7 +203,7 @@ def test_maps_are_made_for_the_bits(tmp_path: Path) -> None:
     config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="fp32")
     model = load_and_quantize_model(empty(), config, saved(tmp_path), "auto", max_memory={"cpu": "1GB"})
     assert set(model.hf_device_map.values()) == {"cpu"}
-    with pytest.raises(ConfigError, match="would be off the GPUs"):
+    with pytest.raises(ConfigError, match="off the GPUs"):
         load_and_quantize_model(empty(), config, tmp_path, "auto", max_memory={"cpu": "60KB", "disk": "1GB"})
     with pytest.raises(ConfigError, match=r"device_map='best'.*Write one of"):
         load_and_quantize_model(empty(), config, tmp_path, "best")
@@ -218,13 +218,13 @@ def test_what_cannot_be_is_refused_before_anything_changes(tmp_path: Path, monke
     with pytest.raises(CheckpointError, match="there is neither"):
         load_and_quantize_model(model, config, tmp_path)
     saved(tmp_path)
-    with pytest.raises(ConfigError, match=r"device_map has no device for lm_head\.weight"):
+    with pytest.raises(ConfigError, match=r"device for lm_head\.weight"):
         load_and_quantize_model(model, config, tmp_path, {"model": "cpu"})
     for device in ("meta", "disk"):
         with pytest.raises(ConfigError, match=f"does not quantise weights on '{device}', but on cpu, cuda"):
             load_and_quantize_model(model, config, tmp_path, {"": device})
     monkeypatch.setattr(quantised, "installed_version", lambda _: "0.45.5")
-    with pytest.raises(MissingDependencyError, match=r"needs bitsandbytes 0\.47\.0 or newer, but 0\.45\.5"):
+    with pytest.raises(MissingDependencyError, match=r"bitsandbytes 0\.47\.0 or newer, but 0\.45\.5"):
         load_and_quantize_model(model, config, tmp_path)
     assert [type(module) for module in model.modules()] == kinds
 

@@ -68,7 +68,7 @@ def test_fp16_losses_are_those_of_ddp_to_the_tolerance_of_16_bits_where_the_cpu_
     if torch.ops.mkldnn._is_mkldnn_fp16_supported():
         assert_close_in_16_bits(*run_ranks(compare, deadline=110)[0])
     else:
-        with pytest.raises(ConfigError, match=r"does not train in fp16 on this CPU.*mixed_precision='bf16'"):
+        with pytest.raises(ConfigError, match=r"fp16 on.*mixed_precision='bf16'"):
             run_ranks(compare, deadline=110)
 
 
@@ -149,7 +149,7 @@ def test_windows_that_are_made_by_hand_add_up_as_with_ddp_or_are_refused(run_ran
     def compare():
         held_back = [windows_by_hand(engine, True) for engine in (None, *map(plugin, STAGES))]
         for stage in (1, 2, 3):
-            with pytest.raises(ConfigError, match=r"called twice for one optimizer step.*accelerator.no_sync\(model\)"):
+            with pytest.raises(ConfigError, match=r"called twice.*accelerator.no_sync\(model\)"):
                 windows_by_hand(plugin(stage), False)
         return held_back
 

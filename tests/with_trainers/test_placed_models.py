@@ -46,4 +46,4 @@ def test_numbers_are_those_with_accelerate(found: dict[str, Found], case: str) -
 def test_an_adapter_is_loaded_into_a_model_on_the_disk(found: dict[str, Found]) -> None:
     ours = found["nb_accelerate"]["adapter_on_the_disk"]
     assert not isinstance(ours, str), ours
-    assert "Cannot copy out of meta tensor" in found["accelerate"]["adapter_on_the_disk"], "accelerate does it now"
+    assert "copy out of meta" in found["accelerate"]["adapter_on_the_disk"], "accelerate does it now"

@@ -63,11 +63,9 @@ def test_an_accelerator_made_outside_of_the_launched_function_is_not_sent(run_ra
     def train():
         accelerator.backward(torch.ones(1, requires_grad=True).sum())
 
-    with pytest.raises(
-        ShippingError, match=r"'accelerator' of the enclosing.*Make it, and what it prepares, inside of"
-    ):
+    with pytest.raises(ShippingError, match=r"the enclosing.*prepares, inside"):
         run_ranks(train)
-    with pytest.raises(TypeError, match=r"cannot be sent to another process or copied\. It knows only the process"):
+    with pytest.raises(TypeError, match=r"copied\. It knows only"):
         copy.deepcopy(accelerator)
 
 
@@ -81,5 +79,5 @@ def test_an_accelerator_that_a_fork_brought_along_does_not_train_alone(run_ranks
         accelerator.backward(loss)
         optimizer.step()
 
-    with pytest.raises(NotPreparedError, match=r"made in another process, before this one was started.*inside of the"):
+    with pytest.raises(NotPreparedError, match=r"was started.*inside of"):
         run_ranks(train, start_method="fork")

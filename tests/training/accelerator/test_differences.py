@@ -145,7 +145,7 @@ def test_options_refuse_what_would_do_nothing():
         if refuses:
             with pytest.raises(AttributeError, match="Did you mean 'data_seed'"):
                 config.data_sede = 3
-            with pytest.raises(ConfigError, match="data_seed='3' is of type str"):
+            with pytest.raises(ConfigError, match="data_seed='3' is of type"):
                 config.data_seed = "3"
         else:
             with warnings.catch_warnings():
@@ -159,7 +159,7 @@ def test_an_accelerator_cannot_be_pickled_or_copied():
     theirs, ours = both(cpu=True)
     assert pickle.loads(pickle.dumps(theirs)).num_processes == copy.deepcopy(theirs).num_processes == 1
     for send in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="knows only the process it was made in"):
+        with pytest.raises(TypeError, match="knows only the process"):
             send(ours)
 
 

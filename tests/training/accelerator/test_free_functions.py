@@ -65,7 +65,7 @@ def test_structures_are_described_and_made_again():
         None,
     )
     assert utils.ignorant_find_batch_size([1, "a"]) is None
-    with pytest.raises(TypeError, match="without a tensor that has rows"):
+    with pytest.raises(TypeError, match="tensor that has rows"):
         utils.find_batch_size([torch.tensor(1.0)])
     assert utils.honor_type(Point(1, 2), iter([3, 4])) == Point(3, 4)
     assert utils.is_namedtuple(Point(1, 2))
@@ -183,7 +183,7 @@ def test_a_loader_can_act_as_that_of_any_process(split: bool):
 
 
 def test_a_loader_cannot_act_as_a_process_there_is_not():
-    with pytest.raises(ConfigError, match="process_index=2 is none of num_processes=2"):
+    with pytest.raises(ConfigError, match="none of num_processes=2"):
         prepare_data_loader(DataLoader([1]), num_processes=2, process_index=2)
 
 
@@ -310,7 +310,7 @@ def test_tied_and_sliced_tensors_can_be_written_as_safetensors(tmp_path: Path, c
     assert set(loaded) == {"a", "slice", "turned", "empty"}
     assert torch.equal(loaded["turned"], big.T)
     assert torch.equal(loaded["slice"], big[:1])
-    with pytest.raises(RuntimeError, match="step is of type int, which safetensors cannot hold"):
+    with pytest.raises(RuntimeError, match="type int, which safetensors"):
         utils.save(state | {"step": 3}, tmp_path / "b.safetensors", safe_serialization=True)
 
 

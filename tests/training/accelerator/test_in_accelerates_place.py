@@ -77,7 +77,7 @@ def test_a_state_that_was_pickled_shows_the_process_in_which_it_is_loaded():
 def test_an_accelerator_is_neither_pickled_nor_copied_and_what_it_prepared_is():
     accelerator = Accelerator(cpu=True)
     for send in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match=r"knows only the process it was made in. Make it, and what it prepares"):
+        with pytest.raises(TypeError, match="and what it prepares"):
             send(accelerator)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -172,7 +172,7 @@ def test_a_loss_that_was_not_scaled_is_noticed_at_the_step():
     accelerator = fp16()
     model, optimizer = one(accelerator)
     spread(model).backward()
-    with pytest.raises(NotPreparedError, match=r"write accelerator.backward\(loss\) instead of loss.backward\(\)"):
+    with pytest.raises(NotPreparedError, match=r"accelerator.backward\(loss\) instead of loss.backward\(\)"):
         optimizer.step()
     optimizer.zero_grad()
     accelerator.backward(spread(model))

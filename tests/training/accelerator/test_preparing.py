@@ -112,7 +112,7 @@ def test_an_optimizer_of_another_model_is_told(caplog):
     model, optimizer = accelerator.prepare(model, foreign)
     accelerator.backward(model(torch.ones(1, 3, device=accelerator.device)).sum())
     optimizer.step()
-    assert "None of the 2 parameters of this SGD belongs to a prepared model (Linear), and none has" in caplog.text
+    assert "2 parameters of this SGD" in caplog.text
     accelerator.prepare(late)
     optimizer.step()
 
@@ -335,7 +335,7 @@ def test_a_model_spread_over_devices_is_recognised(run_ranks):
 
     assert prepare() is None
     for _, text in run_ranks(prepare):
-        assert "layers on several devices (device_map), and there are 2 ranks" in text
+        assert "(device_map), and there are 2" in text
 
 
 class Blocks(nn.Module):

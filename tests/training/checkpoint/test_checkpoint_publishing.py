@@ -98,7 +98,7 @@ def test_a_folder_in_one_that_is_read_only_is_saved_to(tmp_path: Path, monkeypat
     model.weight.data.fill_(0)
     accelerator.load_state(target)
     assert torch.equal(model.weight, torch.ones(2, 2))
-    with pytest.raises(CheckpointError, match=r"Nothing can be saved as .*other.*Permission denied"):
+    with pytest.raises(CheckpointError, match=r"be saved.*other.*Permission denied"):
         accelerator.save_state(tmp_path / "other")
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 

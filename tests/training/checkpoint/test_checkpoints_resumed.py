@@ -138,7 +138,7 @@ def test_a_run_says_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFix
     _run(tmp_path / "epochs", save_every="2 epochs")
     assert "checkpoint_0, with epoch 3 of 3.\n" in caplog.text
     assert _run(tmp_path / "epochs", save_every="1 epoch") == []
-    assert "is at the end of epoch 3, and epochs=3: nothing is left to train." in caplog.text
+    assert "epoch 3, and epochs=3: nothing" in caplog.text
 
 
 def test_the_main_process_alone_says_where_a_run_begins(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -241,10 +241,7 @@ def test_a_run_that_begins_anew_keeps_checkpoints_of_the_one_before(tmp_path: Pa
     assert "earlier run" not in caplog.text
     first = _run(tmp_path, **options, resume=False, die_after=15)
     assert there() == ["checkpoint_1", "checkpoint_2", "checkpoint_3", "checkpoint_4"]
-    assert (
-        "has checkpoints of an earlier run, the newest is checkpoint_2. This run begins from the start and keeps them; "
-        "total_limit counts its own only. To go on from there instead: resume=True."
-    ) in caplog.text
+    assert "newest is checkpoint_2. This run begins" in caplog.text
     rest = _run(tmp_path, **options)  # it goes on with the second one, and is that run from there on
     assert first[:14] + rest == _run(tmp_path / "whole")
     assert there() == ["checkpoint_4", "checkpoint_5"]
@@ -285,9 +282,7 @@ def test_a_run_whose_steps_have_other_sizes_is_told_that_rows_would_come_twice(t
         accelerator = Accelerator(cpu=True, project_dir=tmp_path)
         accelerator.free_memory()
         if left is None:
-            with pytest.raises(
-                CheckpointError, match=r"after 1 batches of 4 rows, 4 in all, .* reads 5 rows at a time"
-            ):
+            with pytest.raises(CheckpointError, match=r"4 rows, 4 in.*reads 5 rows"):
                 accelerator.resumable(loader(accelerator, batch_size), 1)
         else:
             assert [len(list(batches)) for _, batches in accelerator.resumable(loader(accelerator, batch_size), 1)] == [

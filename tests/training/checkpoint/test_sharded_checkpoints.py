@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.block_models import Block
 from torch import nn
 
 from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plugin
@@ -16,16 +17,6 @@ from nb_accelerate.training.checkpoint.merging import merge_weights
 from nb_accelerate.training.process import context
 
 ROWS = 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 13)  # does not divide evenly by two or four
-        self.down = nn.Linear(13, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).tanh())
 
 
 class Model(nn.Module):

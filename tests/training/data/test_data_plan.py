@@ -192,7 +192,7 @@ def test_rows_in_a_tensor_are_shared_out_like_those_of_a_list(rows, batch_size, 
 
 
 def test_batches_that_cannot_be_split_evenly_are_refused_with_sizes_that_can():
-    with pytest.raises(ConfigError, match=r"batches of 5 cannot be cut into 2 .*batch_size=4 or 6"):
+    with pytest.raises(ConfigError, match=r"cut into 2.*batch_size=4 or 6"):
         BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 5, False), 2, 0, True)
 
 
@@ -262,7 +262,7 @@ def test_batches_of_varying_size_go_round_whole(sizes, ranks, drop_last, even, s
 
 
 def test_batches_of_no_fixed_size_cannot_be_split():
-    with pytest.raises(ConfigError, match=r"list has no batch_size, so its batches cannot be split for 2 ranks"):
+    with pytest.raises(ConfigError, match="batch_size, so its batches"):
         BatchSamplerShard([[0], [1, 2]], 2, 0, split_batches=True)
 
 

@@ -106,8 +106,8 @@ def test_batches_that_are_ready_are_split_exactly_or_refused_at_the_first(run_ra
                 assert found[name, True] == (parts[0] if rank == 0 else [[2, 3], [6, 7], [10]])
             else:
                 assert found[name, True] == parts[rank], name
-        assert "batch['grid'] of shape (5, 2) does not have one entry for each of 4 rows" in found["grid", True]
-        assert "batch is a Graph, whose rows are not known" in found["graph", True]
+        assert "batch['grid'] of shape (5, 2)" in found["grid", True]
+        assert "Graph, whose rows" in found["graph", True]
 
 
 def test_a_last_batch_without_rows_is_handed_out(run_ranks):

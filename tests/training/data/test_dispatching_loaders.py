@@ -276,7 +276,7 @@ def test_batches_that_cannot_be_joined_for_a_slice_function_are_refused_at_the_f
             return str(error)
 
     for text in run_ranks(read):
-        assert "slice_fn_for_dispatch gets the batches of all ranks as one, and these cannot be joined. Write" in text
+        assert "slice_fn_for_dispatch gets the batches" in text
 
 
 def test_packed_batches_hold_any_tensors():

@@ -136,7 +136,7 @@ def test_settings_of_a_loader_are_those_of_the_one_that_reads():
     assert [*skip_first_batches(loader, 1)] == [5, 9]
     loader.load_state_dict({"epoch": 0, "position": 2})
     assert [*loader] == [9]
-    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+    with pytest.raises(ValueError, match="batch_size attribute should"):
         loader.batch_size = 4
     assert not hasattr(loader, "no_setting_of_a_loader")
     assert [*copy.deepcopy(loader)] == [1, 5, 9]
@@ -191,7 +191,7 @@ def test_a_replaced_sampler_is_in_step_on_all_ranks(run_ranks):
 
 def test_a_loader_without_a_sampler_says_so():
     loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]))
-    with pytest.raises(ConfigError, match="list has no sampler that could be replaced"):
+    with pytest.raises(ConfigError, match="list has no sampler"):
         loader.set_sampler(SequentialSampler(range(4)))
 
 

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
+from training.data.test_resumed_epochs import Counting
 
 from nb_accelerate.base.config.loader import DataLoaderConfiguration
 from nb_accelerate.data_loader import SkipDataLoader
@@ -20,25 +21,6 @@ from nb_accelerate.training.data import DataLoaderShard, skip_first_batches
 from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher
 
 pytest.importorskip("torchdata")
-
-
-class Counting(IterableDataset):
-    """A stream that knows where it is."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        while self.at < 23:
-            self.at += 1
-            yield self.at
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
 
 
 class Looked(Dataset):
@@ -332,5 +314,5 @@ def test_a_stateful_loader_of_the_users_stays_one():
 
 def test_without_torchdata_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(MissingDependencyError, match=r"needs the package 'torchdata'.*pip install torchdata"):
+    with pytest.raises(MissingDependencyError, match=r"package 'torchdata'.*pip install"):
         prepared(in_order)

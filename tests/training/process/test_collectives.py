@@ -86,7 +86,7 @@ def test_paths_name_tensors_in_the_order_in_which_they_are_visited():
 
 
 def test_leaves_that_are_not_tensors_are_refused_where_only_tensors_can_be():
-    with pytest.raises(TypeError, match=r"found a str \('text'\) where only tensors"):
+    with pytest.raises(TypeError, match=r"found a str \('text'\) where"):
         tensors_in({"a": ["text"]}, strict=True)
 
 
@@ -276,7 +276,7 @@ def test_the_tensor_of_one_rank_is_copied_to_all_that_do_not_know_it(run_ranks):
         rank = accelerator.process_index
         mine = torch.arange(6, dtype=torch.int16).reshape(2, 3).T if rank == 1 else None
         found = copy_tensor_to_devices(mine)
-        with pytest.raises(ValueError, match=r"ranks 0, 1 have one. Give None on all others"):
+        with pytest.raises(ValueError, match=r"0, 1 have one. Give None"):
             copy_tensor_to_devices(torch.ones(1))
         with pytest.raises(ValueError, match="no rank has one"):
             copy_tensor_to_devices()

@@ -254,7 +254,7 @@ def test_other_errors_pass_and_no_size_at_all_is_said():
     def huge(batch_size: int) -> None:
         raise MemoryError
 
-    with pytest.raises(RuntimeError, match="huge failed with every one from 2 down to 1"):
+    with pytest.raises(RuntimeError, match="2 down to 1"):
         huge()
 
 
@@ -264,7 +264,7 @@ def test_other_errors_pass_and_no_size_at_all_is_said():
         (lambda: find_executable_batch_size(lambda: None), "takes no batch size"),
         (
             lambda: find_executable_batch_size(lambda batch_size, model: None)(8, "net"),
-            r"is found for you. Write .*\(model",
+            r"you. Write.*\(model",
         ),
         (lambda: find_executable_batch_size(lambda batch_size: None, starting_batch_size=0), "starting_batch_size=0"),
     ],

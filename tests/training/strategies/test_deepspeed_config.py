@@ -98,7 +98,7 @@ def test_a_configuration_that_contradicts_what_is_prepared_is_refused():
     with pytest.raises(ConfigError, match="A DummyOptim stands for"):
         engine_config(DeepSpeedPlugin(), RUN, DummyOptim(weights()), [])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    with pytest.raises(ConfigError, match='has a "scheduler", and a LambdaLR is prepared'):
+    with pytest.raises(ConfigError, match='"scheduler", and a LambdaLR'):
         engine_config(DeepSpeedPlugin(hf_ds_config={"scheduler": {"type": "WarmupLR"}}), RUN, optimizer, [schedule])
 
 
@@ -153,11 +153,11 @@ def test_one_engine_shards_a_model_and_one_place_says_how_long_a_window_is():
             plugins, ddp=DistributedDataParallelKwargs(), before=None, environment=Environment(variables or {})
         )
 
-    with pytest.raises(ConfigError, match="fsdp_plugin and deepspeed_plugin were given"):
+    with pytest.raises(ConfigError, match="fsdp_plugin and deepspeed_plugin"):
         resolve(fsdp_plugin=FullyShardedDataParallelPlugin(), deepspeed_plugin=DeepSpeedPlugin())
-    with pytest.raises(ConfigError, match="ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP are both set"):
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP"):
         resolve({"ACCELERATE_USE_DEEPSPEED": "1", "ACCELERATE_USE_FSDP": "1"})
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps is 2 .* and 4 for DeepSpeed"):
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps is 2 .*4 for DeepSpeed"):
         Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin("{}", 4))
 
 
@@ -201,5 +201,5 @@ def test_layers_that_stage_3_gathers_whole_are_found_by_their_class(monkeypatch)
     DeepSpeedPlugin(transformer_moe_cls_names="Linear, ReLU").set_moe_leaf_modules(model)
     DeepSpeedPlugin().set_moe_leaf_modules(model)
     assert told == [(model, [torch.nn.Linear, torch.nn.ReLU])]
-    with pytest.raises(ConfigError, match=r"names Experts, .*It has Linear, ReLU"):
+    with pytest.raises(ConfigError, match=r"names Experts, .*Linear, ReLU"):
         DeepSpeedPlugin(transformer_moe_cls_names="Linear,Experts").set_moe_leaf_modules(model)

@@ -37,7 +37,7 @@ def test_hardware_that_does_not_compute_in_8_bits_is_refused(kind, message):
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(MissingDependencyError, match=r"mixed_precision='fp8' needs .*pip install torchao"):
+    with pytest.raises(MissingDependencyError, match=r"mixed_precision='fp8' needs .*install torchao"):
         Accelerator(cpu=True, mixed_precision="fp8")
 
 
@@ -51,7 +51,7 @@ def test_other_libraries_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, ba
 def test_recipes_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="gathered in bfloat16"):
         AORecipeKwargs(enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ConfigError, match="module_filter_func='head' is of type str"):
+    with pytest.raises(ConfigError, match="module_filter_func='head' is of type"):
         AORecipeKwargs(module_filter_func="head")  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ConfigError, match=r"mixed_precision='bf16'.*Write mixed_precision='fp8'"):
         Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
@@ -76,7 +76,7 @@ def test_what_is_not_installed_has_made_no_layers_and_is_refused_by_name(monkeyp
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ImportError, match="pip install torchao"):
         utils.convert_model_to_fp8_ao(model)
-    with pytest.raises(ImportError, match=r"wants_it needs .*pip install torchao"):
+    with pytest.raises(ImportError, match=r"wants_it needs .*install torchao"):
         utils.torchao_required(_wants_it)(model)
 
 

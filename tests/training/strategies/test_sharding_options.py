@@ -22,7 +22,7 @@ from nb_accelerate.training.strategies.blocks import blocks_by_class, blocks_by_
 def test_tied_weights_in_two_blocks_are_refused_by_name():
     model = Tied()
     check_ties(model, [model.block])
-    with pytest.raises(ConfigError, match=r"words\.weight and head\.weight of this Tied are one parameter"):
+    with pytest.raises(ConfigError, match=r"words\.weight and head\.weight"):
         check_ties(model, [model.head])
 
 
@@ -31,7 +31,7 @@ def test_blocks_are_found_by_class_by_size_and_by_what_the_model_says():
     assert blocks_by_class(model) == [model.blocks[1], model.blocks[0]]
     assert blocks_by_class(Tied()) == []
     assert blocks_by_class(model, ["Linear"])[-1] is model.first
-    with pytest.raises(ConfigError, match=r"names Blok, and Model has no such part.*Block"):
+    with pytest.raises(ConfigError, match=r"names Blok.*Block"):
         blocks_by_class(model, ["Blok", "Block"])
     size = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     assert blocks_by_size(model, size) == list(model.blocks)
@@ -47,7 +47,7 @@ def test_blocks_are_found_by_class_by_size_and_by_what_the_model_says():
         ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Leave sharding_strategy out"),
         ({"use_orig_params": 1}, "use_orig_params=1"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "'LOCAL_STATE_DICT' is not a choice.*'sharded_state_dict'"),
-        ({"param_init_fn": print}, "param_init_fn=.* version 1 of FSDP.* Leave it out"),
+        ({"param_init_fn": print}, "param_init_fn=.*1 of FSDP.*Leave it"),
         ({"activation_checkpointing_offload": True}, "activation_checkpointing=True too"),
         (
             {"mixed_precision_policy": {"buffer_dtype": "bf16"}},
@@ -105,9 +105,7 @@ def test_policies_find_blocks_and_one_that_finds_none_is_refused():
     ):
         with pytest.raises(ConfigError, match=said):
             find_blocks(model, Plugin(**options))
-    with pytest.raises(
-        ConfigError, match=r"_no_split_modules, finds no block in Tied.* Write transformer_cls_names_to_wrap"
-    ):
+    with pytest.raises(ConfigError, match=r"_no_split_modules, finds.* Write transformer_cls_names_to_wrap"):
         find_blocks(tied, Plugin(auto_wrap_policy="transformer_based_wrap"))
 
 

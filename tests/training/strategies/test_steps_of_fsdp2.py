@@ -113,7 +113,7 @@ def test_on_one_process_the_steps_say_what_to_write():
         ours.fsdp2_apply_ac,
         partial(ours.fsdp2_load_full_state_dict, full_sd={}),
     ):
-        with pytest.raises(ConfigError, match=r"needs several processes that train with FSDP, and this is NO\. Write"):
+        with pytest.raises(ConfigError, match="train with FSDP"):
             step(accelerator, Model())
 
 
