@@ -98,6 +98,11 @@ def test_when_a_call_returns_its_last_loss_is_reported_and_not_that_of_the_proce
     assert read(memory).loss == 1.0
     call_returned.fire()
     assert read(memory).loss == (2.0 if is_of_this_process else 1.0)
+    report.report(torch.tensor(3.0))  # too soon again, and older than the next one
+    clock.now += 1.0
+    report.report(torch.tensor(4.0))
+    call_returned.fire()
+    assert read(memory).loss == 4.0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device that answers")
