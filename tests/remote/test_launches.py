@@ -335,6 +335,16 @@ def test_a_machine_whose_host_does_not_start_is_named_with_what_it_printed(
         notebook_launcher(os.getpid, progress="off")
 
 
+@pytest.mark.slow
+def test_a_template_that_leads_to_one_machine_under_two_names_is_refused(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
+    monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "sh -c '{command}'")
+    with pytest.raises(ConfigError, match=r"a and b are one machine: command_template=.* Write \{host\} in it"):
+        notebook_launcher(os.getpid, progress="off")
+
+
 def test_hosts_import_neither_torch_nor_ipython() -> None:
     code = (
         "import json, sys; from nb_accelerate.notebook.launch import host; host.host_facts.facts_of_machine(); "

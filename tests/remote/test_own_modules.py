@@ -46,6 +46,20 @@ def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["scaling_of_user"]
 
 
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package in a folder that a machine has under another name."""
+    folder = tmp_path / "only here" / "package_of_user"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("from .parts import part\n")
+    (folder / "parts.py").write_text("def part(number):\n    return 3 * number\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    importlib.import_module("package_of_user")
+    yield folder
+    for name in ("package_of_user", "package_of_user.parts"):
+        del sys.modules[name]
+
+
 def launched(helpers: Any) -> list[Any]:
     scaled = helpers.scaled
     return notebook_launcher(lambda: scaled(int(os.environ["RANK"])), progress="text")
@@ -60,6 +74,38 @@ def test_a_module_that_machines_do_not_have_is_sent_and_that_is_said_once(
         assert launched(helpers) == [helpers.Kept(3 * rank) for rank in range(3)]
     said = capfd.readouterr()
     assert (said.out + said.err).count("does not have scaling_of_user.py as here") == 2  # each machine
+
+
+@pytest.mark.slow
+def test_code_that_imports_such_a_module_there_gets_it(
+    machines: Machines, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() != 0 or os.environ["NB_ACCELERATE_ENGINE"] != "command":
+        pytest.skip("needs root, and a command")
+
+    def imports() -> tuple[int, str]:
+        import inspect
+
+        import package_of_user.parts
+        from package_of_user import part
+
+        return part(int(os.environ["RANK"])), inspect.getsource(package_of_user.parts.part)
+
+    (tmp_path / "nothing").mkdir()
+    monkeypatch.setenv(
+        "NB_ACCELERATE_COMMAND_TEMPLATE",
+        f"unshare -m sh -c 'mount --bind {tmp_path}/nothing \"{package.parent}\" && OWN={{host}} {{command}}'",
+    )
+    source = "def part(number):\n    return 3 * number\n"
+    assert notebook_launcher(imports, progress="off") == [(3 * rank, source) for rank in range(3)]
+    pool = Pool()
+    pool.start()
+    try:
+        options = CellOptions(wants_values=True, progress="off")
+        cell = "import package_of_user\npackage_of_user.part(rank)"
+        assert pool.run(read_cell(cell), options, variables={}) == [0, 3, 6]
+    finally:
+        pool.stop()
 
 
 @pytest.mark.slow

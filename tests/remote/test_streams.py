@@ -218,8 +218,8 @@ def test_the_clock_of_a_machine_is_that_of_the_frame_that_came_fastest() -> None
     link.close()
 
 
-def test_a_command_that_does_not_hand_on_its_stdin_is_told_so() -> None:
-    template = "sh -c '{command} </dev/null'"
+@pytest.mark.parametrize("template", ["sh -c '{command} </dev/null'", "sh -c ': | {command}'"])
+def test_a_command_that_does_not_hand_on_its_stdin_is_told_so(template: str) -> None:
     host = [sys.executable, "-m", "nb_accelerate.notebook.launch.host"]
     assert "docker exec and kubectl" in failure_of("a", host, engine="command", command_template=template)
 

@@ -21,7 +21,7 @@ from nb_accelerate.notebook.pool.pool import Pool
 from nb_accelerate.notebook.pool.source import read_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndist.all_reduce(x)\nx.item()"
@@ -153,14 +153,49 @@ def test_ranks_are_taken_out_of_a_collective_while_the_cable_is_cut_and_meet_aga
 
 
 @pytest.mark.slow
+def test_a_cable_that_is_cut_between_ranks_is_told_and_ranks_go_on_when_it_is_back(
+    networks: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def exchange(gate: str) -> int:
+        from pathlib import Path
+
+        import torch
+
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator()
+        rounds, is_over = 0, torch.zeros(1)
+        while not is_over.any():
+            is_over = accelerator.reduce(torch.tensor([float(Path(gate).exists())]))
+            rounds += 1
+            Path(f"{gate}.{accelerator.process_index}").touch()
+        return rounds
+
+    launch, _ = started(tmp_path, exchange)
+    cable("down")
+    began, said = time.monotonic(), ""
+    while "cannot reach" not in said:
+        assert time.monotonic() - began < 40
+        assert not launch.wait(0.1)
+        said += "".join(capfd.readouterr())
+    assert f"cannot reach {HOSTS[0]} at {networks[0]}" in said
+    assert "go on when the network does" in said
+    print(f"told after {time.monotonic() - began:.1f} s")
+    cable("up")
+    (tmp_path / "gate").touch()
+    assert len(launch.result(timeout=60)) == 3
+    assert "hostname" not in said
+
+
+@pytest.mark.slow
 def test_only_the_store_and_connections_between_ranks_listen(pool: Pool, networks: list[str]) -> None:
     run(pool, SUM)
     assert {address.rpartition(":")[0] for address in listeners()} <= set(networks)
 
 
-def started(tmp_path: Path) -> tuple[Any, list[psutil.Process]]:
-    """Launch `waits`; returns it when all ranks run it, and the processes of the second machine, its host first."""
-    launch = notebook_launcher(waits, (str(tmp_path / "gate"),), progress="off", block=False)
+def started(tmp_path: Path, function: Callable[[str], Any] = waits) -> tuple[Any, list[psutil.Process]]:
+    """Launch a function; returns when all ranks run it, also the processes of the second machine, its host first."""
+    launch = notebook_launcher(function, (str(tmp_path / "gate"),), progress="off", block=False)
     wait_for(lambda: launch.status() not in ("starting", "running") or len([*tmp_path.glob("gate.*")]) == 3)
     host = next(one for one in psutil.Process(launch.ranks[1].pid).parents() if one.name() == "nb-host")
     return launch, [host, *host.children(recursive=True)]

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.launch.environ import variables_of_file, working_directory
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import software_here
 from nb_accelerate.notebook.launch.machine_plans import plan_machines
-from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, meet, meet_again
+from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, broken_way, meet, meet_again
 from nb_accelerate.notebook.launch.own_modules import own_entries, own_modules, versions
 from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
@@ -88,7 +89,7 @@ class Cluster(Placing):
         self.notes: list[str] = []
         self._options = options
         self._check = check
-        self._address = ""  # of the first machine, where ranks meet, once that was found
+        self._met_at: Met | None = None
         self._keeps = keeps
         self._is_closed = False
         self._hosts = open_hosts(options, check)
@@ -139,7 +140,7 @@ class Cluster(Placing):
             if link is not place.link:
                 self._compare(link)
         self._places = self._placed([place.plan for place in self._places])
-        self._address = ""
+        self._met_at = None
 
     def _compare(self, link: Link) -> None:
         """Note how the software of a machine differs from this one's. Raises StartError if ranks cannot run."""
@@ -175,7 +176,8 @@ class Cluster(Placing):
             if names:
                 self.notes.append(
                     f"{place.link.name} does not have {', '.join(sorted(names))} as here: functions and classes of "
-                    "these modules are sent along where they are used. Code that imports them there finds what is there"
+                    "these modules are sent along where they are used. Code that imports them there finds what is "
+                    "there, or else what is sent"
                 )
             found.update(names)
         return tuple(modules[name] for name in sorted(found))
@@ -192,7 +194,7 @@ class Cluster(Placing):
         """Agree where ranks meet that are started once: on a port of the first machine, which the others reach."""
         if self.lost:
             raise StartError(self.lost)
-        met = self._met()
+        met = self._met_at = self._met()
         self._places = [
             replace(place, interface=interface) for place, interface in zip(self._places, met.interfaces, strict=True)
         ]
@@ -211,16 +213,24 @@ class Cluster(Placing):
     def _met(self) -> Met:
         links = [place.link for place in self._places]
         port = int(self._options.use_port or 0)
-        if self._address:
-            return meet_again(links, self._address, port, self._check)
+        if self._met_at is not None:
+            return meet_again(links, self._met_at.address, port, self._check)
         if self._options.master_addr == LOOPBACK:
             known = self._hosts.engine.address(self._hosts.machines[0])
             addresses = addresses_to_try(links, known, self._check)
         else:
             addresses = [self._options.master_addr]
-        met = meet(links, addresses, port, self._check)
-        self._address = met.address
-        return met
+        return meet(links, addresses, port, self._check)
+
+    @override
+    def check_ways(self, say: Callable[[str], object]) -> None:
+        links, met = [place.link for place in self._places], self._met_at
+
+        def check() -> None:
+            if met is not None and (broken := broken_way(links, met)):
+                say(f"{broken}. Ranks that wait for those there go on when the network does")
+
+        HelperThread(check, name="ways").start()
 
     @override
     @contextlib.contextmanager

@@ -58,6 +58,10 @@ _FULL = 4 << 20
 _PAGE_INTERVAL, _LOOK_INTERVAL = 0.1, 0.5
 """Seconds between two looks at the pages of ranks, and at their processes."""
 
+_NO_INPUT = (
+    "nb_accelerate: the command does not hand on its stdin: docker exec and kubectl exec need -i, ssh must not have -n"
+)
+
 _CONNECT_TIMEOUT = 15.0
 """Seconds for the kernel to answer where the engine gives no stream."""
 
@@ -138,6 +142,8 @@ class Host:
             return
         except OSError:
             size = 0
+        if not size and not self._parser.heard:
+            sys.exit(_NO_INPUT)
         if not size:
             raise _QuitError
         for frame in self._parser:
@@ -269,7 +275,7 @@ def main() -> None:
         if not is_connected and os.isatty(0):
             sys.exit("nb_accelerate: the command allocates a terminal, which changes bytes: write it without -t")
         if not is_connected and not _is_stream(0):
-            sys.exit("nb_accelerate: the command does not hand on its stdin: docker exec and kubectl exec need -i")
+            sys.exit(_NO_INPUT)
         reads, writes, seal = _connected(*sys.argv[2:]) if is_connected else (os.dup(0), os.dup(1), None)
         with Path(os.devnull).open(encoding="utf-8") as nothing:
             os.dup2(nothing.fileno(), 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.errors import StartError
+from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.engines import open_engine
 from nb_accelerate.notebook.launch.servers import close_warm_server
 from nb_accelerate.notebook.remote.link import Link
@@ -58,7 +58,19 @@ class Hosts:
                 self.links.append(self._start(machine))
             for link in self.links:
                 link.open(_OPEN_TIMEOUT, check)
+            self._check_are_several()
             self._resources = undo.pop_all()
+
+    def _check_are_several(self) -> None:
+        """Raise ConfigError if a template that names no machine has led to the same one twice."""
+        names: dict[str, str] = {}
+        for link in self.links if "{host}" not in (self._options.command_template or "{host}") else ():
+            other = names.setdefault(link.hello["network"], link.name)
+            if link.hello["network"] and other != link.name:
+                raise ConfigError(
+                    f"{other} and {link.name} are one machine: command_template={self._options.command_template!r} "
+                    "does not say which one it means. Write {host} in it where the name of the machine belongs"
+                )
 
     def _start(self, machine: Machine) -> Link:
         return Link(self.engine.start(machine, [*self._options.python, *_HOST]))

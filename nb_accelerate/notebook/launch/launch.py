@@ -332,6 +332,7 @@ class Launch(Steerable):
                         is_script=self._exit_returns,
                         inherits=self._placing is None and plan.method.copies_notebook,
                         is_elsewhere=self._placing is not None,
+                        modules=placing.by_value,
                     )
                 )
                 loop.output = self._output_of(handles)
@@ -356,6 +357,7 @@ class Launch(Steerable):
                 spent=time.monotonic() - self._began,
                 say=loop.output.say,
                 hangs=timeouts,
+                stuck=functools.partial(placing.check_ways, self._say),
                 attended=self._is_waited_for,
                 on_host=plan.kind.is_host,
                 exit_returns=self._exit_returns,

@@ -27,6 +27,7 @@ class Met(NamedTuple):
     address: str
     port: int
     interfaces: tuple[str, ...]
+    own: tuple[str, ...] = ()  # addresses of the other machines on the way to the first
 
 
 def addresses_to_try(links: Sequence[Link], known: str | None, check: Callable[[], object]) -> list[str]:
@@ -57,8 +58,8 @@ def meet(links: Sequence[Link], addresses: Sequence[str], port: int, check: Call
     failures = []
     for address in addresses:
         try:
-            met, own = _listening(links, address, port, check)
-            _try_all_others(links, own, check)
+            met = _listening(links, address, port, check)
+            _try_all_others(links, met.own, check)
         except StartError as error:
             if any(link.lost for link in links):
                 raise
@@ -70,20 +71,32 @@ def meet(links: Sequence[Link], addresses: Sequence[str], port: int, check: Call
 
 def meet_again(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> Met:
     """Have the first machine listen at the address that was found before."""
-    return _listening(links, address, port, check)[0]
+    return _listening(links, address, port, check)
 
 
-def _listening(
-    links: Sequence[Link], address: str, port: int, check: Callable[[], object]
-) -> tuple[Met, tuple[str, ...]]:
-    """Return where the first machine listens, and the addresses of the others on the way there."""
+def broken_way(links: Sequence[Link], met: Met) -> str:
+    """Return which machine no longer reaches another one, while ranks run there; "" if each reaches all others."""
+    try:
+        _reached(links, met.address, met.port, lambda: None)
+        _try_all_others(links, met.own, lambda: None)
+    except StartError as error:
+        return str(error)
+    return ""
+
+
+def _listening(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> Met:
+    """Have the first machine listen, and the others reach it."""
+    listening = links[0].ask("listen", address=address, port=port, check=check)
+    reached = _reached(links, address, listening["port"], check)
+    interfaces = tuple(way["interface"] for way in (listening, *reached))
+    return Met(address, listening["port"], interfaces, tuple(way["own"] for way in reached))
+
+
+def _reached(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> list[dict[str, str]]:
     first, *others = links
-    listening = first.ask("listen", address=address, port=port, check=check)
-    port = listening["port"]
     places = [(first.name, address, port)]
-    reached = Link.ask_all([(link, "reach", {"places": places}) for link in others], check=check)
-    ways = [listening, *(answer["ways"][0] for answer in reached)]
-    return Met(address, port, tuple(way["interface"] for way in ways)), tuple(way["own"] for way in ways[1:])
+    answers = Link.ask_all([(link, "reach", {"places": places}) for link in others], check=check)
+    return [answer["ways"][0] for answer in answers]
 
 
 def _try_all_others(links: Sequence[Link], own: Sequence[str], check: Callable[[], object]) -> None:

@@ -17,6 +17,7 @@ from nb_accelerate.notebook.launch.starting import started_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.launch.plan import LaunchPlan
@@ -52,6 +53,12 @@ class Placing(ABC):
     @abstractmethod
     def close(self) -> None:
         """End what belongs to this launch. Can be repeated."""
+
+    by_value: Sequence[ModuleType] = ()
+    """Modules of the notebook that are sent, since a machine does not have them as they are here."""
+
+    def check_ways(self, say: Callable[[str], object]) -> None:  # noqa: B027 - on one machine there is none
+        """Say whether a machine no longer reaches another one. Returns at once; called when ranks wait for others."""
 
     def while_starting(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for the time in which ranks are started."""

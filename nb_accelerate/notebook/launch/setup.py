@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.ipython_versions import sources_of_cells
@@ -15,7 +16,8 @@ from nb_accelerate.notebook.protocol.random_states import RandomStates
 from nb_accelerate.notebook.protocol.shipping import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from types import ModuleType
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.base.seam import StoreSpec
@@ -26,16 +28,25 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.handle import RankHandle
 
 
-def pack_notebook(*, is_script: bool = False, inherits: bool = False, is_elsewhere: bool = False) -> Packed:
+def pack_notebook(
+    *,
+    is_script: bool = False,
+    inherits: bool = False,
+    is_elsewhere: bool = False,
+    modules: Sequence[ModuleType] = (),
+) -> Packed:
     """Pack what all ranks get of this process as of now: text of its cells, states of random numbers, settings.
 
     Args:
         is_script: ranks run a script, which seeds and sets all by itself, as with torchrun.
         inherits: they are forks of this process, which are set to what it is.
         is_elsewhere: they are on other machines.
+        modules: that these import which do not have them.
     """
     settings = {} if is_script or inherits else pack_settings(set_here(is_elsewhere=is_elsewhere))
-    return pack((sources_of_cells(), None if is_script else RandomStates.here(), settings))
+    files = {module.__name__: Path(str(module.__file__)) for module in modules}
+    sent = {name: (str(file), file.read_text()) for name, file in files.items() if file.is_file()}
+    return pack((sources_of_cells(), None if is_script else RandomStates.here(), settings, sent))
 
 
 def make_setup(

@@ -218,10 +218,15 @@ class RankGroup:
             wording=_CELL,
             world_size=self.size,
             on_host=self.plan.kind.is_host,
+            stuck=self._check_ways,
             **options,
         )
         request.idle = lambda: self._idle_beside(request)
         return request
+
+    def _check_ways(self) -> None:
+        if self._cluster is not None:
+            self._cluster.check_ways(self.loop.say)
 
     def _idle_beside(self, request: Request) -> list[RankProxy]:
         asked = {rank.rank for other in (request, *self.loop.requests) for rank in other.ranks}
@@ -249,7 +254,9 @@ class RankGroup:
         try:
             with (
                 self._met() as rendezvous,
-                pack_notebook(inherits=self._inherits, is_elsewhere=self.is_elsewhere) as notebook,
+                pack_notebook(
+                    inherits=self._inherits, is_elsewhere=self.is_elsewhere, modules=self.by_value
+                ) as notebook,
             ):
                 self._start(numbers, new)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.proxy import RankProxy
 
 logger = logging.getLogger(__name__)
+
+_NO_NAME = re.compile(rb"\[W[^\n]*The hostname of the client socket cannot be retrieved[^\n]*\n")
+"""What torch says of each connection in a network in which addresses have no names. It needs none."""
 
 
 class RankReader(ABC):
@@ -109,7 +113,7 @@ class Incoming(RankEvents):
 
     @override
     def stderr(self, data: bytes) -> None:
-        if not self._reader.drops_stderr():
+        if not self._reader.drops_stderr() and (data := _NO_NAME.sub(b"", data)):
             self._reader.show(self._rank.output.feed_stderr, data)
         self._reader.on_output(self._rank)
 

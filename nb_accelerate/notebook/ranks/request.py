@@ -112,6 +112,7 @@ class Request:
         output: shows what all ranks print from its begin on, also after it; None leaves that as it is.
         hangs: of waits of ranks for one another: after ``told`` seconds one is told, after ``deadlock`` seconds in
             which nobody is left to come the request fails with a `DeadlockError`. None turns both off.
+        stuck: called once, in the loop's thread, when all its ranks have waited for one another for ``told`` seconds.
         keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
         on_host: whether its ranks compute on processors, and use no other devices.
         idle: returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
@@ -137,6 +138,7 @@ class Request:
     output: RequestOutput | None = None
     say: Callable[[str], object] = lambda _: None
     hangs: Timeouts | None = None
+    stuck: Callable[[], object] = lambda: None
     panel: Panel | None = None
     keeps_panel: bool = False
     on_host: bool = False

@@ -44,6 +44,7 @@ from nb_accelerate.notebook.worker.patches.bars import bars_in_panel
 from nb_accelerate.notebook.worker.patches.loaders import fork_by_default, spawn_by_value
 from nb_accelerate.notebook.worker.patches.trainers import trainers_as_loops
 from nb_accelerate.notebook.worker.patches.whole_files import save_whole_files
+from nb_accelerate.notebook.worker.sent_modules import SentModules
 from nb_accelerate.notebook.worker.server.interpreter import imports_from
 from nb_accelerate.notebook.worker.server.limits import enough_room
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, set_name
@@ -101,7 +102,8 @@ def run_rank(
             if broken is not None:
                 raise broken
             with enough_room():
-                sources, random, settings = unpack(setup.notebook, fds)
+                sources, random, settings, modules = unpack(setup.notebook, fds)
+                sys.meta_path.append(SentModules(modules))
                 store = _set_up(setup, sources, random, settings, ends.store)
         except Exception as error:
             # The rank goes on, and answers nothing but `Quit`: the kernel reads why it is of no use.

@@ -126,6 +126,8 @@ class HangWatch:
         self._seen: Mapping[int, str] = {}
         self._waiting_since: float | None = None
         self._said = False
+        self._stuck_since: float | None = None
+        self._told_stuck = False
         longest = timeouts.deadlock / (_DEADLOCK_CHECKS - 1) + timeouts.stacks
         self._deadlock = DeadlockWatch(request, longest=longest)
         self._progress: tuple[object, ...] | None = None
@@ -152,6 +154,8 @@ class HangWatch:
             pauses = [self._quiet]
             if is_deadlocked:
                 pauses.append(self._timeouts.deadlock / _DEADLOCK_CHECKS)
+            if self._stuck_since is not None and not self._told_stuck:
+                pauses.append(max(0.0, self._stuck_since + self._timeouts.told - now))
             if self._waiting_since is not None and not self._said:
                 pauses.append(max(0.0, self._waiting_since + self._timeouts.told - now))
             self.due = now + min(pauses)
@@ -161,6 +165,7 @@ class HangWatch:
         elif self._has_progressed():
             self._note_movement(now)
             self._deadlock.moved()
+            self._stuck_since = None
             self.due = now + self._quiet
         else:
             self._asked = True
@@ -199,6 +204,13 @@ class HangWatch:
             [rank.rank for rank in request.idle()] if request.attended and all(map(in_exchange, dumps.values())) else ()
         )
         text = verdict(dumps, finished, idle)
+        if not all(in_exchange(dump, or_backward=True) for dump in dumps.values()):
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since >= self._timeouts.told and not self._told_stuck:
+            self._told_stuck = True
+            request.stuck()
         if places != self._seen or not text:
             self._waiting_since = now if text else None
         if deadlocked is not None and deadlocked >= self._timeouts.deadlock:
