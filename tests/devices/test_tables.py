@@ -109,9 +109,7 @@ def test_ranks_of_a_new_row_run_on_it() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", RUN], cwd="tests", capture_output=True, text=True, timeout=50, check=True
     )
-    assert ran.stderr.startswith(
-        "2 processes on PRIVATEUSEONE, fork (PRIVATEUSEONE is untouched here, so data in memory is shared)"
-    )
+    assert ran.stderr.startswith("2 processes on PRIVATEUSEONE, fork")
     assert ran.stdout == "[('privateuseone', 'XLA', 'a', 2), ('privateuseone', 'XLA', 'b', 2)]\n"
 
 

@@ -66,7 +66,7 @@ def test_what_the_cell_does_not_take_is_missing_and_nothing_else(
     monkeypatch.setattr(CellSink, method, fail)
     assert launch() == ["returned", "returned"]
     if method == "write":  # said as a display then
-        assert cell.shown.count("could not be shown (PermissionError: not yours)") == 1
+        assert cell.shown.count("shown (PermissionError: not yours)") == 1
 
 
 @pytest.mark.parametrize(

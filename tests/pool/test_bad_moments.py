@@ -114,7 +114,7 @@ def test_a_completion_that_comes_too_late_costs_the_process_group_and_nothing_el
     assert reply["content"]["matches"] == []
     notebook.run("waiting.join(20)").ok()
     again = notebook.run(SUM).ok()
-    assert (again.stdout, "the process group was made again" in str(again.displays)) == ("2\n", True)
+    assert (again.stdout, "group was made again" in str(again.displays)) == ("2\n", True)
 
 
 @pytest.mark.may_leave("processes")  # a new rank
@@ -139,6 +139,6 @@ def test_a_rank_that_ends_while_a_value_is_packed_for_it_is_missed(notebook: Ker
         "        return int, (3,)\nends_it = EndsIt()"
     ).ok()
     cell = notebook.run("%%distributed --out values\nends_it + rank")
-    assert (cell.error, "rank 1 was ended by SIGKILL" in cell.message) == ("RankDiedError", True)
+    assert (cell.error, "1 was ended by SIGKILL" in cell.message) == ("RankDiedError", True)
     notebook.run("%distributed restart 1\ndel ends_it").ok()
     notebook.run("%%rank 1\nimport time, torch, torch.distributed as dist").ok()

@@ -181,7 +181,7 @@ class TestPython:
 
     def test_input_says_why_not(self, notebook: Kernel):
         cell = notebook.run("%%distributed\ninput()")
-        assert (cell.error, "input() does not work on a rank" in cell.message) == ("EOFError", True)
+        assert (cell.error, "input() does not work" in cell.message) == ("EOFError", True)
 
     @pytest.mark.may_leave("processes", "shared_memory")  # the rank keeps the queue, and Python a tracker of it
     def test_a_rank_spawns_processes_that_run_a_function_of_a_cell(self, notebook: Kernel):
@@ -361,14 +361,14 @@ class TestNames:
         notebook.run("holder = {'rows': (x for x in ())}").ok()
         cell = notebook.run("%%distributed\nprint('ran')\nholder")
         assert (cell.error, cell.stdout) == ("ShippingError", "")
-        assert cell.message.startswith("holder['rows'] cannot be sent to another process")
+        assert cell.message.startswith("holder['rows'] cannot be sent")
         assert cell.message.endswith("Create it on the ranks, in a %%distributed cell.")
 
     def test_a_pulled_value_that_cannot_be_pickled_is_named_as_the_variable(self, notebook: Kernel):
         notebook.run("%%distributed\nfine, held = 1, {'rows': (x for x in ())}").ok()
         cell = notebook.run("%distributed pull fine held")
         assert cell.error == "ShippingError"
-        assert cell.message.startswith("held['rows'] cannot be sent to another process")
+        assert cell.message.startswith("held['rows'] cannot be sent")
         assert "Send back" in cell.message
         assert len(cell.traceback.splitlines()) == 1
 
@@ -416,12 +416,12 @@ class TestMistakes:
     )
     def test_ranks_have_no_ranks_of_their_own(self, notebook: Kernel, line: str):
         cell = notebook.run(f"%%distributed\n{line}")
-        assert (cell.error, "this runs on a rank already" in cell.message) == ("PoolError", True)
+        assert (cell.error, "runs on a rank already" in cell.message) == ("PoolError", True)
         assert "interactiveshell" not in cell.traceback
 
     def test_a_value_that_cannot_travel_is_told_without_our_frames(self, notebook: Kernel):
         cell = notebook.run("%%distributed --out v\n(x for x in ())")
-        assert (cell.error, "the value of the last expression" in cell.message) == ("ShippingError", True)
+        assert (cell.error, "last expression" in cell.message) == ("ShippingError", True)
         assert "be pickled" in cell.message
         assert ".py" not in plain(cell.traceback)
 

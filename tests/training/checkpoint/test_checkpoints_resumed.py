@@ -117,7 +117,7 @@ def test_a_run_of_which_nothing_is_saved_is_warned_of_after_its_first_epoch(
     _run(tmp_path / "saved", save_every="1 epoch")
     assert "no checkpoint was saved" not in caplog.text
     _run(tmp_path / "not saved")
-    assert caplog.text.count("no checkpoint was saved that resumable could go on from") == 1
+    assert caplog.text.count("resumable could go") == 1
 
 
 def test_a_run_says_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -148,8 +148,8 @@ def test_the_main_process_alone_says_where_a_run_begins(tmp_path: Path, capfd: p
         )
     assert list(run) == [0, 0]
     shown = capfd.readouterr().err
-    assert shown.count("There is no checkpoint in ") == 1
-    assert shown.count("nothing is left to train") == 1
+    assert shown.count("no checkpoint") == 1
+    assert shown.count("left to train") == 1
 
 
 def _saves_and_fails_once(where: str, hours: int = 0, after: int = 0) -> int:
@@ -241,7 +241,7 @@ def test_a_run_that_begins_anew_keeps_checkpoints_of_the_one_before(tmp_path: Pa
     assert "earlier run" not in caplog.text
     first = _run(tmp_path, **options, resume=False, die_after=15)
     assert there() == ["checkpoint_1", "checkpoint_2", "checkpoint_3", "checkpoint_4"]
-    assert "newest is checkpoint_2. This run begins" in caplog.text
+    assert "checkpoint_2. This run begins" in caplog.text
     rest = _run(tmp_path, **options)  # it goes on with the second one, and is that run from there on
     assert first[:14] + rest == _run(tmp_path / "whole")
     assert there() == ["checkpoint_4", "checkpoint_5"]

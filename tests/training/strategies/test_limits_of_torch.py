@@ -77,7 +77,7 @@ def test_gradients_of_gradients_are_refused_with_what_to_write(run_ranks: RunRan
 
     for backward, penalty in run_ranks(refused):
         assert backward == penalty
-        assert backward.endswith("Leave fsdp_plugin out, and train with DDP.")
+        assert backward.endswith("train with DDP.")
 
 
 def test_loops_over_many_parameters_are_set_back_where_only_some_are_parallelized(run_ranks: RunRanks):
