@@ -61,7 +61,7 @@ from nb_accelerate.notebook.magics import (
     unload_ipython_extension as unload_ipython_extension,
 )
 from nb_accelerate.notebook.ranks.attach import attach as attach
-from nb_accelerate.rehearsal import rehearse as rehearse
+from nb_accelerate.rehearsing import rehearse as rehearse
 from nb_accelerate.training.accelerator import Accelerator as Accelerator
 from nb_accelerate.training.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
 from nb_accelerate.training.bigmodel.dispatch import (

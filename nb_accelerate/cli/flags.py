@@ -145,6 +145,7 @@ _TO_RUN = (
     Flag("quiet", "show the script's output and nothing else", short="q"),
     Flag("timeout", "seconds after which the launch is ended", float, "S"),
     Flag("dry_run", "print commands and environments, and start nothing"),
+    Flag("rehearse", "run the script as processes of many on this CPU, each alone, and say where they part"),
 )
 
 HOW_TO_RUN = "how to run"

@@ -94,6 +94,8 @@ def _run(arguments: argparse.Namespace) -> int:
     chosen = launch_options(arguments, file)
     with errors_in_flags():
         function, args = job.call
+        if arguments.rehearse:
+            return _rehearse(job, chosen)
         options = LaunchOptions(function=function, args=args, **chosen)
         if arguments.dry_run:
             from nb_accelerate.cli.script import describe
@@ -115,6 +117,21 @@ def _run(arguments: argparse.Namespace) -> int:
         from nb_accelerate.cli.script import run
 
         return run(job, options, plan)
+
+
+def _rehearse(job: Job, chosen: dict[str, Any]) -> int:
+    """Rehearse a script as it would be launched, and return 1 if it would not come to its end."""
+    if job.kind == "program":
+        raise ConfigError(f"{job.target} is a program of any kind. --rehearse is for scripts and modules of Python.")
+    from nb_accelerate.rehearsing import run_rehearsal
+
+    machines = chosen["num_nodes"]
+    of_launch = {name: chosen[name] for name in ("env", "mixed_precision")}
+    if chosen["num_processes"] is not None:
+        of_launch["num_processes"] = chosen["num_processes"] * machines
+    found = run_rehearsal(*job.call, num_machines=machines, **of_launch)
+    print(found)
+    return 0 if found.ok else 1
 
 
 def _refuse_engine(target: str, file: ConfigFile) -> None:

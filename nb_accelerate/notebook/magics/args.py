@@ -170,6 +170,12 @@ CONVERT.add_argument(
     help="Run a cell that is written for one process with its numbers: ranks share the work of its models.",
 )
 
+CONVERT.add_argument(
+    "--rehearse",
+    action="store_true",
+    help="Start no ranks: run the cell as ranks of many on this CPU, each alone, and say where they part.",
+)
+
 CELL = _group()
 CELL.add_argument(
     "--out",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.magics.auto import AutoMode
     from nb_accelerate.notebook.pool.handle import CellHandle
     from nb_accelerate.notebook.pool.pool import Pool
+    from nb_accelerate.notebook.pool.source import CellSource
+    from nb_accelerate.rehearsing import Rehearsal
 
 _POOL = args.names_of(args.POOL)
 _ENGINE = args.names_of(args.ENGINE)
@@ -39,11 +41,11 @@ class Cells:
         self._is_seeded = False
         """Whether a cell of the notebook has seeded random numbers since ranks were given their states."""
 
-    def distributed(self, line: str, cell: str) -> CellHandle | None:
+    def distributed(self, line: str, cell: str) -> CellHandle | Rehearsal | None:
         """Run the cell on every rank; replaced below by the whole help."""
         return self._run(args.DISTRIBUTED_CELL, f"%%distributed {line}".rstrip(), line, cell)
 
-    def rank(self, line: str, cell: str) -> CellHandle | None:
+    def rank(self, line: str, cell: str) -> CellHandle | Rehearsal | None:
         """Run the cell on one rank; replaced below by the whole help."""
         return self._run(args.RANK_CELL, f"%%rank {line}".rstrip(), line, cell)
 
@@ -66,7 +68,7 @@ class Cells:
     local.__doc__ = args.LOCAL_CELL.format_help()
 
     @plain_errors()
-    def _run(self, parser: args.LineParser, written: str, line: str, cell: str) -> CellHandle | None:
+    def _run(self, parser: args.LineParser, written: str, line: str, cell: str) -> CellHandle | Rehearsal | None:
         from nb_accelerate.notebook import pool as pools
         from nb_accelerate.notebook.pool.options import CellOptions
         from nb_accelerate.notebook.pool.source import read_cell
@@ -80,6 +82,8 @@ class Cells:
         filename = self._shell.compile.cache(f"{head}\n{cell}" if head else cell, _number(self._shell))
         with self._auto.paused():
             source = read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)
+        if "rehearse" in given:
+            return self._rehearse(source, given)
         of_cell = {field.name for field in dataclasses.fields(CellOptions)}
         not_of_notebook(filename)
         options = CellOptions(
@@ -107,6 +111,22 @@ class Cells:
         if "out" in given:
             variables[given["out"]] = values
         return None
+
+    def _rehearse(self, source: CellSource, given: dict[str, Any]) -> Rehearsal:
+        """Run a cell with the notebook's names, which stay as they are, as ranks of many."""
+        from nb_accelerate.notebook.pool.source import as_function
+        from nb_accelerate.rehearsing import rehearse_cell
+
+        variables = self._shell.user_ns
+        if "converts" in given or "background" in given:
+            raise ConfigError("A cell is rehearsed without --convert and --background. Leave them out.")
+        asked = {"num_processes": 8, **self._defaults, **given}
+        of_launch = {name: asked[name] for name in ("num_processes", "mixed_precision") if name in asked}
+        function = as_function(source, self._shell.transform_cell, variables)
+        found = rehearse_cell(function, wants_accelerator=source.wants_accelerator, **of_launch)
+        if "out" in given:
+            variables[given["out"]] = found
+        return found
 
     def _bring_up_to_date(self, pool: Pool) -> None:
         """Give ranks the settings, the modules and the seeds of the notebook; busy ones with a later cell."""

@@ -5,9 +5,12 @@ import __future__
 
 import ast
 import re
+import symtable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.pool.names import calls_of, names_of
 
 if TYPE_CHECKING:
@@ -77,6 +80,32 @@ def read_cell(
         calls=frozenset(calls_of(tree)),
         is_python=source.rstrip("\n") == code.rstrip("\n"),
     )
+
+
+def as_function(source: CellSource, transform: Callable[[str], str], variables: dict[str, Any]) -> Callable[[], None]:
+    """Return a cell as a function of the notebook that sets its names as the cell would.
+
+    Args:
+        variables: of the notebook, which are its globals.
+
+    Raises:
+        ConfigError: it has what cannot be in a function.
+    """
+    python = transform(source.code)
+    symbols = symtable.symtable(python, source.filename, "exec").get_symbols()
+    body: Any = ast.parse("def cell(): pass", source.filename)
+    names = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
+    statements = ast.increment_lineno(ast.parse(python, source.filename), source.above).body
+    body.body[0].body = [*([ast.Global(names)] if names else []), *statements]
+    try:
+        module = compile(ast.fix_missing_locations(body), source.filename, "exec", dont_inherit=True)
+    except SyntaxError as error:  # of await, and of names that nobody knows
+        raise ConfigError(
+            f"This cell cannot be rehearsed as it is: {error.msg}. Leave that out, or rehearse a function of the "
+            "notebook: rehearse(train)"
+        ) from None
+    code = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
+    return FunctionType(code, variables)
 
 
 def _moved_down(error: SyntaxError, filename: str, above: int) -> SyntaxError:

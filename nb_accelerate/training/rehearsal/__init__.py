@@ -2,7 +2,7 @@
 
 ::
 
-    rehearse(...)  one launch: each process takes the place of a rank        nb_accelerate.rehearsal
+    rehearse(...)  one launch: each process takes the place of a rank        nb_accelerate.rehearsing
       Rehearsed    the function, in a group that exchanges nothing           rank
         Recorder   what it exchanges, its rows, steps and rates  -> Trace    recorder, exchanges, wrapper, calls, files
     compare        where the ranks part                          -> Finding  compare      pure

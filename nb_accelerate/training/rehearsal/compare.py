@@ -57,15 +57,13 @@ def place(line: Line) -> str:
 
 def _failures(traces: Sequence[Trace]) -> Iterator[Finding]:
     for group in alike([trace for trace in traces if trace.failure], lambda trace: (trace.failure, trace.failed_at)):
-        first = group[0]
-        yield Finding(
-            "error",
-            f"{_ranks(group)} {'raise' if len(group) > 1 else 'raises'} {first.failure} ({place(first.failed_at)})",
-        )
+        where = f" ({place(group[0].failed_at)})" if group[0].failed_at[0] else ""
+        yield Finding("error", f"{_ranks(group)}: {group[0].failure}{where}")
 
 
 def _hang(traces: Sequence[Trace]) -> Iterator[Finding]:
     """Find the first exchange in which a rank is not in step with the first one."""
+    traces = [trace for trace in traces if trace.exchanges or trace.ended]  # others died, and said nothing
     if not traces:
         return
     first = traces[0]
@@ -91,7 +89,7 @@ def _is(trace: Trace, exchange: Exchange | None) -> str:
         return f"{what} ({place(exchange.line)})"
     if trace.failure:
         return f"its {trace.failure.partition(':')[0]} ({place(trace.failed_at)})"
-    return "its end" if trace.ended else ""
+    return "the end" if trace.ended else ""
 
 
 def _files(traces: Sequence[Trace]) -> Iterator[Finding]:
@@ -115,11 +113,6 @@ def _steps(traces: Sequence[Trace]) -> Iterator[Finding]:
     if len(groups) > 1:
         each = "; ".join(f"{_ranks(group)} {_and(map(len, group[0].rates))}" for group in groups)
         yield Finding("steps", f"ranks take other numbers of optimizer steps: {each}")
-    for trace in traces[:1]:
-        for done in trace.passes:
-            if len(set(done.rows)) > 1 and done.steps and min(done.rows) == 1:
-                yield Finding("steps", f"a batch of {place(done.line)} has one row: batch norm refuses it in training")
-                break
 
 
 def _rates(traces: Sequence[Trace]) -> Iterator[Finding]:

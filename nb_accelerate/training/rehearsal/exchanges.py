@@ -65,6 +65,13 @@ class Tape:
                 time.sleep(_POLL)
         return data
 
+    def of_rank_0(self, value: Any) -> Any:
+        """Return the value that rank 0 gives."""
+        if not self._writes:
+            return self.read()
+        self.write(value)
+        return value
+
     def carry(self, collective: Collective, ranks: Sequence[int], rank: int) -> None:
         """Write, or put in place, the tensors of a collective that rank 0 is the source of."""
         received = collective.received

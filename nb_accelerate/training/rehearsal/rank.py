@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import logging
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
@@ -19,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors.traceback_lines import user_frames
 from nb_accelerate.training.process import context, group
 from nb_accelerate.training.rehearsal.exchanges import Tape
@@ -37,6 +40,9 @@ _VARIABLES = {"WANDB_MODE": "disabled", "TQDM_DISABLE": "1"}
 
 _AGAIN = 2.0
 """Seconds after which a rank that goes on after its time is told again."""
+
+
+_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 class TimeIsUpError(BaseException):
@@ -93,7 +99,7 @@ def _received(rank: int, process: Any, pipe: Any) -> Trace:
         trace: Trace = pipe.recv()
     except EOFError:
         process.join()
-        return Trace(rank, failure=f"its process died with exit code {process.exitcode}")
+        return Trace(rank, failure=f"its process ended with exit code {process.exitcode}")
     return trace
 
 
@@ -104,7 +110,7 @@ def rehearse_rank(job: Job, topology: Topology) -> Trace:
     folder = Path(job.folder)
     tape = Tape(folder / "tape", writes=topology.is_main) if 0 in ranks else None
     recorder = Recorder(trace, ranks, tape, Files(folder / str(topology.rank), trace.files))
-    began = time.monotonic()
+    said, began = io.StringIO(), time.monotonic()
     os.environ.update(topology.as_variables() | _VARIABLES)
     torch.compiler.set_stance("force_eager")
     context.this_rank().rehearsal = recorder
@@ -112,7 +118,7 @@ def rehearse_rank(job: Job, topology: Topology) -> Trace:
     make_fake_group(topology.rank, topology.world_size)
     dist.init_process_group = _group_is_there
     try:
-        with _silent(), recorder.files.used(), recorder.operations, _limited(job.seconds):
+        with _silent() as said, recorder.files.used(), recorder.operations, _limited(job.seconds):
             job.function(*job.args, **job.kwargs)
         trace.ended = True
     except TimeIsUpError:
@@ -121,6 +127,8 @@ def rehearse_rank(job: Job, topology: Topology) -> Trace:
         trace.ended = isinstance(error, SystemExit) and not error.code
         if not trace.ended:
             text = str(error).strip().split("\n")[0]
+            if isinstance(error, SystemExit):  # of argparse, say, which prints why
+                text = said.getvalue().strip().split("\n")[-1] or text
             trace.failure = f"{type(error).__name__}: {text}" if text else type(error).__name__
             frames = user_frames(error.__traceback__)
             trace.failed_at = (frames[-1].filename, frames[-1].lineno) if frames else ("", 0)
@@ -134,23 +142,33 @@ def rehearse_rank(job: Job, topology: Topology) -> Trace:
     return trace
 
 
+def run_cell(function: Any, wants_accelerator: bool) -> None:
+    """Run a cell that was made a function, with the variables that cells get."""
+    half, names = training_half(), function.__globals__
+    names |= half.join_group(_GROUP_TIMEOUT)
+    if wants_accelerator and "accelerator" not in names:
+        names["accelerator"] = half.make_accelerator()
+    function()
+
+
 def _group_is_there(*_: Any, **__: Any) -> None:
     """Stand in for `init_process_group` of code that makes the group by itself."""
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Show nothing of what the function prints: numbers that were not computed, once for each rank."""
+def _silent() -> Iterator[io.StringIO]:
+    """Show nothing of what the function prints, numbers that were not computed; yield what it has printed as errors."""
+    errors = io.StringIO()
     with (
         Path(os.devnull).open("w") as nothing,
         contextlib.redirect_stdout(nothing),
-        contextlib.redirect_stderr(nothing),
+        contextlib.redirect_stderr(errors),
         mock.patch.object(sys, "__stdout__", nothing),  # where notes of this package go
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         logging.disable()  # handlers have streams of their own
-        yield
+        yield errors
 
 
 @contextlib.contextmanager

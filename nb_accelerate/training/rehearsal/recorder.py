@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 _COMPUTED_STEPS = 2
 """Steps of each optimizer that are computed. What comes later is walked through: models return what they did before."""
 
+_LONG = 5.0
+"""Seconds until all optimizers have stepped once, as rank 0 measures them, after which no second step is computed."""
+
 
 class Recorder:
     """Writes a `Trace`. `training.process.context.rehearsal` has it, in a process that rehearses a rank.
@@ -57,7 +61,8 @@ class Recorder:
         self._tape = tape
         self._steps: list[int] = []
         self._pass = Pass(("", 0))
-        self._is_apart = False
+        self._is_apart = self._is_timed = False
+        self._began = time.monotonic()
         self._saved = set[str]()
 
     # -- exchanges
@@ -142,7 +147,12 @@ class Recorder:
             self._pass.since_step = 0
         self._pass.steps += 1
         self._steps[number] += 1
-        self.is_fast = self.is_fast or min(filter(None, self._steps)) >= _COMPUTED_STEPS
+        done = min(filter(None, self._steps))
+        if done == 1 and not self._is_timed:
+            self._is_timed = True
+            took = time.monotonic() - self._began
+            self.is_fast = self._tape is not None and bool(self._tape.of_rank_0(took > _LONG))
+        self.is_fast = self.is_fast or done >= _COMPUTED_STEPS
 
     def watch_model(self, model: Any, *, is_sharded: bool) -> None:
         """Watch the calls of a prepared model."""

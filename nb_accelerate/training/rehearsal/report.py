@@ -62,7 +62,7 @@ class Rehearsal:
         said = f"rehearsed {which} in {took:.1f} s"
         late = [trace for trace in self.traces if not trace.ended and not trace.failure]
         if not late:
-            return f"{said}, to the end"
+            return f"{said}, to the end" if any(trace.ended for trace in self.traces) else said
         last = late[0].passes[-1] if late[0].passes else None
         far = (
             "no batch was reached"

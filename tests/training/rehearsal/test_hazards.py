@@ -199,16 +199,16 @@ def sets_of_other_sizes(good: bool) -> None:
 
 
 HANGS = [
-    (save_state_on_rank_0, "save_state", "its end"),
-    (barrier_on_rank_0, "wait_for_everyone", "its end"),
-    (plain_barrier_on_rank_0, "barrier", "its end"),
-    (evaluation_on_rank_0, "loop over a loader", "its end"),
+    (save_state_on_rank_0, "save_state", "the end"),
+    (barrier_on_rank_0, "wait_for_everyone", "the end"),
+    (plain_barrier_on_rank_0, "barrier", "the end"),
+    (evaluation_on_rank_0, "loop over a loader", "the end"),
     (reduce_for_the_log_of_rank_0, "reduce", "gradients"),
-    (uneven_ends, "gradients", "its end"),
-    (shards_of_unequal_length, "gradients", "its end"),
+    (uneven_ends, "gradients", "the end"),
+    (shards_of_unequal_length, "gradients", "the end"),
     (gather_of_unequal_shapes, "gather of float32 (4, 4)", "gather of float32 (2, 4)"),
     (a_gather_inside_the_main_branch, "gather", "gradients"),
-    (sets_of_other_sizes, "gradients", "its end"),
+    (sets_of_other_sizes, "gradients", "the end"),
     (batch_norm_on_rank_0, "the buffers of Sequential", "barrier"),
 ]
 OTHERS = [

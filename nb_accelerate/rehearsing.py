@@ -12,6 +12,8 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch.launcher import notebook_launcher
 from nb_accelerate.training.rehearsal.report import Rehearsal
 
+__all__ = ["Rehearsal", "rehearse"]
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -60,6 +62,20 @@ def rehearse(
         ShippingError: the function cannot be sent to another process.
         DeadlineError: the function is stuck in code that cannot be interrupted.
     """
+    return run_rehearsal(function, args, kwargs, num_processes=num_processes, ranks=ranks, num_machines=num_machines)
+
+
+def run_rehearsal(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_processes: int = 8,
+    ranks: str | Sequence[int] = "ends",
+    num_machines: int = 1,
+    **of_launch: Any,
+) -> Rehearsal:
+    """Do what `rehearse` does, with options of a launch too: the environment and precision of the ranks."""
     check_whole("num_processes", num_processes, at_least=1)
     check_whole("num_machines", num_machines, at_least=1)
     if num_processes % num_machines:
@@ -71,8 +87,7 @@ def rehearse(
         Topology.of_machine(rank % local, local, node_rank=rank // local, num_nodes=num_machines)
         for rank in range(num_processes)
     ]
-    chosen = tuple(every[rank] for rank in _chosen(ranks, every))
-    from nb_accelerate.training.rehearsal.rank import Job, rehearse_ranks
+    from nb_accelerate.training.rehearsal.rank import Job, rehearse_ranks  # which imports torch
 
     with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
         Path(folder, "tape").touch()
@@ -80,20 +95,20 @@ def rehearse(
             function=function,
             args=args,
             kwargs=kwargs or {},
-            topologies=chosen,
+            topologies=tuple(every[rank] for rank in _chosen(ranks, every)),
             folder=folder,
             seconds=_SECONDS,
         )
-        traces = notebook_launcher(
-            rehearse_ranks,
-            (job,),
-            1,
-            devices="cpu",
-            progress="off",
-            timeout=_SECONDS + _GRACE,
-            engine="auto",
-        )[0]
+        options: dict[str, Any] = {"devices": "cpu", "progress": "off", "timeout": _SECONDS + _GRACE, "engine": "auto"}
+        (traces,) = notebook_launcher(rehearse_ranks, (job,), 1, **options, **of_launch)
     return Rehearsal(tuple(traces), num_processes, _SECONDS)
+
+
+def rehearse_cell(function: Callable[[], None], *, wants_accelerator: bool, **options: Any) -> Rehearsal:
+    """Rehearse a cell, as a function, with the names that ranks give to cells; `run_rehearsal` has the options."""
+    from nb_accelerate.training.rehearsal.rank import run_cell
+
+    return run_rehearsal(run_cell, (function, wants_accelerator), **options)
 
 
 def _chosen(ranks: str | Sequence[int], every: Sequence[Topology]) -> list[int]:
