@@ -37,12 +37,18 @@ def is_module_level(code_name: str) -> bool:
     return code_name == "<module>" or code_name.startswith("<cell line: ")  # 7.31 to 8
 
 
+def lines_of_cell(filename: str) -> list[str] | None:
+    """Return the text of a cell that has run in this process, by its file name in tracebacks; None for other files."""
+    entry: Any = linecache.cache.get(filename, ())
+    # Without a time, an entry stays though there is no such file. Before 8, IPython puts its own back instead.
+    is_kept = len(entry) == 4 and (entry[1] is None or filename in getattr(linecache, "_ipython_cache", ()))
+    return entry[2] if is_kept else None
+
+
 def sources_of_cells() -> dict[str, str]:
     """Return the text of the cells that have run in this process, by their file names in tracebacks."""
-    # Without a time, an entry stays though there is no such file. Before 8, IPython puts its own back instead.
-    kept = getattr(linecache, "_ipython_cache", ())
-    entries = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4]
-    return {name: "".join(entry[2]) for name, entry in entries if entry[1] is None or name in kept}
+    found = ((name, lines_of_cell(name)) for name in [*linecache.cache])
+    return {name: "".join(lines) for name, lines in found if lines is not None}
 
 
 @functools.lru_cache(maxsize=2048)

@@ -233,6 +233,49 @@ rounded([1.2]), halved([1])
 def vectorized():
     return rounded([1.6, 2.2]).tolist(), halved([3]).tolist()
 """,
+    "read_from_files": """
+import tarfile, tempfile, zipfile
+from pathlib import Path
+folder = Path(tempfile.mkdtemp())
+(folder / "a.txt").write_text("one\\ntwo\\n", encoding="utf-16")
+with zipfile.ZipFile(folder / "a.zip", "w") as written, tarfile.open(folder / "a.tar", "w") as also_written:
+    written.write(folder / "a.txt", "a")
+    also_written.add(folder / "a.txt", "a")
+zipped, tarred = zipfile.ZipFile(folder / "a.zip"), tarfile.open(folder / "a.tar")
+lines = open(folder / "a.txt", encoding="utf-16")
+lines.readline()
+raw = open(folder / "a.txt", "rb")
+def read_from_files():
+    at = lines.tell()
+    found = lines.read(), raw.read(2), zipped.read("a")[:2], tarred.extractfile("a").read(2)
+    lines.seek(at)
+    raw.seek(0)
+    return found
+""",
+    "executors": """
+from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor
+threads, processes = ThreadPoolExecutor(2, thread_name_prefix="io"), ProcessPoolExecutor(1)
+threads.submit(int).result()
+def executors():
+    return [*threads.map(abs, [-1, -2])], processes.submit(abs, -3).result()
+""",
+    "scripted_with_defaults": """
+@torch.jit.script
+def scaled(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+    return x * by
+def scripted_with_defaults():
+    return scaled(torch.ones(1)).item(), scaled(torch.ones(1), by=3.0).item()
+""",
+    "source": """
+import inspect
+class Doubling:
+    def double(self, x):
+        return 2 * x
+def source():
+    return inspect.getsource(Doubling.double), torch.jit.script(lowered)(torch.ones(1)).item()
+def lowered(x):
+    return x - 1
+""",
     "underscores": """
 __private, __version__ = 3, "1.2"
 def underscores():
@@ -295,12 +338,14 @@ def test_an_idiom_gives_the_same_when_it_is_launched_and_in_a_cell(
     [
         ("torch.utils.tensorboard.SummaryWriter({folder!r})", "make the writer inside"),
         ("sqlite3.connect(':memory:')", "sqlite3.connect with the path"),
-        ("concurrent.futures.ThreadPoolExecutor(1)", "make it inside"),
+        ("zipfile.ZipFile({folder!r} + '/new.zip', 'w')", "Open the archive by its path"),
+        ("open({folder!r} + '/new.txt', 'a')", "new.txt"),
+        ("ipywidgets.IntProgress()", "bars of tqdm"),
         ("np.frompyfunc(abs, 1, 1)", "found by its name"),
     ],
 )
 def test_what_stays_is_refused_with_what_to_write(notebook: Kernel, tmp_path: Path, made: str, says: str) -> None:
-    notebook.run("import concurrent.futures, sqlite3, torch.utils.tensorboard").ok()
+    notebook.run("import sqlite3, torch.utils.tensorboard, zipfile, ipywidgets").ok()
     notebook.run(f"kept = {made.format(folder=str(tmp_path))}\ndef uses():\n    return kept").ok()
     cell = notebook.run("notebook_launcher(uses, num_processes=2, start_method='forkserver')")
     assert (cell.error, says in cell.message) == ("ShippingError", True), cell.message

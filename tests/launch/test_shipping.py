@@ -98,8 +98,8 @@ def test_an_error_names_the_part_that_cannot_be_pickled(value: object, path: str
     assert path in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["r", "w", "a+", "rb", "wb", "r+b"])
-def test_an_open_file_is_refused_with_its_path(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["w", "a+", "wb", "r+b"])
+def test_a_file_that_is_written_is_refused_with_its_path(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("1,2")
     with path.open(mode) as file, pytest.raises(ShippingError) as caught:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.ipython_versions import sources_of_cells
 from nb_accelerate.notebook.display.frontend import is_in_kernel
 from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
 from nb_accelerate.notebook.launch.settings import pack_settings, set_here
@@ -35,7 +34,7 @@ def pack_notebook(
     is_elsewhere: bool = False,
     modules: Sequence[ModuleType] = (),
 ) -> Packed:
-    """Pack what all ranks get of this process as of now: text of its cells, states of random numbers, settings.
+    """Pack what all ranks get of this process as of now: states of random numbers, settings.
 
     Args:
         is_script: ranks run a script, which seeds and sets all by itself, as with torchrun.
@@ -46,7 +45,7 @@ def pack_notebook(
     settings = {} if is_script or inherits else pack_settings(set_here(is_elsewhere=is_elsewhere))
     files = {module.__name__: Path(str(module.__file__)) for module in modules}
     sent = {name: (str(file), file.read_text()) for name, file in files.items() if file.is_file()}
-    return pack((sources_of_cells(), None if is_script else RandomStates.here(), settings, sent))
+    return pack((None if is_script else RandomStates.here(), settings, sent))
 
 
 def make_setup(

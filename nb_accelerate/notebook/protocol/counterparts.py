@@ -6,11 +6,13 @@ counterpart is refused, with what to write instead. Types are named by text: not
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import ctypes
 import functools
 import importlib
 import io
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -57,16 +59,78 @@ def plain_state(value: Any) -> tuple[Any, ...]:
 # Streams and the shell.
 
 
-def refuse_file(value: Any) -> Any:
-    """Refuse a file; a standard stream becomes the one of the process that unpickles it."""
+def file_rule(value: Any) -> Any:
+    """Reduce a standard stream to that of the process that unpickles it, a file that is read to its path and position.
+
+    Raises:
+        ShippingError: it is written, or is not on a disk.
+    """
     for stream in ("stdout", "stderr", "stdin", "__stdout__", "__stderr__"):
         if getattr(sys, stream) is value:
             return getattr, (sys, stream.strip("_"))
-    name = getattr(value, "name", None)
-    path = f", {name!r}," if isinstance(name, (str, bytes)) else ""
+    name: Any = getattr(value, "name", None)
+    has_path = isinstance(name, (str, bytes))
+    if has_path and not value.closed and value.readable() and not value.writable() and value.seekable():
+        with contextlib.suppress(OSError):  # it is being read line by line, which hides the position
+            text = (value.encoding, value.errors) if isinstance(value, io.TextIOBase) else ()
+            return _read_from, (os.path.abspath(name), value.mode, value.tell(), *text)  # noqa: PTH100 - or bytes
+    path = f", {name!r}," if has_path else ""
     raise ShippingError(
         f"A file object stays in its process: send its path{path} and open it where it is needed.", is_final=True
     )
+
+
+def _read_from(
+    path: str | bytes, mode: str, position: int, encoding: str | None = None, errors: str | None = None
+) -> Any:
+    file = open(path, mode, encoding=encoding, errors=errors)  # noqa: PTH123, SIM115 - the user closes it
+    file.seek(position)
+    return file
+
+
+def _archive(archive: Any) -> Any:
+    path: Any = getattr(archive, "filename", None) or archive.name  # of a zipfile, of a tarfile
+    if archive.mode != "r" or path is None:
+        raise ShippingError("Open the archive by its path where it is needed.", is_final=True)
+    opens = ("zipfile", "ZipFile") if hasattr(archive, "filename") else ("tarfile", "open")
+    return _opened_archive, (*opens, os.path.abspath(path), getattr(archive, "pwd", None))  # noqa: PTH100 - or bytes
+
+
+def _opened_archive(module: str, opener: str, path: str, password: bytes | None) -> Any:
+    archive = by_name(module, opener)(path)
+    if password is not None:
+        archive.setpassword(password)
+    return archive
+
+
+def _of_hdf5(value: Any) -> Any:
+    file = value.file
+    if file.mode != "r":
+        _stays("Open it by its path, {0.filename!r}, where it is written, on one rank.", file)
+    return _opened_hdf5, (os.path.abspath(file.filename), value.name)  # noqa: PTH100 - it is text
+
+
+def _opened_hdf5(path: str, name: str) -> Any:
+    file = by_name("h5py", "File")(path, "r")
+    return file if name == "/" else file[name]
+
+
+def _lmdb(environment: Any) -> Any:
+    flags = environment.flags()
+    if not flags["readonly"]:
+        _stays("Call lmdb.open with the path where it is read: in `__getitem__`, say.", environment)
+    return _opened_lmdb, (environment.path(), flags)
+
+
+def _opened_lmdb(path: str, flags: dict[str, bool]) -> Any:
+    return by_name("lmdb", "open")(path, **flags)
+
+
+def _executor(executor: Any) -> Any:
+    names = ("max_workers", "thread_name_prefix", "initializer", "initargs", "max_tasks_per_child")
+    options = {name: getattr(executor, f"_{name}") for name in names if hasattr(executor, f"_{name}")}
+    kind: Any = type(executor)
+    return functools.partial(kind, **options), ()
 
 
 def _kernels_stream(stream: Any) -> Any:
@@ -208,7 +272,12 @@ def _script(scripted: Any) -> Any:
 
     schema = getattr(scripted, "schema", None)
     if schema is not None and any(argument.has_default_value() for argument in schema.arguments):
-        raise ShippingError("A saved scripted function forgets its defaults: call torch.jit.script where it is needed.")
+        original = getattr(scripted, "_torchdynamo_inline", None)
+        if original is None:
+            raise ShippingError(
+                "A saved scripted function forgets its defaults: call torch.jit.script where it is needed."
+            )
+        return torch.jit.script, (original,)
     buffer = io.BytesIO()
     torch.jit.save(scripted, buffer)
     return _scripted, (buffer.getvalue(),)
@@ -232,29 +301,36 @@ _STAY = {
     "function that the ranks run.",
     "wandb.sdk.wandb_run.Run": "It is connected by this process: call wandb.init inside the function that the ranks "
     "run, on rank 0.",
-    "h5py._hl.files.File": "Open it by its path, {0.filename!r}, where it is read: in `__getitem__`, say.",
-    "h5py._hl.dataset.Dataset": "Open its file by its path, {0.file.filename!r}, where it is read: in `__getitem__`, "
-    "say.",
-    **dict.fromkeys(
-        ("builtins.Environment", "builtins.Transaction"),  # of lmdb
-        "Call lmdb.open with the path where it is read: in `__getitem__`, say.",
-    ),
+    "builtins.Transaction": "Begin it where it is read: in `__getitem__`, say.",  # of lmdb
     "sqlite3.Connection": "Call sqlite3.connect with the path of its file where it is read.",
-    "concurrent.futures.thread.ThreadPoolExecutor": "Its threads stay in their process: make it inside the function "
-    "that the ranks run.",
-    "concurrent.futures.process.ProcessPoolExecutor": "Its processes belong to this one: make it inside the function "
-    "that the ranks run.",
 }
 """What to write, by type. A fork would not help: threads stay here, and connections and positions would be shared."""
 
 
+def _widget(_: Any) -> Any:
+    raise ShippingError("The notebook shows it. Ranks have bars of tqdm, which their panel shows.")
+
+
+_OPENED: dict[str, Rule] = {
+    **dict.fromkeys(("zipfile.ZipFile", "tarfile.TarFile"), _archive),
+    **dict.fromkeys(("h5py._hl.files.File", "h5py._hl.group.Group", "h5py._hl.dataset.Dataset"), _of_hdf5),
+    "builtins.Environment": _lmdb,
+}
+"""What is read from a file by a library is opened by its path; what is written stays."""
+
+
 def stays(value: object) -> bool:
-    """Return whether an object is of a type that has no counterpart: no part of it is to blame."""
-    return any(f"{base.__module__}.{base.__qualname__}" in _STAY for base in type(value).__mro__)
+    """Return whether an object has no counterpart because of its type or of how it was opened, and not of a part."""
+    return any(f"{base.__module__}.{base.__qualname__}" in {*_STAY, *_OPENED} for base in type(value).__mro__)
 
 
 RULES: dict[str, Rule] = {
     **{name: functools.partial(_stays, sentence) for name, sentence in _STAY.items()},
+    **_OPENED,
+    **dict.fromkeys(
+        ("concurrent.futures.thread.ThreadPoolExecutor", "concurrent.futures.process.ProcessPoolExecutor"), _executor
+    ),
+    "ipywidgets.widgets.widget.Widget": _widget,
     "tqdm.std.tqdm": _bar,
     "logging.FileHandler": _file_handler,
     "ipykernel.iostream.OutStream": _kernels_stream,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 import io
+import linecache
 import operator
 import sys
 import types
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
+from nb_accelerate.base.ipython_versions import lines_of_cell
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.notebook.protocol.counterparts import (
     RULES,
     by_name,
+    file_rule,
     plain_state,
-    refuse_file,
     remembering,
     rule_of,
     standing,
@@ -240,10 +242,15 @@ def main_globals() -> dict[str, Any]:
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     build, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
-    return _build_code, (build, arguments, code.co_filename)
+    # `inspect.getsource`, tracebacks and torch.jit.script read the text of its cell, which a pickle has once.
+    return _build_code, (build, arguments, code.co_filename, lines_of_cell(code.co_filename))
 
 
-def _build_code(build: Callable[..., types.CodeType], arguments: tuple[Any, ...], filename: str) -> types.CodeType:
+def _build_code(
+    build: Callable[..., types.CodeType], arguments: tuple[Any, ...], filename: str, lines: list[str] | None
+) -> types.CodeType:
+    if lines is not None:
+        linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     return build(*arguments).replace(co_filename=filename)
 
 
@@ -252,5 +259,5 @@ CODE_REDUCERS = ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dis
 
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
-REDUCERS = CODE_REDUCERS.new_child(dict.fromkeys(_FILES, refuse_file))
+REDUCERS = CODE_REDUCERS.new_child(dict.fromkeys(_FILES, file_rule))
 """The same, and files are refused."""

@@ -56,8 +56,7 @@ class Setup:
         environ: its whole environment, not a difference, unless it `keeps_environ`.
         cwd: working directory; "" if the kernel's has been deleted.
         sys_path: the module search path of the kernel as it is now.
-        notebook: text of its cells by file name, so that tracebacks and `inspect.getsource` find them, and its
-            `RandomStates` or None, and its settings; a parcel, since a long notebook is more than a socket's buffer
+        notebook: its `RandomStates` or None, and its settings; a parcel, since they may be more than a socket's buffer
             takes.
         store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
         shows_displays: a notebook can show what a launched function displays; else it is printed.

@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import linecache
 import multiprocessing
 import os
 import sys
@@ -102,9 +101,9 @@ def run_rank(
             if broken is not None:
                 raise broken
             with enough_room():
-                sources, random, settings, modules = unpack(setup.notebook, fds)
+                random, settings, modules = unpack(setup.notebook, fds)
                 sys.meta_path.append(SentModules(modules))
-                store = _set_up(setup, sources, random, settings, ends.store)
+                store = _set_up(setup, random, settings, ends.store)
         except Exception as error:
             # The rank goes on, and answers nothing but `Quit`: the kernel reads why it is of no use.
             _send(channel, *fail(error, result_of_call=False))
@@ -219,10 +218,8 @@ def prepare_process(*, is_fork: bool, is_patched: bool = False) -> Exception | N
     return None
 
 
-def _set_up(
-    setup: Setup, sources: dict[str, str], random: RandomStates | None, settings: dict[str, bytes], store_fd: int
-) -> object:
-    """Set environment, folder, path, sources, random numbers and threads of this process as `setup` says.
+def _set_up(setup: Setup, random: RandomStates | None, settings: dict[str, bytes], store_fd: int) -> object:
+    """Set environment, folder, path, random numbers and threads of this process as `setup` says.
 
     Args:
         store_fd: descriptor of the store; taken over.
@@ -244,9 +241,6 @@ def _set_up(
             f"os.chdir('/path/of/a/folder') or %cd"
         ) from None
     sys.argv[:] = setup.argv
-    for filename, text in sources.items():
-        lines = text.splitlines(keepends=True)
-        linecache.cache[filename] = (len(text), None, lines, filename)
     torch = imported("torch")
     if torch is not None:
         # OMP_NUM_THREADS is read once, when torch is loaded; in a forked rank that was long ago.
