@@ -7,6 +7,8 @@ does by itself, whatever the engine: commands to training loops, silence.
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import time
@@ -15,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from fixtures.ray_nodes import NODES
+from fixtures.ray_nodes import NODES, start_node
 from remote import test_cells as cells, test_launches as launches
 
-from nb_accelerate.errors import PoolError
+from nb_accelerate.errors import PoolError, StartError
 from nb_accelerate.notebook.launch import close
 from nb_accelerate.notebook.pool.options import CellOptions
 from nb_accelerate.notebook.pool.pool import Pool
@@ -67,22 +69,25 @@ def test_cells(machines: Machines, tmp_path: Path, capfd: pytest.CaptureFixture[
         cells.test_an_interrupt_ends_a_cell_and_no_rank(pool)
         for rank in (0, 2):
             cells.test_a_rank_that_died_is_replaced_and_others_keep_their_variables(pool, machines, rank)
-        a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_again(pool, machines)
+        a_machine_that_is_lost_is_named_and_its_ranks_are_replaced(pool, machines)
         a_raylet_that_is_killed_is_named_at_once_and_nothing_stays_there(pool, machines, tmp_path / "gate")
     finally:
         pool.stop()
 
 
-def a_machine_that_is_lost_is_named_and_all_ranks_can_be_started_again(pool: Pool, machines: Machines) -> None:
+def a_machine_that_is_lost_is_named_and_its_ranks_are_replaced(pool: Pool, machines: Machines) -> None:
+    cells.run(pool, "kept = rank")
     host = machines.hosts()[1]
     ranks = host.children(recursive=True)
     machines.kill(host)
-    with pytest.raises(PoolError, match=f"rank [12] is lost: machine {NODES[1]} is lost"):
+    with pytest.raises(PoolError, match=f"rank [12] is lost: machine {NODES[1]} is lost") as caught:
         cells.run(pool, "import time\ntime.sleep(30)")
     _, alive = psutil.wait_procs(ranks, timeout=20)
     assert alive == []
-    assert pool.restart() == [0, 1, 2]
+    [number] = re.findall(r"%distributed restart (\d)", str(caught.value))
+    assert pool.restart(int(number)) == [1, 2]
     assert cells.run(pool, cells.SUM) == [7.0] * 3
+    assert cells.run(pool, "globals().get('kept')") == [0, None, None]
 
 
 def node_of(process: psutil.Process) -> str:
@@ -112,3 +117,15 @@ def a_raylet_that_is_killed_is_named_at_once_and_nothing_stays_there(
     print(f"told after {told:.2f} s, all ended after {time.monotonic() - began:.2f} s: {caught.value}")
     assert alive == []
     assert told < 15
+    with pytest.raises(StartError, match=r"When it is back: %distributed restart"):
+        pool.restart(1)
+    assert cells.run(pool, "kept", ranks=(0,)) == [0]
+    again = start_node("--address", os.environ["NB_ACCELERATE_ADDRESS"], node=NODES[1], name="b")
+    try:
+        assert pool.restart() == [1, 2]
+        assert cells.run(pool, cells.SUM) == [7.0] * 3
+        pool.stop()
+        close()
+    finally:
+        again.terminate()
+        again.wait(30)

@@ -120,17 +120,12 @@ class Cluster(Placing):
         return "; ".join(f"machine {place.link.name} {place.link.lost}" for place in self._places if place.link.lost)
 
     @property
-    def can_reopen(self) -> bool:
-        """Whether the hosts of machines that are lost can be started again."""
-        return bool(self.lost) and self._hosts.engine.starts_again
-
-    @property
     def without_lost(self) -> str:
         """How ranks are started on the machines that are not lost, as it is written behind ``%distributed``."""
         engine = self._options.engine
         hosts = ",".join(f"{one.link.name}:{one.plan.num_processes}" for one in self._places if not one.link.lost)
         flags = {"engine": engine.engine, "hosts": hosts, "command-template": engine.command_template}
-        flags |= {"remote-python": engine.remote_python}
+        flags |= {"remote-python": engine.remote_python, "address": engine.address}
         return "start " + " ".join(f"--{name} {shlex.quote(value)}" for name, value in flags.items() if value)
 
     def reopen(self) -> None:

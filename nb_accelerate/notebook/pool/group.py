@@ -64,11 +64,11 @@ def _after_end(rank: RankProxy) -> str:
             )
         if others:
             return (
-                f". So {'is' if len(others) == 1 else 'are'} {named(others)}. Their variables are lost; those of the "
-                f"other ranks are kept. To replace them: %distributed restart {rank.rank}"
+                f". So {'is' if len(others) == 1 else 'are'} {named(others)}. Their variables are lost; those of "
+                f"ranks that live are kept. To replace them: %distributed restart {rank.rank}"
             )
     return (
-        f". Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {rank.rank}"
+        f". Its variables are lost; those of ranks that live are kept. To replace it: %distributed restart {rank.rank}"
     )
 
 
@@ -139,9 +139,9 @@ class RankGroup:
         return [number for number in range(self.size) if number not in self.missing]
 
     @property
-    def can_reopen(self) -> bool:
-        """Whether a machine is lost whose ranks alone can be replaced."""
-        return self._cluster is not None and self._cluster.can_reopen
+    def lost_machines(self) -> str:
+        """Which machines are lost, and why; "" if none is."""
+        return self._cluster.lost if self._cluster is not None else ""
 
     def reopen(self) -> None:
         """Start the hosts of lost machines again. An interrupt ends the wait for them.
@@ -151,8 +151,6 @@ class RankGroup:
         """
         if self._cluster is None or not self._cluster.lost:
             return
-        if not self.can_reopen:
-            raise StartError(f"{self._cluster.lost}. To start all ranks again: %distributed restart")
         try:
             self._cluster.reopen()
         except StartError as error:

@@ -240,7 +240,7 @@ class Pool:
             ConfigError: there is no such rank.
             StartError: a machine that is lost cannot be reached. The other ranks keep their variables.
         """
-        if rank is None and self.group is not None and self.group.can_reopen:
+        if rank is None and self.group is not None and self.group.lost_machines:
             rank = self.group.missing[0]
         if rank is None:
             if self._clear_away_what_failed() is None and not self.is_running:

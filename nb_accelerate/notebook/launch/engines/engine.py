@@ -34,12 +34,10 @@ class Engine(ABC):
     Attributes:
         idle_limit: seconds for which hosts are kept that no launch uses.
         reserves: it takes places for a number of ranks, which others wait for.
-        starts_again: it can start another host on a machine whose host is lost.
     """
 
     idle_limit = 300.0
     reserves = False
-    starts_again = True
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options

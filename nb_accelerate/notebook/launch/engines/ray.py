@@ -60,7 +60,6 @@ class RayEngine(Engine):
 
     idle_limit = 60.0
     reserves = True
-    starts_again = False
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -69,7 +68,8 @@ class RayEngine(Engine):
         self._driver: _Driver | None = None
         self._listener: Listener | None = None
         self._addresses: dict[str, str] = {}
-        self._ended: list[futures.Future[str]] = []
+        self._ended: dict[int, futures.Future[str]] = {}
+        self._asked_for: set[int] = set()
 
     @override
     def machines(self, num_ranks: int | None = None) -> Sequence[Machine]:
@@ -83,12 +83,18 @@ class RayEngine(Engine):
     def start(self, machine: Machine, command: Sequence[str]) -> Stream:
         assert self._driver is not None
         assert self._listener is not None
-        listener, number = self._listener, list(self._addresses).index(machine.name)
-        if not self._ended:  # all hosts at once: each takes a second or more
+        number = list(self._addresses).index(machine.name)
+        is_again = number in self._asked_for
+        if is_again:  # its host was lost, and each has one connection
+            self._listener.close()
+            self._listener = Listener(self._listener.address, len(self._addresses))
+        listener = self._listener
+        if is_again or not self._asked_for:  # at first all hosts at once: each takes a second or more
             where = "--connect", listener.address, str(listener.port)
             arguments = [*command[len(self.options.python) :], *where]
-            numbers = range(len(self._addresses))
-            self._ended = [self._driver.start(one, [*arguments, str(one)], listener.secret) for one in numbers]
+            for one in [number] if is_again else range(len(self._addresses)):
+                self._ended[one] = self._driver.start(one, [*arguments, str(one)], listener.secret)
+        self._asked_for.add(number)
         ended = self._ended[number]
         came = listener.came[number]
         both: tuple[futures.Future[Any], ...] = (came, ended)
@@ -178,7 +184,7 @@ class _Driver:
             bufsize=1,
             start_new_session=True,
         )
-        self._ended: dict[int, futures.Future[str]] = {}
+        self._ended: list[futures.Future[str]] = []  # of each host that was started, in order
         try:
             self._tell(address=address, hosts=options.machines, num_ranks=num_ranks, folder=self._folder)
             answer = self._heard()
@@ -193,9 +199,10 @@ class _Driver:
 
     def start(self, machine: int, arguments: Sequence[str], secret: bytes) -> futures.Future[str]:
         """Start a host; the future is why it has ended."""
-        self._ended[machine] = futures.Future()
+        ended: futures.Future[str] = futures.Future()
+        self._ended.append(ended)
         self._tell(machine=machine, arguments=list(arguments), secret=secret.hex())
-        return self._ended[machine]
+        return ended
 
     def close(self) -> None:
         """Have Ray end what was started, and the process. Can be repeated."""
@@ -235,7 +242,7 @@ class _Driver:
     def _listen(self) -> None:
         while "error" not in (answer := self._heard()):
             self._ended[answer["ended"]].set_result(answer["why"])
-        for ended in self._ended.values():
+        for ended in self._ended:
             if not ended.done():
                 ended.set_result(answer["error"])
 

@@ -197,6 +197,7 @@ class Cluster:
     def __init__(self, address: str, hosts: list[tuple[str, int | None]], num_ranks: int | None, folder: str) -> None:
         self._ends = contextlib.ExitStack()
         self._kept: list[futures.Future[str]] = []
+        self._begun: set[int] = set()  # machines on which a host was started
         try:
             self._connect(address, folder)
             self._place(address, hosts, num_ranks)
@@ -221,14 +222,26 @@ class Cluster:
                 f"others use what these ranks need in the cluster of Ray: {_counted(bundles)} were asked for, and "
                 f"{_counted([free])} of all nodes are free. Wait until they are, or ask for less: hosts=['NODE:1']"
             )
-        self._actors = [self._actor(group, index, bundle) for index, bundle in enumerate(bundles)]
+        self._make = [functools.partial(self._actor, group, index, bundle) for index, bundle in enumerate(bundles)]
+        self._actors = [make() for make in self._make]
 
     def machines(self) -> list[dict[str, Any]]:
         """Return name, address and number of ranks of each machine."""
         return [{"name": name, "address": node.address, "num_ranks": ranks} for node, name, ranks in self._places]
 
     def start(self, machine: int, arguments: list[str], secret: str) -> futures.Future[str]:
-        """Start a host; the future is how it has ended."""
+        """Start a host; the future is how it has ended. For another one on the machine there is another actor."""
+        import ray
+
+        node, name, _ = self._places[machine]
+        if machine in self._begun:
+            if not any(facts["Alive"] and facts["NodeManagerAddress"] == node.address for facts in ray.nodes()):
+                ended: futures.Future[str] = futures.Future()
+                ended.set_result(f"Ray does not run on {name} now. Start it there again: ray start --address ...")
+                return ended
+            ray.kill(self._actors[machine])
+            self._actors[machine] = self._make[machine]()
+        self._begun.add(machine)
         future: futures.Future[str] = self._actors[machine].keep.remote(arguments, bytes.fromhex(secret)).future()
         self._kept.append(future)
         return future
@@ -312,9 +325,9 @@ def main() -> None:
     def answer(**values: Any) -> None:
         answers.write(json.dumps(values) + "\n")
 
-    def ended(machine: int, kept: futures.Future[str]) -> None:
+    def ended(number: int, kept: futures.Future[str]) -> None:
         with contextlib.suppress(BrokenPipeError, ValueError):  # nobody listens any more
-            answer(ended=machine, why=_why_ended(kept))
+            answer(ended=number, why=_why_ended(kept))
 
     try:
         cluster = Cluster(**json.loads(sys.stdin.readline()))
@@ -326,9 +339,8 @@ def main() -> None:
         return
     with contextlib.closing(cluster):
         answer(machines=cluster.machines())
-        for line in sys.stdin:
-            told = json.loads(line)
-            cluster.start(**told).add_done_callback(functools.partial(ended, told["machine"]))
+        for number, line in enumerate(sys.stdin):  # of hosts that were started
+            cluster.start(**json.loads(line)).add_done_callback(functools.partial(ended, number))
 
 
 if __name__ == "__main__":
