@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _LARGEST = 1 << 26
 """Bytes. A larger tensor that rank 0 sends is a weight, which the others have as they made it."""
 
+_PADDED = "_is_padded_in_rehearsal"
+"""Attribute of a tensor."""
+
 _POLL = 0.001
 """Seconds between two looks at the tape."""
 
@@ -81,8 +84,8 @@ class Tape:
             given = collective.given
             is_shared_out = collective.name == "scatter"
             self.write({each: [given[each]] if is_shared_out else given for each in ranks})
-        elif (sent := self.read()) is not None:
-            for mine, value in zip(received, sent[rank], strict=False):
+        elif isinstance(sent := self.read(), dict):  # else rank 0 has ended, or is not in step
+            for mine, value in zip(received, sent.get(rank, ()), strict=False):
                 if mine.shape == value.shape and mine.dtype == value.dtype:
                     mine.copy_(value)
 
@@ -105,6 +108,9 @@ class RehearsedCollectives(TorchCollectives):
     ) -> None:
         given = ", ".join(described(tensor) if shapes else f"{tensor.dim()} dimensions" for tensor in tensors)
         self._told(f"{operation} of {given or 'nothing'}")
+        if operation == "pad_across_processes":  # which returns these tensors where no other rank has longer ones
+            for tensor in tensors:
+                vars(tensor)[_PADDED] = True
 
     @override
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -113,5 +119,6 @@ class RehearsedCollectives(TorchCollectives):
 
 
 def described(tensor: Tensor) -> str:
-    """Return dtype and shape of a tensor: ``float32 (4, 2)``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    """Return dtype and shape of a tensor: ``float32 (4, 2)``; or its dimensions, where ranks pad it to the longest."""
+    shape = f"{tensor.dim()} dimensions" if _PADDED in vars(tensor) else tuple(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"

@@ -1,4 +1,7 @@
-"""Files of a rehearsal: what the function writes goes to another folder, and is read there again."""
+"""Files of a rehearsal: what the function writes goes to another folder, and is read there again.
+
+A rank finds what it has written, and what rank 0 has: others wait for rank 0 at each barrier.
+"""
 
 from __future__ import annotations
 
@@ -21,109 +24,122 @@ if TYPE_CHECKING:
 
 _WRITES = frozenset("wax+")
 _DEVICES = ("/dev/", "/proc/")
+_CHANGES = ("mkdir", "remove", "unlink", "rmdir", "rename", "replace", "chmod", "utime")
+"""Functions of `os` that change files and folders; those of shutil and pathlib call them."""
 
 
 class Files:
     """The files that a rank would write.
 
     Args:
-        folder: for what is written instead.
+        folder: of all ranks, each of which has one in it.
         written: gets each path, with the line.
     """
 
-    def __init__(self, folder: Path, written: dict[str, Line]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, rank: int, written: dict[str, Line]) -> None:
+        self._own, self._of_rank_0 = str(folder / str(rank)), str(folder / "0")
         self._written = written
 
     def written(self, path: Any) -> str:
         """Note that a file is written, and return where to instead."""
-        absolute = os.path.abspath(path)  # noqa: PTH100 - a link stays a link
-        if not absolute.startswith(str(self._folder)):
+        absolute: str = os.path.abspath(path)  # noqa: PTH100 - a link stays a link
+        if not self._is_ours(absolute):
             self._written.setdefault(absolute, user_line())
-        instead = self._instead(absolute)
-        os.makedirs(os.path.dirname(instead), exist_ok=True)  # noqa: PTH103, PTH120 - Path's is replaced below
-        return instead
+            absolute = self._own + absolute
+        os.makedirs(os.path.dirname(absolute), exist_ok=True)  # noqa: PTH103, PTH120 - its calls are not the user's
+        return absolute
 
     def there(self, path: Any) -> Any:
-        """Return where a file is: in the other folder if it was written there."""
-        instead = self._instead(os.path.abspath(path))  # noqa: PTH100 - as above
-        return instead if os.path.exists(instead) else path  # noqa: PTH110 - as above
+        """Return where a file or folder is: in the other folder if it was written there only."""
+        absolute = os.path.abspath(path)  # noqa: PTH100 - as above
+        for folder in (self._own, self._of_rank_0):
+            instead = folder + absolute
+            # Not by stat, which is replaced. A folder that is there in both holds what the user has put there.
+            if os.access(instead, os.F_OK) and not (os.access(f"{instead}/.", os.F_OK) and os.access(path, os.F_OK)):
+                return instead
+        return path
 
-    def _instead(self, absolute: str) -> str:
-        return absolute if absolute.startswith(str(self._folder)) else f"{self._folder}{absolute}"
+    def _is_ours(self, path: Any) -> bool:
+        return str(path).startswith((self._own, self._of_rank_0))
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Have what is opened by a user's line for writing opened in the other folder, in a block."""
-        replaced: list[tuple[Any, str, Any]] = []
+        """Have what user's lines change, and then look for, changed and found in the other folder, in a block."""
+        with contextlib.ExitStack() as stack:
 
-        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            replaced.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, make(getattr(owner, name)))
+            def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, make(getattr(owner, name)))
 
-        replace(builtins, "open", self._open)
-        replace(io, "open", lambda _: builtins.open)
-        replace(torch, "save", self._save)
-        replace(torch, "load", self._load)
-        with contextlib.suppress(ImportError):
-            import safetensors.torch
+            replace(builtins, "open", self._open)
+            replace(io, "open", lambda _: builtins.open)
+            replace(torch, "save", self._save)
+            with contextlib.suppress(ImportError):
+                import safetensors.torch
 
-            replace(safetensors.torch, "serialize_file", self._serialize)
-        for name in ("mkdir", "remove", "unlink", "rmdir", "rename", "replace"):
-            replace(os, name, self._left_alone)
-        try:
+                replace(safetensors.torch, "serialize_file", self._save)
+                replace(safetensors.torch, "safe_open", self._found)
+            replace(torch, "load", self._found)
+            for name in ("stat", "scandir"):
+                replace(os, name, self._found)
+            replace(os, "listdir", self._listed)
+            for name in _CHANGES:
+                replace(os, name, self._changed)
             yield
-        finally:
-            for owner, name, plain in reversed(replaced):
-                setattr(owner, name, plain)
 
     def _open(self, plain: Any) -> Any:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(file, (str, os.PathLike)) or os.fspath(file).startswith(_DEVICES):
+            if not _is_path(file) or os.fspath(file).startswith(_DEVICES):
                 return plain(file, mode, *args, **kwargs)
-            if not _WRITES & set(mode):
-                return plain(self.there(file), mode, *args, **kwargs)
-            if not is_told_by_user():
-                return plain(file, mode, *args, **kwargs)
-            there, instead = self.there(file), self.written(file)
-            if mode[0] in "ar" and there != instead and os.path.exists(there):  # noqa: PTH110 - as above
+            there = self.there(file)
+            if not _WRITES & set(mode) or not is_told_by_user():
+                return plain(there, mode, *args, **kwargs)
+            instead = self.written(file)
+            if mode[0] in "ar" and there != instead and os.access(there, os.F_OK):
                 shutil.copyfile(there, instead)
             return plain(instead, mode, *args, **kwargs)
 
         return opened
 
     def _save(self, plain: Any) -> Any:
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            f = self.written(f) if isinstance(f, (str, os.PathLike)) else f
-            return plain(obj, f, *args, **kwargs)
+        def save(what: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(what, self.written(file) if _is_path(file) else file, *args, **kwargs)
 
         return save
 
-    def _load(self, plain: Any) -> Any:
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self.there(f) if isinstance(f, (str, os.PathLike)) else f, *args, **kwargs)
+    def _found(self, plain: Any) -> Any:
+        def found(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            return plain(self.there(path) if _is_path(path) else path, *args, **kwargs)
 
-        return load
+        return found
 
-    def _serialize(self, plain: Any) -> Any:
-        def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(tensors, self.written(filename), *args, **kwargs)
+    def _listed(self, plain: Any) -> Any:
+        def listed(path: Any = ".") -> Any:
+            names = plain(self.there(path) if _is_path(path) else path)
+            instead = self._own + os.path.abspath(path) if isinstance(path, str) else ""  # noqa: PTH100 - as above
+            return list(dict.fromkeys([*names, *(plain(instead) if os.access(instead, os.F_OK) else ())]))
 
-        return serialize_file
+        return listed
 
-    def _left_alone(self, plain: Any) -> Any:
+    def _changed(self, plain: Any) -> Any:
         def change(path: Any, *args: Any, **kwargs: Any) -> Any:
             """Change what was written in the other folder; what a user's line would change elsewhere stays."""
-            is_ours = isinstance(path, (str, os.PathLike)) and os.path.abspath(path).startswith(str(self._folder))  # noqa: PTH100
-            if is_ours or not is_told_by_user():
+            if not _is_path(path) or self._is_ours(path) or not is_told_by_user():
                 return plain(path, *args, **kwargs)
-            if plain.__name__ == "mkdir":  # what is written makes its folders
-                return plain(path, *args, **kwargs) if os.path.exists(path) else None  # noqa: PTH110 - as above
             there = self.there(path)
-            if there == path or kwargs:
+            if plain.__name__ == "mkdir":
+                there = there if os.access(there, os.F_OK) else self._own + os.path.abspath(path)  # noqa: PTH100
+                if there.startswith(self._own):
+                    os.makedirs(os.path.dirname(there), exist_ok=True)  # noqa: PTH103, PTH120 - as above
+                return plain(there, *args, **kwargs)
+            if not str(there).startswith(self._own) or "dir_fd" in kwargs:
                 return None
             if args and plain.__name__ in ("rename", "replace"):
                 args = (self.written(args[0]), *args[1:])
             return plain(there, *args, **kwargs)
 
         return change
+
+
+def _is_path(path: Any) -> bool:
+    return isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)

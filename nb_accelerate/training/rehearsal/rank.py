@@ -109,7 +109,7 @@ def rehearse_rank(job: Job, topology: Topology) -> Trace:
     trace = Trace(topology.rank)
     folder = Path(job.folder)
     tape = Tape(folder / "tape", writes=topology.is_main) if 0 in ranks else None
-    recorder = Recorder(trace, ranks, tape, Files(folder / str(topology.rank), trace.files))
+    recorder = Recorder(trace, ranks, tape, Files(folder, topology.rank, trace.files))
     said, began = io.StringIO(), time.monotonic()
     os.environ.update(topology.as_variables() | _VARIABLES)
     torch.compiler.set_stance("force_eager")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.errors.traceback_lines import is_ours
+from nb_accelerate.training.comm import torch_distributed
 from nb_accelerate.training.data.dispatching.batch_parts import count_rows
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.precision import OptimizerStep
@@ -77,20 +78,24 @@ class Recorder:
             self.trace.exchanges.append(Exchange(what, *user_call()))
 
     def _exchanged(self, collective: Collective) -> None:
-        name = collective.name
+        name, compares = collective.name, True
         for frame in frames():
             filename = frame.f_code.co_filename
             if "/torch/distributed/fsdp/" in filename:
                 return  # `watch_calls` tells of whole forwards and backwards
             if filename.endswith("/distributed_c10d.py"):
                 name = frame.f_code.co_name
+            if filename == torch_distributed.__file__ or "object" in name or name == "barrier":
+                compares = False  # `RehearsedCollectives.verify` has, and objects may well have other sizes
             if is_users_file(filename):
                 break
-        if collective.source == 0 and self._tape is not None and not collective.group:
-            self._tape.carry(collective, self._ranks, self.trace.rank)
-        # The size of an object says nothing: ranks may well have others.
-        what = "" if "object" in name or name == "barrier" else f" of {', '.join(map(described, collective.compared))}"
-        self.tell(name + what + (f" in group {collective.group}" if collective.group else ""))
+        if self._tape is not None and not collective.group:
+            if name == "barrier":  # what rank 0 has written before it can be read behind it
+                self._tape.of_rank_0(name)
+            elif collective.source == 0:
+                self._tape.carry(collective, self._ranks, self.trace.rank)
+        what = f"{name} of {', '.join(map(described, collective.compared))}" if compares else name
+        self.tell(f"{what} in group {collective.group}" if collective.group else what)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

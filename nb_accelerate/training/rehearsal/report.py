@@ -65,11 +65,13 @@ class Rehearsal:
             return f"{said}, to the end" if any(trace.ended for trace in self.traces) else said
         last = late[0].passes[-1] if late[0].passes else None
         far = (
-            "no batch was reached"
+            "came to no batch"
             if last is None
-            else (f"it came to batch {len(last.rows)} of pass {len(late[0].passes)} ({place(last.line)})")
+            else (f"came to batch {len(last.rows)} of pass {len(late[0].passes)} ({place(last.line)})")
         )
-        return f"{said}: the {brief(self.seconds)} were over, and {far}. What comes later is not known"
+        return (
+            f"{said}: the {brief(self.seconds)} were over, and rank {late[0].rank} {far}. What comes later is not known"
+        )
 
     def _row(self, group: Sequence[Trace]) -> tuple[str, ...]:
         trace = group[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,15 @@ def write_everything() -> None:
             file.write("more")
         assert Path("kept.txt").read_text() == "kept more"
         os.remove("kept.txt")
+        shutil.copy("out/model.pt", "out/best.pt")
+        assert {path.name for path in Path("out").glob("*.pt")} == {"model.pt", "best.pt"}
+        assert sorted(os.listdir("out")) == ["best.pt", "log.json", "model.pt", "numbers.npy"]
+        os.replace("out/best.pt", "out/last.pt")
+        assert Path("out/last.pt").exists()
+        assert not Path("out/best.pt").exists()
+        assert {path.name for path in Path().iterdir()} >= {"kept.txt"}
+    accelerator.wait_for_everyone()
+    assert torch.load("out/model.pt").keys() == model.state_dict().keys()  # of rank 0, on all ranks
     accelerator.end_training()
 
 
@@ -217,6 +227,19 @@ def send_from_rank_0() -> None:
 
 def test_ranks_get_what_rank_0_sends(tmp_path: Path):
     assert rehearsed(send_from_rank_0, folder=tmp_path).findings == []
+
+
+def gather_texts() -> None:
+    accelerator = Accelerator(cpu=True)
+    tokens = torch.ones(2, 3 + accelerator.process_index, dtype=torch.int64)
+    tokens = accelerator.pad_across_processes(tokens, dim=1)
+    accelerator.gather_for_metrics((tokens, torch.ones(2)))
+    accelerator.gather(torch.ones(()))
+    accelerator.gather_for_metrics(["text"] * (1 + accelerator.process_index), use_gather_object=True)
+
+
+def test_what_ranks_pad_or_send_as_objects_may_have_any_size(tmp_path: Path):
+    assert rehearsed(gather_texts, folder=tmp_path).findings == []
 
 
 def end_at_once() -> None:
