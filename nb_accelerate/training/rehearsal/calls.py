@@ -50,7 +50,7 @@ class _WatchedCall:
     def __init__(
         self, model: nn.Module, tell: Callable[[str], None], is_fast: Callable[[], bool], *, is_sharded: bool
     ) -> None:
-        self._model = weakref.ref(model)
+        self._model: Any = weakref.ref(model)
         self._tell = tell
         self._is_fast = is_fast
         self._is_sharded = is_sharded
@@ -92,12 +92,19 @@ class _WatchedCall:
             self._exchanges = False
             self._tell(f"the gradients of {_name(self._model())}")
 
+    def _after_backward(self) -> None:
+        """Leave gradients, which are clipped next, and tell of their exchange."""
+        for parameter in self._model().parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._exchange()
+
     def _remembered(self, known: Any, trained: list[bool], inputs: Sequence[Tensor]) -> Any:
         """Return outputs as they were before, with a backward that reaches the inputs and tells."""
         before = list(zip(tensors_in(known), trained, strict=True))
         old = [tensor for tensor, is_trained in before if is_trained]
         anchor = torch.zeros((), requires_grad=True)
-        new = iter(_Remembered.apply(self._exchange, old, anchor, *inputs) if old else ())  # type: ignore[no-untyped-call]
+        new = iter(_Remembered.apply(self._after_backward, old, anchor, *inputs) if old else ())  # type: ignore[no-untyped-call]
         every = iter([next(new) if is_trained else tensor.clone() for tensor, is_trained in before])
         return map_tensors(lambda _: next(every), known)
 

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +79,9 @@ class Files:
                 import safetensors.torch
 
                 replace(safetensors.torch, "serialize_file", self._save)
-                replace(safetensors.torch, "safe_open", self._found)
+                opens = safetensors.safe_open  # written in Rust, and imported by its name
+                for module in [one for one in [*sys.modules.values()] if vars(one).get("safe_open") is opens]:
+                    replace(module, "safe_open", self._found)
             replace(torch, "load", self._found)
             for name in ("stat", "scandir"):
                 replace(os, name, self._found)

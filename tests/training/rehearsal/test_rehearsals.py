@@ -47,6 +47,7 @@ def train(
         for (x,) in loader:
             loss = F.mse_loss(model(x), x[:, :1])
             accelerator.backward(loss)
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
