@@ -234,7 +234,8 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
         )
     meeting = {"use_port": port}
     if machines > 1 and backend == "c10d":
-        meeting = {"rdzv_endpoint": f"{address}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
+        host = f"[{address}]" if ":" in address else address
+        meeting = {"rdzv_endpoint": f"{host}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
     elif machines > 1:
         meeting["master_addr"] = address
     return {

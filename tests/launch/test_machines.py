@@ -243,6 +243,7 @@ def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("two_hosts", ["", "ipv6"], indirect=True)
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_hosts_meet_across_a_cable(tmp_path: Path, two_hosts: list[str], backend: str) -> None:
     def options(node: int) -> dict[str, object]:
@@ -251,7 +252,7 @@ def test_two_hosts_meet_across_a_cable(tmp_path: Path, two_hosts: list[str], bac
         return {
             "num_nodes": 2,
             "rdzv_backend": "c10d",
-            "rdzv_endpoint": f"{two_hosts[0]}:29400",
+            "rdzv_endpoint": f"[{two_hosts[0]}]:29400",
             "rdzv_conf": {"join_timeout": 30},
         }
 

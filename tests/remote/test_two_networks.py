@@ -78,6 +78,7 @@ def run(pool: Pool, text: str, *, timeout: float | None = None) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("two_hosts", ["", "ipv6"], indirect=True)
 def test_a_launch_meets_at_the_address_that_the_other_machine_reaches(networks: list[str]) -> None:
     def train() -> tuple[float, str, str]:
         import os

@@ -31,7 +31,7 @@ from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
 from nb_accelerate.notebook.ranks.end_reports import end_reports
 from nb_accelerate.notebook.ranks.sources import Sources
-from nb_accelerate.notebook.remote.connection_back import connect
+from nb_accelerate.notebook.remote.connection_back import connect, family_of
 from nb_accelerate.notebook.remote.frames import (
     LISTENER,
     MACHINE,
@@ -232,10 +232,10 @@ class Host:
         """Open a socket: that on which the first rank serves the store, or one that others try to reach."""
         self._hush()
         try:
-            self._listener = socket.create_server((address, port), backlog=1024)
+            self._listener = socket.create_server((address, port), family=family_of(address), backlog=1024)
         except OSError as error:
             return {"error": f"cannot listen on {address}:{port or 'a free port'}: {error.strerror or error}"}
-        own, port = self._listener.getsockname()
+        own, port = self._listener.getsockname()[:2]
         return {"port": port, "interface": interface_of(own) or ""}
 
     def _hush(self) -> dict[str, Any]:

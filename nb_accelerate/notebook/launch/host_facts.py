@@ -46,11 +46,16 @@ def _network() -> str:
 
 
 def _addresses() -> dict[str, str]:
-    """Return the interface of each address. Bridges, such as Docker's, are the last: they lead to no machine."""
+    """Return the interface of each address, those of IPv4 first.
+
+    Bridges, such as Docker's, are the last: they lead to no machine. Addresses of a link alone are left out.
+    """
     found = {}
     with contextlib.suppress(OSError):
-        for name, entries in sorted(psutil.net_if_addrs().items(), key=lambda one: _is_bridge(one[0])):
-            found.update({entry.address: name for entry in entries if entry.family == socket.AF_INET})
+        interfaces = sorted(psutil.net_if_addrs().items(), key=lambda one: _is_bridge(one[0]))
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for name, entries in interfaces:
+                found.update({one.address: name for one in entries if one.family == family and "%" not in one.address})
     return found
 
 

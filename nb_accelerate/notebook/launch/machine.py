@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -133,7 +132,7 @@ def interface_of(address: str) -> str | None:
     """Return the name of the network interface that has `address`; None if there is none, or the system lists none."""
     with contextlib.suppress(OSError):  # a sandbox without netlink sockets; `process/loopback.py` tells
         for name, addresses in psutil.net_if_addrs().items():
-            if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
+            if any(entry.address == address for entry in addresses):
                 return name
     return None
 

@@ -115,4 +115,4 @@ def _try_all_others(links: Sequence[Link], own: Sequence[str], check: Callable[[
 def _outward(link: Link) -> dict[str, str]:
     """Return the interfaces of a machine's addresses, without loopback."""
     addresses: dict[str, str] = link.hello["addresses"]
-    return {address: name for address, name in addresses.items() if not address.startswith("127.")}
+    return {address: name for address, name in addresses.items() if not address.startswith("127.") and address != "::1"}

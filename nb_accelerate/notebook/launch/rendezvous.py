@@ -20,7 +20,7 @@ import secrets
 import socket
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.devices import backend_named
 from nb_accelerate.base.seam import StoreSpec
@@ -222,19 +222,21 @@ def _elastic(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], objec
 
 
 def _split(endpoint: str, default_port: int) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
+    has_port = endpoint.count(":") == 1 or "]:" in endpoint  # and not an address of IPv6 alone
+    host, _, port = endpoint.rpartition(":") if has_port else (endpoint, "", "")
     if port and not port.isdigit():
         raise ConfigError(f"rdzv_endpoint={endpoint!r} is not HOST:PORT")
-    return host, int(port or default_port)
+    return host.strip("[]"), int(port or default_port)
 
 
 def _listen(address: str, port: int, *, of_endpoint: bool = False) -> socket.socket:
     """Return a socket that listens; with ``of_endpoint``, errors are about the option ``rdzv_endpoint``."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family, where = _resolved(address, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     # A store of an earlier launch on this port may still have connections in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address, port))
+        listener.bind(where)
         listener.listen(1024)  # every rank connects before rank 0 has had time to accept
     except OSError as error:
         listener.close()
@@ -260,9 +262,19 @@ def _why_not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool
 
 def _own_address_towards(host: str) -> str:
     # Connecting a datagram socket sends nothing; it asks the routing table.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    family, where = _resolved(host, 9)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))
+            probe.connect(where)
         except OSError as error:
             raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
         return str(probe.getsockname()[0])
+
+
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Return the family and the address of a machine, of IPv4 if it has one."""
+    try:
+        found = socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
+    return min(((family, where) for family, *_, where in found), key=lambda one: one[0] != socket.AF_INET)

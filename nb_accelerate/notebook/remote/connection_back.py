@@ -115,7 +115,7 @@ class Listener:
         self.secret = secrets.token_bytes(NONCE_SIZE)
         self.came: list[Future[Connection]] = [Future() for _ in range(num_machines)]
         self.num_refused = 0
-        self._server = socket.create_server((address, 0), family=_family(address))
+        self._server = socket.create_server((address, 0), family=family_of(address))
         self._server.setblocking(False)
         self.address: str = address
         self.port: int = self._server.getsockname()[1]
@@ -268,12 +268,13 @@ def _end() -> NoReturn:
     raise EOFError
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of sockets for a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def address_towards(other: str) -> str:
     """Return the address of this machine that another one can answer to: of the interface on the way there."""
-    with socket.socket(_family(other), socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(other), socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))  # sends nothing
         return str(probe.getsockname()[0])
