@@ -80,7 +80,9 @@ class Files:
 
                 replace(safetensors.torch, "serialize_file", self._save)
                 opens = safetensors.safe_open  # written in Rust, and imported by its name
-                for module in [one for one in [*sys.modules.values()] if vars(one).get("safe_open") is opens]:
+                for module in [
+                    one for one in [*sys.modules.values()] if getattr(one, "__dict__", {}).get("safe_open") is opens
+                ]:
                     replace(module, "safe_open", self._found)
             replace(torch, "load", self._found)
             for name in ("stat", "scandir"):

@@ -209,7 +209,11 @@ class _WatchedStep(OptimizerStep):
     @override
     def __call__(self, closure: Callable[[], float] | None = None) -> Any:
         rate = float(self.optimizer.param_groups[0]["lr"])
-        taken = None if self._recorder.is_fast else self._step(closure)
+        if closure is not None:  # how often it is called depends on values, which are not those of a run
+            self._recorder.note("an optimizer with a closure, such as LBFGS: it was called once a step, and took none")
+            taken: Any = closure()
+        else:
+            taken = None if self._recorder.is_fast else self._step()
         self._recorder.stepped(self._number, rate)
         return taken
 

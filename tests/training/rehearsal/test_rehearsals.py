@@ -144,6 +144,27 @@ def test_deepspeed_is_rehearsed_as_ddp_which_is_said(tmp_path: Path):
     assert len(found.traces[0].rates[0]) == 24
 
 
+def train_with_a_closure() -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = nn.Linear(4, 1)
+    loader: Any = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()), loader)
+    for (x,) in loader:
+
+        def closure(x: torch.Tensor = x) -> Any:
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            accelerator.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+def test_how_often_a_closure_is_called_is_not_guessed(tmp_path: Path):
+    found = rehearsed(train_with_a_closure, folder=tmp_path)
+    assert [finding.kind for finding in found.findings] == ["note"]
+
+
 def write_everything() -> None:
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir="project")
     accelerator.init_trackers("run", config={"lr": 0.1})
