@@ -142,7 +142,7 @@ def _failed(copy: Path, arguments: list[str]) -> str:
     run = subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, check=False)
     if run.returncode in (0, 5):
         return ""
-    match = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout, re.MULTILINE)
+    match = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", run.stdout, re.MULTILINE)
     return match[1] if match else f"exit code {run.returncode} of pytest"
 
 

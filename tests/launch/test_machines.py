@@ -25,9 +25,10 @@ import pytest
 import torch.distributed
 from fixtures.hosts import HOSTS
 
+from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.errors import DeadlineError, StartError
 from nb_accelerate.notebook.launch import notebook_launcher
-from nb_accelerate.notebook.launch.elastic import SharedState
+from nb_accelerate.notebook.launch.elastic import DONE, FAILED, INTERRUPTED, Machines, SharedState
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,6 +165,19 @@ def test_what_machines_share_holds_no_code() -> None:
     backend = SimpleNamespace(get_state=lambda: (pickle.dumps(Evil()), b"token"))
     with pytest.raises(RuntimeError, match="state of a rendezvous"):
         SharedState(backend, lambda: False).get_state()
+
+
+@pytest.mark.parametrize("ended", [DONE, FAILED, INTERRUPTED])
+def test_the_launch_of_a_range_of_machines_goes_on_without_one_that_was_interrupted(ended: str) -> None:
+    where = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.2:1", "rdzv_conf": {"last_call_timeout": 1}}
+    options = LaunchOptions(function=print, num_nodes=2, min_nodes=1, **where)
+    listener = socket.create_server(("127.0.0.1", 0))
+    endpoint: tuple[str, int] = listener.getsockname()
+    machines = Machines(options, endpoint, "127.0.0.1", listener, num_processes=1, check=lambda: None)
+    assert machines.meet()[:2] == (0, 1)
+    handler = machines._handler
+    machines.close(ended)
+    assert handler.is_closed() is (ended != INTERRUPTED)
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
