@@ -82,7 +82,7 @@ def rehearse_ranks(job: Job) -> list[Trace]:
             process.start()
             its.close()
             started.append((topology, process, mine))
-        return [_received(topology.rank, *ends) for topology, *ends in started]
+        return [_received(job, topology.rank, *ends) for topology, *ends in started]
     finally:
         for _, process, mine in started:
             process.kill()
@@ -94,11 +94,13 @@ def _send_trace(job: Job, topology: Topology, pipe: Any) -> None:
     pipe.send(rehearse_rank(job, topology))
 
 
-def _received(rank: int, process: Any, pipe: Any) -> Trace:
+def _received(job: Job, rank: int, process: Any, pipe: Any) -> Trace:
     try:
         trace: Trace = pipe.recv()
     except EOFError:
         process.join()
+        if rank == 0:  # the others would wait for what it sends
+            Tape(Path(job.folder, "tape"), writes=True).write(None)
         return Trace(rank, failure=f"its process ended with exit code {process.exitcode}")
     return trace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
+from fixtures.page_code import code_of
 
 if TYPE_CHECKING:
     from fixtures.kernels import Kernel
@@ -62,6 +64,51 @@ def test_a_function_and_a_cell_are_rehearsed_with_the_names_of_the_notebook_whic
     shown = kernel.run("epochs, 'model' in globals(), of_cell.ok, [len(one.rates[0]) for one in of_cell.traces]").ok()
     assert shown.value == "(2, False, False, [16, 16])"
     assert not Path("model.pt").exists()
+
+
+NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
+
+REHEARSED = """
+import nb_accelerate
+alarms, number = [], 0
+
+def launched(function, args=(), num_processes=2, *_, kwargs=None, **__):
+    global number
+    found = nb_accelerate.rehearse(function, args, kwargs, num_processes=num_processes)
+    number += 1
+    alarms.extend(finding.text for finding in found.findings if finding.kind not in ("invented", "note"))
+    return [None] * num_processes
+
+nb_accelerate.notebook_launcher = launched
+"""
+"""A cell after which functions are rehearsed in place of being launched. Cells that use what they return fail."""
+
+
+@pytest.mark.slow
+@pytest.mark.limit(180)
+@pytest.mark.may_leave("files")
+@pytest.mark.parametrize(
+    ("page", "launches"),
+    [
+        ("00_quickstart.ipynb", 1),
+        ("04_language_model.ipynb", 2),
+        ("06_data.ipynb", 8),
+        ("07_trackers.ipynb", 3),
+        ("how_to/inference.md", 4),
+        ("how_to/tqdm_and_logging.md", 3),
+    ],
+)
+def test_functions_of_pages_raise_no_alarm(kernel: Kernel, page: str, launches: int):
+    text = (NOTEBOOKS / page).read_text(encoding="utf-8")
+    if page.endswith(".ipynb"):
+        cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    else:
+        cells = code_of(text).cells
+    kernel.run(REHEARSED).ok()
+    for cell in cells:
+        if not cell.startswith("%"):
+            kernel.run(cell)
+    assert kernel.run("alarms, number").value == f"([], {launches})"
 
 
 SCRIPT = """

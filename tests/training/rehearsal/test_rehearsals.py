@@ -264,13 +264,20 @@ def test_what_ranks_pad_or_send_as_objects_may_have_any_size(tmp_path: Path):
     assert rehearsed(gather_texts, folder=tmp_path).findings == []
 
 
-def end_at_once() -> None:
-    os._exit(3)
+def end_at_once(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == rank:
+        os._exit(3)
+    accelerator.wait_for_everyone()
 
 
-def test_a_rank_that_dies_is_an_error(tmp_path: Path):
-    (finding,) = rehearsed(end_at_once, folder=tmp_path).findings
-    assert "exit code 3" in finding.text
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_dies_is_an_error_and_the_others_do_not_wait_for_it(rank: int, tmp_path: Path):
+    found = rehearsed(end_at_once, rank, folder=tmp_path)
+    (finding,) = found.findings
+    assert finding.kind == "error"
+    assert f"rank {rank}: its process ended with exit code 3" in finding.text
+    assert max(trace.seconds for trace in found.traces) < 30
 
 
 def test_ranks_that_do_not_exist_are_refused():
