@@ -85,17 +85,19 @@ class Recorder:
                 return  # `watch_calls` tells of whole forwards and backwards
             if filename.endswith("/distributed_c10d.py"):
                 name = frame.f_code.co_name
-            if filename == torch_distributed.__file__ or "object" in name or name == "barrier":
-                compares = False  # `RehearsedCollectives.verify` has, and objects may well have other sizes
+            if filename == torch_distributed.__file__ or "object" in name or name.startswith(("barrier", "all_to_all")):
+                compares = False  # `RehearsedCollectives.verify` has; objects, and what goes to each, have other sizes
             if is_users_file(filename):
                 break
-        if self._tape is not None and not collective.group:
+        if not collective.is_of_all:
+            self.note("what only some ranks exchange, in a group of their own or by send and recv, is not compared")
+            return
+        if self._tape is not None:
             if name == "barrier":  # what rank 0 has written before it can be read behind it
                 self._tape.of_rank_0(name)
             elif collective.source == 0:
                 self._tape.carry(collective, self._ranks, self.trace.rank)
-        what = f"{name} of {', '.join(map(described, collective.compared))}" if compares else name
-        self.tell(f"{what} in group {collective.group}" if collective.group else what)
+        self.tell(f"{name} of {', '.join(map(described, collective.compared))}" if compares else name)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -91,14 +91,15 @@ class Collective:
         return [found] if isinstance(found, torch.Tensor) else found if isinstance(found, list) else []
 
     @property
-    def group(self) -> str:
-        """The name of the group; "" for that of all ranks."""
+    def is_of_all(self) -> bool:
+        """Whether all ranks take part, and all do the same."""
         group = self.arguments.get("process_group", self.arguments.get("group_name"))
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
-        if isinstance(group, dist.ProcessGroup):
-            group = "" if group.size() == dist.get_world_size() else group.group_name
-        return str(group or "")
+        whole: Any = dist.group.WORLD
+        size = group.size() if isinstance(group, dist.ProcessGroup) else 0
+        is_whole = size == whole.size() if size else group in (None, whole.group_name)
+        return is_whole and not self.name.startswith(("send", "recv"))
 
 
 _GIVEN = ("input_tensors", "input_tensor", "inputs", "input", "tensors", "tensor")

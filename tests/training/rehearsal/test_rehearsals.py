@@ -264,6 +264,21 @@ def test_what_ranks_pad_or_send_as_objects_may_have_any_size(tmp_path: Path):
     assert rehearsed(gather_texts, folder=tmp_path).findings == []
 
 
+def exchange_in_pairs() -> None:
+    rank = Accelerator(cpu=True).process_index
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dist.all_reduce(torch.ones(rank + 1), group=pairs[rank // 2])
+    if rank == 0:
+        dist.send(torch.ones(1), 3)
+    elif rank == 3:
+        dist.recv(torch.ones(1), 0)
+
+
+def test_what_only_some_ranks_exchange_is_no_alarm(tmp_path: Path):
+    found = rehearsed(exchange_in_pairs, folder=tmp_path)
+    assert [finding.kind for finding in found.findings] == ["note"]
+
+
 def end_at_once(rank: int) -> None:
     accelerator = Accelerator(cpu=True)
     if accelerator.process_index == rank:
