@@ -12,6 +12,7 @@ from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.base.config.precision import resolve_precision
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
+from nb_accelerate.training.bigmodel.tensors import has_offloaded_params
 from nb_accelerate.training.precision import select_precision
 from nb_accelerate.training.precision.precision import Float32Forward
 from nb_accelerate.training.pytree import to_float32
@@ -158,6 +159,27 @@ def get_module_size_with_ties(
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a placed model on the CPU. Weights without numbers (on ``meta``) are left out."""
     return {name: tensor.to("cpu") for name, tensor in model.state_dict().items() if not tensor.is_meta}
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Put the tensors of a placed module in the place of what a state dict has under their names, and return it.
+
+    Args:
+        module: a part of a model.
+        module_name: the whole name of one of its tensors, such as ``"linear2.weight"``.
+        state_dict: is changed; names of other tensors stay.
+        device_to_put_offload: the device of what is offloaded; other tensors stay on theirs.
+    """
+    prefix, is_offloaded = module_name.rpartition(".")[0], has_offloaded_params(module)
+    for name, tensor in module.state_dict(prefix=f"{prefix}.").items():
+        if name in state_dict:
+            state_dict[name] = tensor.to(device_to_put_offload) if is_offloaded else tensor
+    return state_dict
 
 
 def get_mixed_precision_context_manager(

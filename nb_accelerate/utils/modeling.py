@@ -6,6 +6,7 @@ from nb_accelerate.compat.models import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
     get_module_size_with_ties as get_module_size_with_ties,
     get_non_persistent_buffers as get_non_persistent_buffers,
+    get_state_dict_from_offload as get_state_dict_from_offload,
     get_state_dict_offloaded_model as get_state_dict_offloaded_model,
     named_module_tensors as named_module_tensors,
 )

@@ -361,6 +361,18 @@ def test_hooks_write_and_read_weights_in_their_own_way(tmp_path: Path):
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_hooks_that_leave_the_weights_alone_have_them_loaded(tmp_path: Path, safe: bool):
+    accelerator, model = _filled(1.0)
+    accelerator.register_save_state_pre_hook(lambda *_: None)
+    accelerator.register_load_state_pre_hook(lambda *_: None)
+    accelerator.save_state(tmp_path, safe_serialization=safe)
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(tmp_path)
+    assert model.weight.eq(1).all()
+
+
 def test_a_compiled_model_is_loaded_from_one_that_was_not(tmp_path: Path):
     accelerator, model = _filled(3.0)
     accelerator.save_state(tmp_path)
