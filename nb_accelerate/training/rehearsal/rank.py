@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors.traceback_lines import user_frames
@@ -29,6 +30,7 @@ from nb_accelerate.training.rehearsal.files import Files
 from nb_accelerate.training.rehearsal.recorder import Recorder
 from nb_accelerate.training.rehearsal.torch_parts import make_fake_group
 from nb_accelerate.training.rehearsal.trace import Trace
+from nb_accelerate.training.rehearsal.wrapper import averaging_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -116,11 +118,17 @@ def rehearse_rank(job: Job, topology: Topology) -> Trace:
     os.environ.update(topology.as_variables() | _VARIABLES)
     torch.compiler.set_stance("force_eager")
     context.this_rank().rehearsal = recorder
-    make_group = dist.init_process_group
     make_fake_group(topology.rank, topology.world_size)
-    dist.init_process_group = _group_is_there
+    make_wrapper = averaging_nothing(DistributedDataParallel.__init__, recorder.tell)
     try:
-        with _silent() as said, recorder.files.used(), recorder.operations, _limited(job.seconds):
+        with (
+            mock.patch.object(dist, "init_process_group", _group_is_there),
+            mock.patch.object(DistributedDataParallel, "__init__", make_wrapper),
+            _silent() as said,
+            recorder.files.used(),
+            recorder.operations,
+            _limited(job.seconds),
+        ):
             job.function(*job.args, **job.kwargs)
         trace.ended = True
     except TimeIsUpError:
@@ -135,7 +143,6 @@ def rehearse_rank(job: Job, topology: Topology) -> Trace:
             frames = user_frames(error.__traceback__)
             trace.failed_at = (frames[-1].filename, frames[-1].lineno) if frames else ("", 0)
     finally:
-        dist.init_process_group = make_group
         context.this_rank().rehearsal = None
         if tape is not None and topology.is_main:
             tape.write(None)

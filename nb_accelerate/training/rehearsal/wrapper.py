@@ -14,7 +14,7 @@ from typing_extensions import override
 from nb_accelerate.training.strategies.ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -85,3 +85,21 @@ class RehearsedDDP(DistributedDataParallel):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+
+def averaging_nothing(plain: Callable[..., None], tell: Callable[[str], None]) -> Callable[..., None]:
+    """Return ``__init__`` of torch's DistributedDataParallel, for models that users wrap: it exchanges nothing."""
+
+    def exchange(name: str, bucket: Any) -> Any:
+        if bucket.is_last():
+            tell(f"the gradients of {name}")
+        done: Any = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        plain(self, module, *args, **kwargs)
+        hook = lambda name, bucket: exchange(name, bucket)  # noqa: E731, PLW0108 - torch reads annotations, here texts
+        self.register_comm_hook(type(module).__name__, hook)
+
+    return init

@@ -118,6 +118,16 @@ def gather_of_unequal_shapes(good: bool) -> None:
         accelerator.gather(x)  # here
 
 
+def a_plain_script(good: bool) -> None:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(5 if good else 3 + dist.get_rank()):
+        loss = model(torch.full((2, 4), float(number))).mean()
+        loss.backward()  # here
+        optimizer.step()
+
+
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -208,6 +218,7 @@ HANGS = [
     (shards_of_unequal_length, "gradients", "the end"),
     (gather_of_unequal_shapes, "gather of float32 (4, 4)", "gather of float32 (2, 4)"),
     (a_gather_inside_the_main_branch, "gather", "gradients"),
+    (a_plain_script, "the end", "the gradients of Linear"),
     (sets_of_other_sizes, "gradients", "the end"),
     (batch_norm_on_rank_0, "the buffers of Sequential", "barrier"),
 ]
