@@ -103,7 +103,7 @@ def _received(job: Job, rank: int, process: Any, pipe: Any) -> Trace:
         process.join()
         if rank == 0:  # the others would wait for what it sends
             Tape(Path(job.folder, "tape"), writes=True).write(None)
-        return Trace(rank, failure=f"its process ended with exit code {process.exitcode}")
+        return Trace(rank, failure=f"the process ended with exit code {process.exitcode}")
     return trace
 
 

@@ -291,7 +291,7 @@ def test_a_rank_that_dies_is_an_error_and_the_others_do_not_wait_for_it(rank: in
     found = rehearsed(end_at_once, rank, folder=tmp_path)
     (finding,) = found.findings
     assert finding.kind == "error"
-    assert f"rank {rank}: its process ended with exit code 3" in finding.text
+    assert f"rank {rank}: the process ended with exit code 3" in finding.text
     assert max(trace.seconds for trace in found.traces) < 30
 
 
