@@ -157,13 +157,23 @@ def test_bytes_of_strangers_end_nothing(tmp_path: Path) -> None:
     assert count > len(STRANGERS)
 
 
-def test_what_machines_share_holds_no_code() -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-            return pytest.fail, ("this was run",)
+class Evil:
+    """Its pickle calls a function."""
 
-    backend = SimpleNamespace(get_state=lambda: (pickle.dumps(Evil()), b"token"))
-    with pytest.raises(RuntimeError, match="state of a rendezvous"):
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return pytest.fail, ("this was run",)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(pickle.dumps(Evil()), id="a call"),
+        pytest.param(b"\x80\x04\x8c\x08datetime\x8c\x0bsys.modules\x93.", id="what a module has imported"),
+    ],
+)
+def test_what_machines_share_holds_no_code(state: bytes) -> None:
+    backend = SimpleNamespace(get_state=lambda: (state, b"token"))
+    with pytest.raises(RuntimeError, match=r"is not part of the state of a rendezvous"):
         SharedState(backend, lambda: False).get_state()
 
 

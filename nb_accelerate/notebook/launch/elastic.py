@@ -114,11 +114,17 @@ class SharedState:
         return found
 
 
+_TYPES = {
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": ("_RendezvousState", "_NodeDesc"),
+    "datetime": ("datetime", "timedelta", "timezone"),
+}
+"""What torch elastic's state consists of."""
+
+
 class _StateUnpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
-        of_elastic = module == "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-        if not (of_elastic and name in ("_RendezvousState", "_NodeDesc")) and module != "datetime":
+        if name not in _TYPES.get(module, ()):
             raise RuntimeError(f"{module}.{name} is not part of the state of a rendezvous")
         return super().find_class(module, name)
 
@@ -287,7 +293,7 @@ class Machines:
                     self._news = self._news or MachineError(why, address=machine.split()[1])
             elif waiting:
                 self._news = self._news or MachineJoinedError("another machine has come")
-            lost = sorted({*self._here} - {*self._state.machines()})
+            lost = sorted({*self._here} - {*self._state.machines(), self._me})
             self._silent = [_shown(machine) for machine in lost if not self._round.check([f"ended {machine}"])]
             self._heard_at = time.monotonic()
             self._wake.wait(0 if is_last else _CHECK_INTERVAL)
