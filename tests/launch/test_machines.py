@@ -27,7 +27,7 @@ from fixtures.hosts import HOSTS
 
 from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.errors import DeadlineError, StartError
-from nb_accelerate.notebook.launch import notebook_launcher
+from nb_accelerate.notebook.launch import elastic, notebook_launcher
 from nb_accelerate.notebook.launch.elastic import DONE, FAILED, INTERRUPTED, Machines, SharedState
 
 
@@ -264,6 +264,15 @@ def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:
             rdzv_conf={"join_timeout": 2, "is_host": True},
             progress="off",
         )
+
+
+@pytest.mark.slow
+def test_the_time_that_torch_takes_to_be_imported_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_GRACE", 3.0)
+    monkeypatch.setattr(elastic, "importlib", SimpleNamespace(import_module=lambda _: time.sleep(5)))
+    place = {"master_addr": "127.0.0.2", "use_port": free_port(), "rdzv_conf": {"join_timeout": 1}}
+    with pytest.raises(StartError, match=r"1 of 2 machines came .* number 1 is missing"):
+        notebook_launcher(print, num_processes=1, num_nodes=2, progress="off", **place)
 
 
 @pytest.mark.slow
