@@ -77,7 +77,7 @@ def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> No
 
     with pytest.raises(KeyError, match="no such key") as caught:
         notebook_launcher(train, progress="off")
-    assert "Raised by rank 2 of 3" in caught.value.__notes__
+    assert "Raised by rank 2 of 3" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.slow
