@@ -45,12 +45,6 @@ def lines_of_cell(filename: str) -> list[str] | None:
     return entry[2] if is_kept else None
 
 
-def sources_of_cells() -> dict[str, str]:
-    """Return the text of the cells that have run in this process, by their file names in tracebacks."""
-    found = ((name, lines_of_cell(name)) for name in [*linecache.cache])
-    return {name: "".join(lines) for name, lines in found if lines is not None}
-
-
 @functools.lru_cache(maxsize=2048)
 def _names_of(get_code_name: Callable[[str, str, int], str], code: str, number: int) -> tuple[str, str]:
     return get_code_name(code, code, number), get_code_name(f"{code}\n", f"{code}\n", number)

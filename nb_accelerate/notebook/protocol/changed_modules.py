@@ -14,6 +14,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import linecache
 import logging
 import operator
 import re
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nb_accelerate.base.imported import imported
-from nb_accelerate.base.ipython_versions import sources_of_cells
+from nb_accelerate.base.ipython_versions import lines_of_cell
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.protocol.settings import Part, is_same
 
@@ -120,12 +121,12 @@ _STAYS_HERE = re.compile(
 
 
 def _read_texts() -> None:
-    for filename, text in sources_of_cells().items():
-        if filename not in _notebook.read:
-            _notebook.read.add(filename)
-            if _OF_INTEREST.search(text):
-                with contextlib.suppress(SyntaxError, ValueError):
-                    _read_text(ast.parse(text))
+    for filename in [name for name in [*linecache.cache] if name not in _notebook.read]:
+        _notebook.read.add(filename)
+        text = "".join(lines_of_cell(filename) or ())
+        if _OF_INTEREST.search(text):
+            with contextlib.suppress(SyntaxError, ValueError):
+                _read_text(ast.parse(text))
     for dotted in list(_notebook.assigned):
         key = _resolved(dotted)
         if key is not None:

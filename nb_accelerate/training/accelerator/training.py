@@ -323,7 +323,8 @@ class TrainingMixin(CoreMixin):
     def join_uneven_inputs(self, joinables: Sequence[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
         """Run a block in which processes may have different numbers of batches.
 
-        A process that has no batch left takes part in what the gradients of the others need, and waits.
+        A process that has no batch left takes part in what the gradients of the others need, and waits. The last batch
+        of a process closes the accumulation window of all.
 
         Examples:
             ```python
@@ -349,7 +350,8 @@ class TrainingMixin(CoreMixin):
         try:
             for loader in loaders:
                 loader.even = bool(even_batches)
-            with self.core.steering.uneven_batches(), self.core.strategy.join(joinables):
+            close_window = self.core.accumulation.close
+            with self.core.steering.uneven_batches(), self.core.strategy.join(joinables, close_window):
                 yield
         finally:
             for loader, even in before:

@@ -85,13 +85,16 @@ class AccumulationState:
     def advance(self) -> bool:
         """Count one more batch; return whether its gradients are exchanged."""
         if self.sync_with_dataloader and self.loaders.end_of_dataloader:
-            self.step = 0
-            closes = True
+            self.close()
         else:
             self.step += 1
-            closes = self.step % self.num_steps == 0
-        self.window.closes = closes
-        return closes or self.sync_each_batch
+            self.window.closes = self.step % self.num_steps == 0
+        return self.window.closes or self.sync_each_batch
+
+    def close(self) -> None:
+        """Have the current batch close the window, as the last batch of a loader does."""
+        self.step = 0
+        self.window.closes = True
 
 
 def has_accelerator() -> bool:

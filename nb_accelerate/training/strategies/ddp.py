@@ -42,6 +42,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
     """
 
     averages_always = False
+    close_window: Callable[[], object] | None = None  # while ranks may have different numbers of batches
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
@@ -66,6 +67,22 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
         if self.require_backward_grad_sync and torch.is_grad_enabled():
             self.note_prepared()
         return outputs
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        """Average the gradients of this batch on all ranks that have one, if one of them closes its window with it.
+
+        torch calls it in the forward, inside of `torch.distributed.algorithms.Join`, so that ranks without a batch
+        learn whether to take part in the average. It does not compare the ranks that have one: where one is at the end
+        of its data, and another amid a window, only the first would average.
+        """
+        if is_joined_rank or self.close_window is None or not self._prepared.at_window:
+            return super()._check_global_requires_backward_grad_sync(is_joined_rank)  # type: ignore[no-any-return, no-untyped-call]
+        closes = torch.full((1,), float(self.require_backward_grad_sync), device=self.device)
+        dist.all_reduce(closes, group=self.process_group)
+        if closes.item() and not self.require_backward_grad_sync:
+            self.require_backward_grad_sync = True  # until the block of `accumulate` ends
+            self.close_window()
+        return None
 
     def note_prepared(self) -> None:
         """Note that the next backward averages gradients."""
@@ -212,10 +229,17 @@ class DDPStrategy(Strategy):
             average(self.collectives, [weight for weight in wrapped.parameters() if weight.requires_grad])
 
     @override
-    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-        if self._rehearsal is not None:
-            return self._rehearsal.apart()  # type: ignore[no-any-return]
-        return Join([wrapped for model in models if (wrapped := _wrapped(model)) is not None])
+    @contextlib.contextmanager
+    def join(self, models: Sequence[nn.Module], close_window: Callable[[], object]) -> Iterator[None]:
+        wrappers: list[Any] = [wrapped for model in models if (wrapped := _wrapped(model)) is not None]
+        with Join(wrappers) if self._rehearsal is None else self._rehearsal.apart():
+            try:
+                for wrapped in wrappers:
+                    wrapped.close_window = close_window
+                yield
+            finally:
+                for wrapped in wrappers:
+                    wrapped.close_window = None
 
     @override
     def copy_rank_0(self, models: Iterable[nn.Module]) -> None:

@@ -163,8 +163,16 @@ class Strategy:
     def explain_backward(self, error: RuntimeError) -> None:
         """Raise what says more about an error of backward than torch does; return if it says enough."""
 
-    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
-        """Return a block in which ranks may have different numbers of batches."""
+    def join(
+        self,
+        models: Sequence[nn.Module],  # noqa: ARG002
+        close_window: Callable[[], object],  # noqa: ARG002
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a block in which ranks may have different numbers of batches.
+
+        Args:
+            close_window: is called in the forward of a batch that closes the accumulation window of another rank.
+        """
         self.check_supports("join_uneven_inputs")
         return contextlib.nullcontext()
 

@@ -154,6 +154,38 @@ def test_ranks_with_different_numbers_of_batches_train_to_the_end(run_ranks):
         torch.testing.assert_close(one, expected.detach(), rtol=0, atol=1e-6)
 
 
+def test_the_last_batch_of_a_process_closes_the_window_of_all(run_ranks):
+    def train():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = TensorDataset(torch.arange(5.0)[:, None])
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=1))
+        closed = []
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for (inputs,) in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(inputs).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    closed.append(accelerator.sync_gradients)
+        return closed, [p.detach().clone() for p in model.parameters()]
+
+    (first, weights), (second, same) = run_ranks(train)
+    assert (first, second) == ([False, True, True], [False, True])
+    torch.manual_seed(0)
+    model, rows = nn.Linear(1, 1), torch.arange(5.0)[:, None]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for window in (rows[:4], rows[4:]):
+        optimizer.zero_grad()
+        (model(window).square().sum() / 3 / 2).backward()
+        optimizer.step()
+    for one, other, expected in zip(weights, same, model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(one, expected.detach(), rtol=0, atol=1e-6)
+
+
 def test_one_process_has_nobody_to_join():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
