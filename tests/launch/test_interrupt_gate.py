@@ -98,17 +98,20 @@ def test_a_call_that_has_not_begun_is_interrupted_as_it_begins(rank: Rank):
     rank.call(begun=begun)
 
 
-def test_what_travels_with_a_call_is_taken_over_before_it_is_interrupted(rank: Rank):
+def test_what_travels_with_a_call_that_is_interrupted_before_is_closed_and_not_read(rank: Rank):
     taken: list[int] = []
 
     def load() -> tuple[Any, Any, Any]:
         taken.append(1)
         return print, (), {}
 
+    reader, writer = os.pipe()
     rank.announce(1)
-    message, _ = answer(load, rank.gate)
+    message, _ = answer(load, rank.gate, (writer,))
     assert isinstance(message, Failure)
-    assert (message.report.type_name, taken) == ("KeyboardInterrupt", [1])
+    assert (message.report.type_name, taken) == ("KeyboardInterrupt", [])
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_an_interrupt_that_comes_after_the_end_does_not_hit_the_next_call(rank: Rank):

@@ -227,7 +227,7 @@ BAD = {
 
 @pytest.mark.parametrize("argument", BAD)
 def test_an_argument_that_cannot_be_is_one_clear_error(notebook: Kernel, argument: str) -> None:
-    notebook.run("FILE = open('/dev/null')").ok()
+    notebook.run("FILE = open('/dev/null', 'w')").ok()
     cell = notebook.run(f"launch(train, {argument})")
     kind, text = BAD[argument]
     assert cell.error == kind

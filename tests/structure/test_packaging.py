@@ -36,7 +36,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OTHER_NAMES = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq"}
 """Packages that are not imported by their name."""
 
-MADE_BY_TESTS = {"some_trainer"}
+MADE_BY_TESTS = {"package_of_user", "some_trainer"}
 """Modules that a test writes before it imports them."""
 
 

@@ -226,6 +226,17 @@ def unpack_numbered(
     return value, {number: memo[index] for index, number in pickle.load(file).items()}
 
 
+@contextlib.contextmanager
+def closed_on_error(fds: tuple[int, ...]) -> Iterator[None]:
+    """Close descriptors that nobody has taken over yet, if the block fails."""
+    try:
+        yield
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
 def _opened(parcel: Parcel, fds: tuple[int, ...]) -> tuple[bytes | memoryview, list[memoryview]]:
     """Return the pickle stream of a parcel and its buffers."""
     if not parcel.sizes:

@@ -15,7 +15,7 @@ from nb_accelerate.base.seam import call_interrupted, call_returned
 from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.notebook.diagnostics.report import has_plain_text, readable, report_exception, text_of
 from nb_accelerate.notebook.protocol.messages import Failure, Result
-from nb_accelerate.notebook.protocol.shipping import RETURNABLE, pack, unpack
+from nb_accelerate.notebook.protocol.shipping import RETURNABLE, closed_on_error, pack, unpack
 from nb_accelerate.notebook.worker.trained_models import trained_models
 
 if TYPE_CHECKING:
@@ -41,14 +41,22 @@ _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken p
 """In texts of exceptions that only report that another rank went away: torch has no type for that."""
 
 
-def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tuple[Result | Failure, Packed | None]:
-    """Run a function to its end."""
+def answer(
+    load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate, fds: tuple[int, ...] = ()
+) -> tuple[Result | Failure, Packed | None]:
+    """Run a function to its end.
+
+    Args:
+        load: returns the function and its arguments.
+        fds: descriptors that ``load`` takes over.
+    """
     page = here()
     page.begin_request()
     dropped: tuple[str, ...] = ()
     try:
         with gate:
-            gate.check()  # before what came with it, of which an interrupt may have taken back a part
+            with closed_on_error(fds):
+                gate.check()  # before what came with it, of which an interrupt may have taken back a part
             function, args, kwargs = load()
             trained_models.begin()
             try:

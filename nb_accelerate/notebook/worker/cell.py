@@ -21,7 +21,7 @@ from nb_accelerate.base.progress_page import here
 from nb_accelerate.base.seam import group_replaced, training_half
 from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.messages import NOTHING, CellEnd, Join, Result
-from nb_accelerate.notebook.protocol.shipping import RETURNABLE, pack
+from nb_accelerate.notebook.protocol.shipping import RETURNABLE, closed_on_error, pack
 from nb_accelerate.notebook.worker.call import answer, exits_well, fail
 from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
 from nb_accelerate.notebook.worker.groups import collectives_of_groups
@@ -139,7 +139,7 @@ class PersistentRank:
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
         """Answer a message of the kernel, whose descriptors are taken over."""
         if isinstance(message, Join):
-            return answer(lambda: (self._join, (message, fds), {}), self._gate)
+            return answer(lambda: (self._join, (message, fds), {}), self._gate, fds)
         return self._run(message, fds)
 
     def _join(self, message: Join, fds: tuple[int, ...]) -> str:
@@ -163,7 +163,8 @@ class PersistentRank:
         outcome: Result | Failure
         try:
             with self._gate:
-                self._gate.check()  # before the names, of which an interrupt may have taken back a part
+                with closed_on_error(fds):
+                    self._gate.check()  # before the names, of which an interrupt may have taken back a part
                 # Names first: what came along counts as the notebook's, and not as bound by the cell.
                 if cell.names is not None:
                     received.define(cell.names, fds, self._names)

@@ -123,7 +123,7 @@ def run_rank(
                 # In a rank that runs cells, displays are those of its shell.
                 shows = setup.shows_displays and persistent is None
                 with _displays(channel, mark, own_path) if shows else contextlib.nullcontext():
-                    answered, packed = answer(load, gate)
+                    answered, packed = answer(load, gate, fds)
                     _end_if_forked(rank, answered)
                 _send(channel, answered, packed)
                 continue
