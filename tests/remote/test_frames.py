@@ -108,6 +108,18 @@ def sent(request: pytest.FixtureRequest) -> Iterator[Sent]:
     sent.close()
 
 
+def test_beats_are_not_counted_among_the_bytes_that_wait(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nb_accelerate.notebook.remote.sender.BEAT_INTERVAL", 0.01)
+    sent.sender.send(Kind.STDOUT, 1, b"waits")
+    assert sent.sender.unsent() == (5, 0)
+    sent.sender.start()
+    sent.frames(1)
+    for _ in range(3):
+        sent.beats.clear()
+        assert sent.beats.wait(10)
+    assert sent.sender.unsent() == (0, 0)
+
+
 def test_what_is_urgent_does_not_wait_for_a_large_segment(sent: Sent) -> None:
     fd, content = anonymous_file(), os.urandom(8 << 20)
     os.pwrite(fd, content, 0)

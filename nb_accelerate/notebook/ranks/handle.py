@@ -183,6 +183,10 @@ class RankHandle(ABC):
         """Return the bytes that are still to be sent to its machine, and those of large values in all."""
         return 0, 0
 
+    def is_slow(self) -> bool:
+        """Return whether what was sent to its machine may not have come there."""
+        return False
+
     @abstractmethod
     def terminate(self) -> None:
         """Ask its process to end."""

@@ -428,7 +428,7 @@ class Request:
                 if rank.rank in self.answers:
                     _try(step.answered, rank)
         if step.notice and waiting:
-            cut_off = [rank for rank in waiting if rank.handle.unsent()[0]]
+            cut_off = [rank for rank in waiting if rank.handle.is_slow()]
             for rank in cut_off:
                 self.say(
                     f"the interrupt has not come to {rank.handle.machine} yet: its network is slow, or it is "

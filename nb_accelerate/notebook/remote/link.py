@@ -64,6 +64,7 @@ class Link:
         self.received = ReceivedSegments()
         self._parser = FrameParser(stream.seal, has_preamble=True, file_of=self.received.file_of)
         self._silence = Silence(self._parser, stream.reads)
+        self._heard_at = time.monotonic()
         self._handles: dict[int, TakesFrames] = {}
         self._keys, self._questions = itertools.count(), itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
@@ -209,6 +210,11 @@ class Link:
         """Return the bytes that wait to be sent, and those of all large values since none of these has waited."""
         return (0, 0) if self.lost else self._sender.unsent()
 
+    def is_slow(self) -> bool:
+        """Return whether what was sent may not have come: some of it waits here, or a beat is late."""
+        is_late = time.monotonic() > self._heard_at + 1.5 * sender.BEAT_INTERVAL
+        return not self.lost and (is_late or self._sender.unsent()[0] > 0)
+
     def take_back(self, key: int) -> None:
         """Send no more of large values that only messages to one rank need."""
         self.sent.forget(self._sender.take_back(key))
@@ -225,6 +231,7 @@ class Link:
         if not size:
             self._lose(self._stream.why_ended() or "its connection has ended")
             return
+        self._heard_at = time.monotonic()
         try:
             for frame in self._parser:
                 self._take(frame)

@@ -202,6 +202,10 @@ class RemoteRank(RankHandle):
         return self.link.unsent()
 
     @override
+    def is_slow(self) -> bool:
+        return self.link.is_slow()
+
+    @override
     def terminate(self) -> None:
         self.signal(signal.SIGTERM)
 

@@ -127,7 +127,7 @@ class FrameSender:
         size = os.fstat(fd).st_size
         with self._wake:
             self._in_all = size + (self._in_all if any(one.file >= 0 for one in self._queue) else 0)
-        self._put(_Queued(Kind.SEGMENT, MACHINE, (NUMBER.pack(number),), fd, size=size))
+            self._put(_Queued(Kind.SEGMENT, MACHINE, (NUMBER.pack(number),), fd, size=size))
 
     def unsent(self) -> tuple[int, int]:
         """Return the bytes that wait to be sent, with those of files, and those of all files since none has waited."""
@@ -176,7 +176,7 @@ class FrameSender:
                 os.close(queued.file)
             if self._is_closed:
                 return
-            self.waiting += sum(len(part) for part in queued.parts)
+            self.waiting += sum(map(len, queued.parts))
             (self._urgent if urgent else self._queue).append(queued)
             self._wake.notify()
 
@@ -204,7 +204,7 @@ class FrameSender:
                     if self._on_beat():
                         return _Queued(Kind.BEAT, MACHINE, (BEAT.pack(now),))
                 if self._urgent or self._queue:
-                    queued = (self._urgent or self._queue).popleft()
+                    queued = self._pop(self._urgent or self._queue)
                     if queued.file >= 0 and queued.offset < queued.size:
                         # The rest of it goes in front of all that is not urgent.
                         self.waiting += len(queued.parts[0])
@@ -218,10 +218,14 @@ class FrameSender:
     def _taken(self) -> _Queued | None:
         with self._wake:
             queue = self._urgent or self._queue
-            return queue.popleft() if queue and queue[0].file < 0 else None
+            return self._pop(queue) if queue and queue[0].file < 0 else None
+
+    def _pop(self, queue: deque[_Queued]) -> _Queued:
+        queued = queue.popleft()
+        self.waiting -= sum(map(len, queued.parts))
+        return queued
 
     def _bytes_of(self, queued: _Queued) -> list[Bytes]:
-        self.waiting -= sum(len(part) for part in queued.parts)
         if queued.file < 0:
             return self._writer.frame(queued.kind, queued.rank, *queued.parts)
         return self._next_piece(queued)
