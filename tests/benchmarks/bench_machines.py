@@ -28,7 +28,10 @@ FLOOD = f"for i in range({LINES}): print(f'{{rank}}: line {{i}} of ordinary leng
 OPTIONS = {
     "here": PoolOptions(num_processes=4, engine="auto"),
     "two machines": PoolOptions(
-        engine="command", hosts=["a:2", "b:2"], command_template="{command}", remote_python=sys.executable
+        engine="command",
+        hosts=["a:2", "b:2"],
+        command_template="env MACHINE={host} {command}",
+        remote_python=sys.executable,
     ),
 }
 

@@ -58,7 +58,8 @@ def measured(kernel: Kernel, ranks: int, machines: int, each: int) -> Iterator[s
         return list(json.loads(str(kernel.run("print(json.dumps(found))").ok().stdout)))
 
     hosts = ",".join(f"m{number}:{each}" for number in range(machines))
-    template = f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'simulated_host.py'))} {{command}}"
+    program = shlex.quote(str(HERE / "simulated_host.py"))
+    template = f"env MACHINE={{host}} {shlex.quote(sys.executable)} {program} {{command}}"
     kernel.run(f"%load_ext nb_accelerate\n{MEASURE}").ok()
     before = values("held()")
     began = time.perf_counter()
