@@ -338,7 +338,7 @@ def _set_loggers(module: Any, values: dict[str, tuple[Any, ...]]) -> None:
     gone = _made.keys() - values.keys() if module is logging else ()
     values = values | dict.fromkeys(gone, (logging.NOTSET, True, False, ()))
     for name, (level, propagates, is_disabled, handlers) in values.items():
-        is_new = name not in ("root", *logging.root.manager.loggerDict)
+        is_new = name != "root" and name not in logging.root.manager.loggerDict
         owner = logging.getLogger(name)
         if is_new:
             owner.level = level  # setLevel clears a cache of each logger, which in a fork copies their pages
