@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from nb_accelerate.base.config.distributed import DistributedType
-from nb_accelerate.base.config.file import default_path, write_config
-from nb_accelerate.base.config.machine import Machine, default_config
+from nb_accelerate.base.config.file import default_config, default_path, write_config
 from nb_accelerate.base.config.versions import is_installed
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.compat.environ import patch_environment
@@ -93,7 +92,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
         return False
     kind = next(kind for kind in DEVICE_KINDS if kind.is_available())
     gpus = 0 if kind.is_host or kind.start_runtime else max(1, kind.count())
-    return write_config(default_config(Machine(num_gpus=gpus), mixed_precision.lower()), path)
+    return write_config(default_config(gpus, mixed_precision=mixed_precision.lower()), path)
 
 
 _WHEELS = (

@@ -385,3 +385,21 @@ def name_unknown(file: ConfigFile) -> str:
     known = KNOWN.union(*KNOWN_IN.values())
     listed = "; ".join(f"{key!r}.{suggest(key, known)}".removesuffix(".") for key in file.unknown)
     return f"{file.path} has unknown keys, which are kept and not used: {listed}"
+
+
+def default_config(num_gpus: int = 0, num_xla_devices: int = 0, mixed_precision: str = "no") -> dict[str, Any]:
+    """Return the configuration of a machine, with the default answer to every question of ``nb-accelerate config``."""
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "MULTI_GPU" if num_gpus > 1 else "XLA" if num_xla_devices and not num_gpus else "NO",
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": mixed_precision,
+        "num_machines": 1,
+        "num_processes": max(1, num_gpus or num_xla_devices),
+        "rdzv_backend": "static",
+        "same_network": False,
+        "use_cpu": not (num_gpus or num_xla_devices),
+    }
