@@ -6,12 +6,10 @@ the numbers are attributes of elements over the picture, and the style sheet sho
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from dataclasses import dataclass
 from html import escape
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import MissingDependencyError
@@ -27,9 +25,6 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 320, 58, 18, 24, 36
 
 _ACROSS = 1000
 """Units of what is plotted, from left to right. They are stretched; texts, widths of lines and heights are not."""
-
-_LEAST_GAP = 4
-"""Units across of the band where values are not finite, at least."""
 
 _HUGE = 1e300
 """Values beyond are drawn outside of the picture: differences of such numbers are infinite."""
@@ -47,9 +42,7 @@ LABELS = (
     ".nba-plot{position:relative}.nba-plot i{position:absolute;font-style:normal;line-height:1;white-space:nowrap}"
     ".nba-plot i::before{content:attr(data-t)}.nba-plot .nba-y{left:-6px;transform:translate(-100%,-50%)}"
     ".nba-plot .nba-x{transform:translate(-50%,0)}.nba-plot .nba-e{transform:translate(-100%,0)}"
-    ".nba-plot svg{width:100%}.nba-plot .nba-bands{position:absolute;inset:0 0 auto;display:flex}"
-    ".nba-plot .nba-bands i{position:static}.nba-plot .nba-bands i:hover{background:#8883}"
-    ".nba-legend{display:flex;flex-wrap:wrap;gap:0 14px;margin:2px 0 4px;font:12px sans-serif}"
+    ".nba-plot svg{width:100%}.nba-legend{display:flex;flex-wrap:wrap;gap:0 14px;margin:2px 0 4px;font:12px sans-serif}"
 )
 """Style sheet of pictures."""
 
@@ -70,11 +63,6 @@ class Line:
     kind: str = "loss"
     stroke: str = "#2a78d6"
     dash: str = ""
-
-    @property
-    def has_tooltip(self) -> bool:
-        """Return whether its values are said; not those beside which a smoothed curve is."""
-        return self.kind != "raw"
 
 
 @dataclass(frozen=True)
@@ -131,7 +119,6 @@ def picture(
     has_axis: bool = True,
     span: tuple[float, float] | None = None,
     most: int = 240,
-    num_bands: int = 12,
 ) -> str:
     """Return curves on one scale, as HTML, which needs `LABELS`; "" if no value is finite.
 
@@ -143,7 +130,6 @@ def picture(
         has_axis: steps are labelled.
         span: first and last step that are drawn; None for those of the curves.
         most: points of a curve that are drawn, about.
-        num_bands: places along the axis with a tooltip.
     """
     finite = [point for line in lines for point in line.curve.points if math.isfinite(point[1])]
     if not finite:
@@ -154,10 +140,8 @@ def picture(
     values = _scale([value for _, value in finite], bottom, _TOP, is_log=is_log, num_ticks=num_ticks)
     levels = [f"{values.position(tick):.1f}" for tick in values.ticks]
     grid = "".join(f"M0 {level}H{_ACROSS}" for level in levels)
-    drawn = "".join(_drawn(line, steps, values, most) for line in lines)
+    drawn = "".join(_polylines(line, steps, values, most) for line in lines)
     marks = "".join(_marks(line, steps, values) for line in lines)
-    last = lines[-1]
-    gaps = "".join(_gap(*gap, steps, bottom) for gap in _gaps(last.curve.points))
     labels = [_label("", f"left:0;top:{_TOP - 14}px", title)] if title else []
     labels += [_label("y", f"top:{level}px", f"{tick:.4g}") for tick, level in zip(values.ticks, levels, strict=True)]
     if has_axis:
@@ -167,15 +151,14 @@ def picture(
         ]
         labels.append(_label("x", f"left:50%;top:{bottom + 22}px", "step"))
     total = bottom + (_AXIS if has_axis else 0)
-    bands = _bands(lines, steps, bottom, num_bands) if num_bands else ""
     said = "; ".join(f"{line.curve.name} {line.curve.points[-1][1]:.4g}" for line in reversed(lines))
     return (
         f'<div class="nba-plot" style="height:{total}px;margin:0 {_RIGHT}px 0 {_LEFT}px;font:11px sans-serif">'
         f'<svg width="{_WIDTH - _LEFT - _RIGHT}" height="{total}" style="overflow:visible" role="img" '
         f'aria-label="{escape(said)}"><svg viewBox="0 0 {_ACROSS} {total}" preserveAspectRatio="none" '
         f'width="100%" height="{total}" overflow="visible">'
-        f'<path d="{grid}" stroke="#8885" vector-effect="non-scaling-stroke"/>{drawn}</svg>{marks}{gaps}</svg>'
-        f'<div aria-hidden="true">{"".join(labels)}{bands}</div></div>'
+        f'<path d="{grid}" stroke="#8885" vector-effect="non-scaling-stroke"/>{drawn}</svg>{marks}</svg>'
+        f'<div aria-hidden="true">{"".join(labels)}</div></div>'
     )
 
 
@@ -200,7 +183,7 @@ def smoothed(points: Points) -> Points:
     return tuple(found)
 
 
-def legend(lines: Sequence[Line], *, has_gaps: bool = False) -> str:
+def legend(lines: Sequence[Line]) -> str:
     """Return which line is which, the last one first, as HTML."""
     inside = " ".join(
         f'<span><svg width="22" height="8" aria-hidden="true"><path d="M0 4H22" fill="none" stroke-width="2" '
@@ -208,13 +191,7 @@ def legend(lines: Sequence[Line], *, has_gaps: bool = False) -> str:
         f"{escape(line.curve.name)}</span>"
         for line in reversed(lines)
     )
-    gap = (
-        '<span><svg width="22" height="8" aria-hidden="true"><rect class="nba-c-gap" width="22" height="8" '
-        'fill="#c22f2f" opacity="0.2"/></svg> not finite</span>'
-        if has_gaps
-        else ""
-    )
-    return f'<p class="nba-legend">{inside} {gap}</p>'
+    return f'<p class="nba-legend">{inside} </p>'
 
 
 def pieces(points: Points, most: int) -> list[Points]:
@@ -225,17 +202,7 @@ def pieces(points: Points, most: int) -> list[Points]:
     return [(*piece[:-1:every], piece[-1]) for piece in whole]
 
 
-def _gaps(points: Points) -> list[tuple[float, float]]:
-    """Return between which steps a curve is not finite."""
-    found: list[tuple[float, float]] = []
-    for (before, _), (step, value) in itertools.pairwise((*points[:1], *points)):
-        if not math.isfinite(value):
-            begin = found.pop()[0] if found and found[-1][1] == before else before
-            found.append((begin, step))
-    return found
-
-
-def _drawn(line: Line, steps: _Scale, values: _Scale, most: int) -> str:
+def _polylines(line: Line, steps: _Scale, values: _Scale, most: int) -> str:
     dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
     look = f'class="nba-c-{line.kind}" stroke="{line.stroke}" vector-effect="non-scaling-stroke"'
     at = (
@@ -257,38 +224,6 @@ def _marks(line: Line, steps: _Scale, values: _Scale) -> str:
         for step, value in points
         if math.isfinite(value)
     )
-
-
-def _gap(first: float, last: float, steps: _Scale, bottom: float) -> str:
-    """Return a band where values are not finite, within the picture and never too narrow to be seen."""
-    begin = min(steps.position(first), _ACROSS - _LEAST_GAP)
-    width = max(steps.position(last) - begin, _LEAST_GAP)
-    return (
-        f'<rect class="nba-c-gap" x="{_percent(begin)}" y="0" width="{_percent(width)}" height="{bottom}" '
-        'fill="#c22f2f" opacity="0.2"/>'
-    )
-
-
-def _bands(lines: Sequence[Line], steps: _Scale, bottom: float, most: int) -> str:
-    """Return invisible bands, each with a tooltip that has the values there."""
-    told = [line for line in lines if line.has_tooltip]
-    every = sorted({step for line in told if "before" not in line.kind for step, _ in line.curve.points})
-    chosen = every[:: math.ceil(len(every) / most)]
-    edges = [0.0, *(steps.position((a + b) / 2) for a, b in itertools.pairwise(chosen)), _ACROSS]
-    bands = "".join(
-        f'<i style="width:{_percent(right - left)}" title="{escape(_values_at(told, step))}"></i>'
-        for step, left, right in zip(chosen, edges[:-1], edges[1:], strict=True)
-    )
-    return f'<div class="nba-bands" style="height:{bottom}px">{bands}</div>'
-
-
-def _values_at(lines: Sequence[Line], step: float) -> str:
-    said = [f"step {step:,g}"]
-    for curve in (line.curve for line in lines):
-        until = bisect.bisect_right(curve.points, step, key=itemgetter(0))
-        if until:
-            said.append(f"{curve.name} {curve.points[until - 1][1]:.4g}")
-    return "; ".join(said)
 
 
 def _scale(values: Sequence[float], begin: float, end: float, *, is_log: bool = False, num_ticks: int) -> _Scale:
@@ -314,8 +249,7 @@ def _ticks(low: float, high: float, number: int) -> tuple[float, ...]:
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(exponents) <= 3 else (1,)
-    found = [factor * 10.0**exponent for exponent in exponents for factor in factors]
-    found = [tick for tick in found if low <= tick <= high]
+    found = [tick for exponent in exponents for factor in factors if low <= (tick := factor * 10.0**exponent) <= high]
     return tuple(found[:: max(1, len(found) // 6)])
 
 

@@ -29,15 +29,6 @@ _MOST_ROWS = 4001
 """Rows of the same names that are kept, at most: an odd number, so that the last one stays."""
 
 
-@dataclass
-class _Kind:
-    """Rows of the same names: how many there were, of how many one is kept, and the newest if only as such."""
-
-    seen: int = 0
-    stride: int = 1
-    passing: dict[str, Any] | None = None
-
-
 @dataclass(kw_only=True)
 class RunRecord:
     """One run.
@@ -60,7 +51,8 @@ class RunRecord:
     file: str = ""
     _until: float = field(default=0.0, repr=False)
     _extremes: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
-    _kinds: dict[frozenset[str], _Kind] = field(default_factory=dict, repr=False)
+    _strides: dict[frozenset[str], list[int]] = field(default_factory=dict, repr=False)
+    """Of how many rows of the same names one is kept, and how many there were."""
 
     def read(self, line: dict[str, Any]) -> None:
         """Take a line of a file of the JSON lines tracker. Rows stay as they are, and all of them."""
@@ -95,21 +87,18 @@ class RunRecord:
         """
         self.ended = ""  # it goes on, in another cell say
         self._note(row)
-        row.setdefault("step", sum(kind.seen for kind in self._kinds.values()))
-        kind = self._kinds.setdefault(frozenset(row), _Kind())
-        if kind.passing is not None:
-            newest = len(self.rows) - 1
-            while self.rows[newest] is not kind.passing:
-                newest -= 1
-            del self.rows[newest]
+        row.setdefault("step", sum(seen for _, seen in self._strides.values()))
+        kind = self._strides.setdefault(frozenset(row), [1, 0])
+        stride, seen = kind
+        if (seen - 1) % stride:  # the one before was kept as the newest only
+            del self.rows[next(at for at in reversed(range(len(self.rows))) if self.rows[at].keys() == row.keys())]
         self.rows.append(row)
-        kind.passing = row if kind.seen % kind.stride else None
-        kind.seen += 1
-        if kind.passing is None and (kind.seen - 1) // kind.stride + 1 == _MOST_ROWS:
+        kind[1] += 1
+        if seen % stride == 0 and seen // stride + 1 == _MOST_ROWS:
             same = [other for other in self.rows if other.keys() == row.keys()]
             dropped = {id(other) for other in same[1::2]}
             self.rows[:] = [other for other in self.rows if id(other) not in dropped]
-            kind.stride *= 2
+            kind[0] *= 2
 
     def end(self, how: str, at: float = 0.0) -> None:
         """Note how it ended, see `ended`, and when (`time.time`; 0 is now)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING, Any, overload
@@ -29,13 +28,6 @@ _MOST_VALUES = 4
 _COUNTERS = ("epoch", "step", "global_step")
 
 _NONE = 'No runs yet. Those that log_with="jsonl" has written are read by runs(project_dir="the folder").'
-
-
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cells: tuple[str, ...]
-    is_text: bool = False
 
 
 class Runs(Sequence["RunRecord"]):
@@ -112,69 +104,38 @@ class Runs(Sequence["RunRecord"]):
 
     @property
     def _table(self) -> Table:
-        columns = self._columns
-        titles = [column.title for column in columns]
-        right = [column.title for column in columns if not column.is_text]
-        return Table(titles, list(zip(*(column.cells for column in columns), strict=True)), right, self._notes)
-
-    @property
-    def _columns(self) -> list[_Column]:
         runs = self._runs
+        configs = [run.config for run in runs]
         today = time.strftime("%d %b")
-        begins = [time.localtime(run.began) if run.began else None for run in runs]
-        of_today = all(began is None or time.strftime("%d %b", began) == today for began in begins)
-        when = "%H:%M:%S" if of_today else "%d %b %H:%M"
-        columns = [
-            _text("", map(str, range(len(runs)))),
-            _text("name", (run.name for run in runs)),
-            _text("began", (time.strftime(when, began) if began else "" for began in begins)),
-        ]
-        for name in differing([run.config for run in runs]):
-            cells = tuple(shown(run.config[name]) if name in run.config else "" for run in runs)
-            columns.append(_Column(name, cells))
-        for name in self._values[:_MOST_VALUES]:
-            columns += _value_columns(name, runs)
-        columns.append(_text("ended", (run.ended or "not yet" for run in runs)))
-        columns.append(_Column("time", tuple("" if run.duration is None else duration(run.duration) for run in runs)))
-        return columns
-
-    @property
-    def _values(self) -> list[str]:
-        """Return the names of logged values that have columns, those first by which runs are compared.
-
-        A value that is the same in all runs all the time, and one that a column of settings has, is none.
-        """
-        runs = self._runs
+        begins = [time.strftime("%d %b %H:%M:%S", time.localtime(run.began)) if run.began else "" for run in runs]
+        columns: dict[str, Sequence[str]] = {
+            "": [*map(str, range(len(runs)))],
+            "name": [run.name for run in runs],
+            "began": [began.removeprefix(f"{today} ") for began in begins],
+        }
+        left = [*columns, "ended"]
+        told = differing(configs)
+        columns |= {name: [shown(config[name]) if name in config else "" for config in configs] for name in told}
+        # Values by which runs are compared come first. What never changes is said below.
         names = dict.fromkeys(name for run in runs for name in run.columns)
-        config = {name for run in runs for name in run.config}
-        found = [name for name in names if name not in {*config, *_COUNTERS} and not _constant(name, runs)]
-        return sorted(found, key=lambda name: not better(name))
-
-    @property
-    def _notes(self) -> list[str]:
-        """Return sentences below the table: what is the same in all runs, and what it does not show."""
-        runs = self._runs
-        told = differing([run.config for run in runs])
-        steady = {name: runs[0].last(name) for name in runs[0].columns if _constant(name, runs)}
-        known = {name: value for name, value in (steady | runs[0].config).items() if value is not None}
+        constant = [name for name in names if _constant(name, runs)]
+        config_names = {name for config in configs for name in config}
+        values = [name for name in names if name not in {*config_names, *_COUNTERS, *constant}]
+        values.sort(key=lambda name: not better(name))
+        for name in values[:_MOST_VALUES]:
+            last, best = [run.last(name) for run in runs], [run.best(name) for run in runs]
+            columns[name] = [*map(_figure, last)]
+            if last != best and better(name):
+                columns[f"{better(name)} {name}"] = [*map(_figure, best)]
+        columns["ended"] = [run.ended or "not yet" for run in runs]
+        columns["time"] = ["" if run.duration is None else duration(run.duration) for run in runs]
+        known = {name: runs[0].last(name) for name in constant} | runs[0].config
         same = settings(known, (name for name in known if name not in {*told, *_COUNTERS}))
-        rest = self._values[_MOST_VALUES:]
         notes = [f"{'The same in all' if len(runs) > 1 else 'With'}: {same}"] if same else []
-        notes += [f"Also logged: {', '.join(rest)}"] if rest else []
-        return [*notes, *self._problems]
-
-
-def _text(title: str, cells: Iterable[str]) -> _Column:
-    return _Column(title, tuple(cells), is_text=True)
-
-
-def _value_columns(name: str, runs: Sequence[RunRecord]) -> list[_Column]:
-    """Return the newest values, and the best if a run had a better one than its last."""
-    last, best = [run.last(name) for run in runs], [run.best(name) for run in runs]
-    found = [_Column(name, tuple(_figure(value) for value in last))]
-    if last != best and better(name):
-        found.append(_Column(f"{better(name)} {name}", tuple(_figure(value) for value in best)))
-    return found
+        if values[_MOST_VALUES:]:
+            notes.append(f"Also logged: {', '.join(values[_MOST_VALUES:])}")
+        rows = list(zip(*columns.values(), strict=True))
+        return Table([*columns], rows, [title for title in columns if title not in left], [*notes, *self._problems])
 
 
 def _constant(name: str, runs: Sequence[RunRecord]) -> bool:

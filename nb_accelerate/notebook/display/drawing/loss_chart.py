@@ -6,13 +6,11 @@
     other logged numbers, such as the learning rate                             a low picture each, over the same steps;
                                                                                 a constant is said in words
 
-Values appear as the browser's own tooltips when the run is over. While it is on the chart is sent with each drawing: it
-has fewer points, the smoothed loss alone, and no tooltips, which would not stay.
+While a run is on its chart is sent with each drawing: it has fewer points, and the smoothed loss alone.
 """
 
 from __future__ import annotations
 
-import math
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -62,7 +60,7 @@ def draw_losses(
         before: losses of earlier runs.
         own_settings: by which this run differs from them.
     """
-    most, num_bands = (30, 0) if is_on else (240, 32)
+    most = 30 if is_on else 240
     validation = [curve for curve in logged if is_loss_of_validation(curve.name)]
     constant = [curve for curve in logged if len({value for _, value in curve.points}) == 1]
     others = [curve for curve in logged if curve not in (*validation, *constant)][:_MOST_LOW]
@@ -84,30 +82,16 @@ def draw_losses(
     span = min(steps), max(steps)
     is_log = is_wide(tuple(point for line in lines for point in line.curve.points))
     title = "loss, logarithmic" if is_log else "loss"
-    pictures = [
-        picture(
-            lines, title, height=_HEIGHT, is_log=is_log, has_axis=not others, span=span, most=most, num_bands=num_bands
-        )
-    ]
+    pictures = [picture(lines, title, height=_HEIGHT, is_log=is_log, has_axis=not others, span=span, most=most)]
     for curve in others:
         line = Line(curve, "low", "#6a4fb0")
         is_last = curve is others[-1]
         pictures.append(
-            picture(
-                [line],
-                curve.name,
-                height=_LOW_HEIGHT,
-                num_ticks=2,
-                has_axis=is_last,
-                span=span,
-                most=most,
-                num_bands=num_bands // 2,
-            )
+            picture([line], curve.name, height=_LOW_HEIGHT, num_ticks=2, has_axis=is_last, span=span, most=most)
         )
-    has_gaps = not all(math.isfinite(value) for _, value in loss)
     said = " · ".join(f"{curve.name} {curve.points[-1][1]:.4g}" for curve in constant if curve not in validation)
     words = f'<p class="nba-legend">constant: {escape(said)}</p>' if said else ""
-    return f'<div class="nba-big">{legend(lines, has_gaps=has_gaps)}{"".join(pictures)}{words}</div>'
+    return f'<div class="nba-big">{legend(lines)}{"".join(pictures)}{words}</div>'
 
 
 def is_loss_of_validation(name: str) -> bool:
