@@ -1,14 +1,12 @@
 """The flags of ``launch`` for scripts: accelerate's names, what each does here, or why it is refused.
 
-Flags can be written with underscores or with dashes. Where a flag is not given, the configuration file decides. Errors
-about options of a launch are raised again in the words of the command line: ``--num_machines 2`` for ``num_nodes=2``.
+Flags can be written with underscores or with dashes. Where a flag is not given, the configuration file decides.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -144,7 +142,6 @@ _TO_RUN = (
     Flag("debug", "check what processes hand to each collective"),
     Flag("quiet", "show the script's output and nothing else", short="q"),
     Flag("timeout", "seconds after which the launch is ended", float, "S"),
-    Flag("dry_run", "print commands and environments, and start nothing"),
     Flag("rehearse", "run the script as processes of many on this CPU, each alone, and say where they part"),
 )
 
@@ -221,46 +218,23 @@ def name_here(flag: str) -> str:
 
 
 _FLAGS = {
-    "num_processes": "num_processes",
-    "num_nodes": "num_machines",
-    "node_rank": "machine_rank",
-    "master_addr": "main_process_ip",
-    "use_port": "main_process_port",
-    "devices": "gpu_ids",
-    "rdzv_backend": "rdzv_backend",
-    "max_restarts": "max_restarts",
+    "num_nodes": "--num_machines",
+    "node_rank": "--machine_rank",
+    "master_addr": "--main_process_ip",
+    "rdzv_endpoint": "--main_process_ip",
+    "use_port": "--main_process_port",
+    "devices=": "--cpu, --tpu or --gpu_ids",
 }
-"""Flags by the name of the option of `notebook_launcher`."""
-
-_PHRASES = {
-    "devices='cpu'( or None)?": "--cpu",
-    "devices='xla'": "--tpu",
-    "or None for all devices": "or leave it out for one on each GPU",
-    "or 0 or None for a free one": "or 0 for a free one",
-    "rdzv_endpoint='HOST:29400'": "--main_process_ip HOST",
-    r"rdzv_endpoint='([^']*):(\d+)'": r"--main_process_ip \1 --main_process_port \2",
-}
-"""What cannot be said option by option, by regular expression."""
-
-_OPTION = re.compile(rf"\b({'|'.join(_FLAGS)})\b(?:=('[^']*'|\[[^\]]*\]|[^\s,;:]*[^\s,;:.]))?")
-
-
-def _flag(found: re.Match[str]) -> str:
-    name, value = found.groups()
-    return f"--{_FLAGS[name]}" + ("" if value is None else " " + value.strip("'[]").replace(", ", ","))
-
-
-def in_flags(text: str) -> str:
-    """Return a sentence with flags in place of options."""
-    for phrase, flags in _PHRASES.items():
-        text = re.sub(phrase, flags, text)
-    return _OPTION.sub(_flag, text)
+"""Flags that are called otherwise than the option of `notebook_launcher`."""
 
 
 @contextlib.contextmanager
 def errors_in_flags() -> Iterator[None]:
-    """Raise errors about options, inside of the block, in the words of the command line."""
+    """Add flags to errors about options of a launch."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(in_flags(str(error))) from None
+        flags = [f"{flag} for {option.rstrip('=')}" for option, flag in _FLAGS.items() if option in str(error)]
+        if not flags:
+            raise
+        raise ConfigError(f"{str(error).rstrip('.')}. Here write {'; '.join(flags)}.") from None

@@ -61,7 +61,7 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
         "--parameter",
         action="append",
         metavar="NAME=VALUE",
-        help="(or -p NAME VALUE) another value of a name in the cell with the tag 'parameters'; again for more",
+        help="another value of a name in the cell with the tag 'parameters'; again for more",
     )
     group.add_argument(
         "--function",
@@ -71,7 +71,6 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    _take_parameters_before_the_target(arguments)
     if arguments.target.endswith(".ipynb") and not (arguments.module or arguments.no_python):
         return _run_notebook(arguments)
     for name in ("output_dir", "html", "parameter", "function"):
@@ -97,13 +96,6 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.rehearse:
             return _rehearse(job, chosen)
         options = LaunchOptions(function=function, args=args, **chosen)
-        if arguments.dry_run:
-            from nb_accelerate.cli.script import describe
-
-            is_for_gpus = file.get("distributed_type") in ("MULTI_GPU", "FSDP", "DEEPSPEED") and not file.get("use_cpu")
-            wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (is_for_gpus and not arguments.cpu)
-            print("\n".join(describe(job, options, wants_gpus=wants_gpus)))
-            return 0
         from nb_accelerate.notebook.launch.machine import facts_here
 
         facts = facts_here(options.env)
@@ -147,15 +139,6 @@ def _refuse_engine(target: str, file: ConfigFile) -> None:
             f"are on this machine. Write {variable}=auto nb-accelerate launch {target}. For several machines, start it "
             "on each with --num_machines"
         )
-
-
-def _take_parameters_before_the_target(arguments: argparse.Namespace) -> None:
-    """Understand ``-p NAME VALUE ... NOTEBOOK.ipynb``, where VALUE was taken for the target."""
-    words = arguments.arguments
-    pairs = arguments.parameter or []
-    if pairs and "=" not in pairs[-1] and any(word.endswith(".ipynb") for word in words):
-        pairs[-1] += f"={arguments.target}"
-        arguments.target = words.pop(next(index for index, word in enumerate(words) if word.endswith(".ipynb")))
 
 
 def _job(arguments: argparse.Namespace) -> Job:
@@ -274,14 +257,12 @@ def _pairs(text: str | None) -> dict[str, str] | None:
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:
-    from nb_accelerate.cli.parameters import joined
-
     # Flags may stand before or after the notebook.
     parser: argparse.ArgumentParser = type(arguments.command)(prog=arguments.command.prog)
     add_flags(parser)
     _add_notebook_flags(parser)
     parser.set_defaults(**{name: value for name, value in vars(arguments).items() if value is not None})
-    words = joined(arguments.arguments)
+    words = arguments.arguments
     if words and words[0].endswith(".ipynb"):
         raise ConfigError(
             f"{words[0]!r} is a second notebook. The executed copy is {Path(arguments.target).stem}.executed.ipynb, in "

@@ -28,7 +28,7 @@ def read_parameters(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
-            raise ConfigError(f"-p {pair!r} says no value. Write -p {pair}=VALUE or -p {pair} VALUE")
+            raise ConfigError(f"-p {pair!r} says no value. Write -p {pair}=VALUE")
         try:
             found[name.strip()] = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -36,17 +36,6 @@ def read_parameters(pairs: Sequence[str]) -> dict[str, Any]:
     for name in found:
         if not str(name).isidentifier():
             raise ConfigError(f"-p {name!r} is not a name that a cell could assign to")
-    return found
-
-
-def joined(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with ``-p NAME VALUE``, as papermill has it, written as ``-p NAME=VALUE``."""
-    found: list[str] = []
-    for word in words:
-        if found[-2:-1] and found[-2] in ("-p", "--parameter") and found[-1].isidentifier():
-            found[-1] += f"={word}"
-        else:
-            found.append(word)
     return found
 
 

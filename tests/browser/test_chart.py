@@ -62,9 +62,6 @@ def test_a_chart_opens_and_stays_open(open_notebook: OpenNotebook) -> None:
     legend = notebook.evaluate(f"() => {_SVG}.closest('.nba-big').querySelector('p').innerText")
     assert "val_loss" in legend
     assert "lr=0.02, steps=60" in legend  # the run before
-    titles = notebook.evaluate(f"() => [...{_SVG}.parentElement.querySelectorAll('i[title]')].map(one => one.title)")
-    assert len(titles) > 8
-    assert all("loss" in one for one in titles[1:])
     notebook.scroll_to(2)
     notebook.screenshot("chart-done", cell=2)
     for cell in (3, 4):

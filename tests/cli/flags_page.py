@@ -37,7 +37,7 @@ DIFFERENT = {
 }
 """How a flag differs from accelerate's of the same name."""
 
-OURS = ("timeout", "dry_run", "rehearse")
+OURS = ("timeout", "rehearse")
 
 
 def render() -> str:

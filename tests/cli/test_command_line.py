@@ -129,7 +129,7 @@ def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, cap
         (["launch", "--nnodes", "2", "train.py"], "--nnodes is called --num_machines"),
         (["launch", "--master-port", "2", "train.py"], "--master-port is called --main_process_port"),
         (["launch", "--standalone", "train.py"], "machine unless --num_machines"),
-        (["launch", "{notebook}", "-p", "lr"], "lr=VALUE or -p lr VALUE"),
+        (["launch", "{notebook}", "-p", "lr"], "Write -p lr=VALUE"),
         (["launch", "{notebook}", "--lr", "0.5"], "unknown: --lr 0.5. A parameter"),
         (["launch", "{notebook}", "lr=0.5"], "unknown: lr=0.5. A parameter"),
         (["launch", "{notebook}", "--num_procs", "2"], "unknown: --num_procs 2"),

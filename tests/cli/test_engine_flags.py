@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +13,9 @@ import pytest
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.file import NO_FILE, name_unknown, read_config, write_config
-from nb_accelerate.cli import main
+from nb_accelerate.cli import main, make_parser
 from nb_accelerate.cli.flags import add_flags
-from nb_accelerate.cli.launch import chosen_engine, rank_variables
+from nb_accelerate.cli.launch import chosen_engine, launch_options, rank_variables
 
 FSDP = {
     "fsdp_version": 2,
@@ -63,20 +63,21 @@ def file_for(kind: str, folder: Path) -> Path:
     return file
 
 
-def variables_of(flags: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    script = folder / "train.py"
-    script.write_text("raise SystemExit('this was run')")
-    assert main(["launch", *flags, "--dry_run", str(script)]) == 0
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    said = dict(word.split("=", 1) for word in command if "=" in word)
-    return {name: value for name, value in said.items() if name.startswith(OF_ENGINES)}
+def variables_of(*flags: str) -> dict[str, str]:
+    arguments = make_parser().parse_args(["launch", *flags, "train.py"])
+    found = launch_options(arguments, read_config(arguments.config_file) or NO_FILE)["env"]
+    return {name: value for name, value in found.items() if os.environ.get(name) != value}
+
+
+def of_engines(*flags: str) -> dict[str, str]:
+    return {name: value for name, value in variables_of(*flags).items() if name.startswith(OF_ENGINES)}
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
-def test_flags_and_file_ask_for_the_same(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of_flags = variables_of(["--cpu", *flags_for(kind)], tmp_path, capsys)
+def test_flags_and_file_ask_for_the_same(kind: str, tmp_path: Path) -> None:
+    of_flags = of_engines("--cpu", *flags_for(kind))
     file = file_for(kind, tmp_path)
-    of_file = variables_of(["--cpu", "--config_file", str(file)], tmp_path, capsys)
+    of_file = of_engines("--cpu", "--config_file", str(file))
     fields = of_file.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     assert fields == (None if kind == "FSDP" else ",".join([*DEEPSPEED, "mixed_precision"]))
     of_flags.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
@@ -86,12 +87,10 @@ def test_flags_and_file_ask_for_the_same(kind: str, tmp_path: Path, capsys: pyte
     assert of_file.items() <= found.as_variables().items()  # what an Accelerator reads without a launch
 
 
-def test_a_flag_comes_before_the_environment_and_that_before_defaults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flag_comes_before_the_environment_and_that_before_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
-    found = variables_of(["--cpu", "--use_fsdp", "--fsdp_version=2"], tmp_path, capsys)
+    found = of_engines("--cpu", "--use_fsdp", "--fsdp_version=2")
     assert found["FSDP_VERSION"] == "2"
     assert "FSDP_OFFLOAD_PARAMS" not in found  # a dry run prints what is changed
     assert found["FSDP_SYNC_MODULE_STATES"] == "true"
@@ -99,19 +98,17 @@ def test_a_flag_comes_before_the_environment_and_that_before_defaults(
 
 @pytest.mark.parametrize("kind", SECTIONS)
 def test_the_environment_turns_the_engine_of_the_file_off(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "false")
     file = file_for(kind, tmp_path)
-    found = variables_of(["--cpu", "--config_file", str(file)], tmp_path, capsys)
+    found = of_engines("--cpu", "--config_file", str(file))
     assert f"ACCELERATE_USE_{kind}" not in found  # a dry run prints what is changed
 
 
-def test_another_kind_of_flag_turns_the_engine_of_the_file_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_kind_of_flag_turns_the_engine_of_the_file_off(tmp_path: Path) -> None:
     file = file_for("FSDP", tmp_path)
-    found = variables_of(["--multi_gpu", "--config_file", str(file)], tmp_path, capsys)
+    found = of_engines("--multi_gpu", "--config_file", str(file))
     assert found == {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
 
 
@@ -129,11 +126,9 @@ def test_bf16_on_a_tpu_leaves_weights_in_32_bits_unless_that_is_asked_for(tmp_pa
 
 
 @pytest.mark.parametrize(("flag", "of_file"), [("--use_deepspeed", "FSDP"), ("--use_fsdp", "DEEPSPEED")])
-def test_a_flag_for_one_engine_turns_the_engine_of_the_file_off(
-    flag: str, of_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flag_for_one_engine_turns_the_engine_of_the_file_off(flag: str, of_file: str, tmp_path: Path) -> None:
     file = file_for(of_file, tmp_path)
-    found = variables_of(["--cpu", flag, "--config_file", str(file)], tmp_path, capsys)
+    found = of_engines("--cpu", flag, "--config_file", str(file))
     assert found[f"ACCELERATE_USE_{of_file}"] == "false"  # else ranks would read it in the file, and find both
     assert found[f"ACCELERATE_{flag[2:].upper()}"] == "true"
 
@@ -164,23 +159,20 @@ def test_sizes_of_a_mesh_are_said_by_flags_and_file(
         json.dumps({"distributed_type": "FSDP", "use_cpu": True, "num_processes": 2, "parallelism_config": section})
     )
     assert name_unknown(read_config(file)) == ""  # type: ignore[arg-type]
-    script = tmp_path / "train.py"
-    script.write_text("")
     flags = ["--use_fsdp", "--num_processes=2", "--use_parallelism_config"]
     flags += [f"--parallelism_config_{name}={size}" for name, size in sizes.items()]
     found = []
     for given in (["--config_file", str(file)], flags):
-        assert main(["launch", "--cpu", *given, "--dry_run", str(script)]) == 0
-        said = dict(word.split("=", 1) for word in shlex.split(capsys.readouterr().out.splitlines()[-1]) if "=" in word)
+        said = variables_of("--cpu", *given)
         found.append({name: value for name, value in said.items() if "PARALLELISM" in name})
     assert found[0] == found[1]
     assert (found[0]["ACCELERATE_USE_PARALLELISM_CONFIG"], found[0]["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == (
         "true",
         "2",
     )
-    assert main(["launch", *flags, "--num_processes=3", str(script)]) == 2
+    assert main(["launch", *flags, "--num_processes=3", __file__]) == 2
     assert "out 2 ranks (dp_replicate_size=1 x dp_shard_size=2)" in capsys.readouterr().err
-    assert main(["launch", "--cpu", "--parallelism_config_dp_shard_size=2", str(script)]) == 2
+    assert main(["launch", "--cpu", "--parallelism_config_dp_shard_size=2", __file__]) == 2
     assert "Add --use_parallelism_config" in capsys.readouterr().err
 
 
@@ -202,9 +194,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_variables_are_those_that_accelerate_sets(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_are_those_that_accelerate_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     lines = []
     for kind in SECTIONS:
@@ -217,7 +207,7 @@ def test_variables_are_those_that_accelerate_sets(
         expected = {name: value for name, value in theirs.items() if name.startswith(OF_ENGINES)}
         if "FSDP_VERSION" in expected:
             expected["FSDP_VERSION"] = "2"  # accelerate takes 1 if nothing is said
-        assert variables_of(flags, tmp_path, capsys) == expected
+        assert of_engines(*flags) == expected
 
 
 def test_the_environment_reads_the_engine_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

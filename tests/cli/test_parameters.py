@@ -53,25 +53,6 @@ def test_values_follow_the_defaults_and_replace_those_of_an_earlier_run():
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        ["{book}", "-p", "rate", "0.5", "-p", "name", "b c"],
-        ["-p", "rate", "0.5", "-p", "name", "b c", "{book}"],
-        ["-p", "rate=0.5", "{book}", "--parameter", "name", "b c"],
-    ],
-)
-def test_a_name_and_its_value_may_be_two_words_as_for_papermill(
-    line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    book = notebook("rate, name = 0.1, 'a'", "print(rate, name)")
-    book.cells[0].metadata["tags"] = ["parameters"]
-    nbformat.write(book, tmp_path / "book.ipynb")
-    words = [word.format(book=tmp_path / "book.ipynb") for word in line]
-    assert main(["launch", "--output-dir", str(tmp_path), *words]) == 0
-    assert "      0.5 b c\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
     ("pairs", "words"),
     [(["lr"], "Write -p lr=VALUE"), (["a b=1"], "not a name"), (["1=2"], "not a name")],
 )
