@@ -103,16 +103,17 @@ class Session:
         return self.kernel.run(f"%%{self.system.magic}\n{code}", 120).ok()
 
     def repeated(self, body: str, times: int) -> list[float]:
-        """Seconds inside the kernel, without what Jupyter takes to bring a cell there."""
-        measured = self.kernel.run(
-            "%%capture\nimport time\ntaken = []\n"
-            f"for _ in range({times}):\n    began = time.perf_counter()\n"
-            f"    get_ipython().run_cell_magic({self.system.magic!r}, '', {body!r})\n"
-            "    taken.append(time.perf_counter() - began)",
-            120,
-        )
-        measured.ok()
-        return list(json.loads(str(self.kernel.run("taken").ok().value)))
+        """Seconds of each of many cells in a row, inside the kernel: without what Jupyter takes to bring it there."""
+        self.kernel.run(
+            "import time\ntaken, events = [], get_ipython().events\n"
+            "def begins(info): taken.append(-time.perf_counter())\n"
+            "def ends(result):\n    if taken:\n        taken[-1] += time.perf_counter()\n"
+            "events.register('pre_run_cell', begins)\nevents.register('post_run_cell', ends)"
+        ).ok()
+        for _ in range(times):
+            self.on_ranks(body)
+        end = "events.unregister('pre_run_cell', begins)\nevents.unregister('post_run_cell', ends)\ntaken[:-1]"
+        return list(json.loads(str(self.kernel.run(end).ok().value)))
 
     def flood(self) -> tuple[float, int]:
         """Seconds for many lines, and how many of them are nowhere to be found."""

@@ -133,3 +133,42 @@ def test_ranks_read_variables_at_import_and_reload_modules_as_the_notebook_has(k
     assert "codecs.register of this notebook does not reach ranks" in told
     assert "codecs" not in kernel.run("launched()").ok().stderr
     kernel.run("%distributed stop").ok()
+
+
+CHANGES = {
+    "a cell": "os.environ['MINE'] = '{value}'",
+    "a widget's callback": "",
+    "a loop around cells": "for word in ('1', '{value}'):\n    os.environ['MINE'] = word\n"
+    "    get_ipython().run_cell('%%distributed --out found\\nos.environ.get(\"MINE\")')",
+    "a cell magic in a loop": "for word in ('1', '{value}'):\n    os.environ['MINE'] = word\n"
+    "    get_ipython().run_cell_magic('distributed', '--out found', 'os.environ.get(\"MINE\")')",
+}
+
+
+@pytest.mark.slow
+def test_what_has_run_in_the_notebook_is_followed_and_nothing_is_read_between_cells_of_ranks(shared_kernel: Kernel):
+    notebook = shared_kernel
+    notebook.run("%load_ext nb_accelerate\n%distributed start -n 1").ok()
+    slider = notebook.run("import comm, os\nslider = comm.create_comm('none')\nslider.comm_id").ok().value.strip("'")
+    notebook.run("slider.on_msg(lambda message: os.environ.update(MINE=message['content']['data']))").ok()
+    notebook.run("%%distributed --out found\nimport os").ok()
+    for number, (name, change) in enumerate(CHANGES.items()):
+        value = f"value {number}"
+        if change:
+            notebook.run(change.format(value=value)).ok()
+        else:
+            client = notebook.client
+            moved = client.session.msg("comm_msg", {"comm_id": slider, "data": value})
+            client.shell_channel.send(moved)
+            notebook.finish(moved["header"]["msg_id"])
+        notebook.run("%%distributed --out found\nos.environ.get('MINE')").ok()
+        assert notebook.run("found").ok().value == f"['{value}']", name
+
+    notebook.run(
+        "from nb_accelerate.notebook.pool.pool import Pool\nread = []\nfollow = Pool.follow_settings\n"
+        "Pool.follow_settings = lambda pool: (read.append(1), follow(pool))"
+    ).ok()
+    for _ in range(3):
+        notebook.run("%%distributed\npass").ok()
+    assert notebook.run("Pool.follow_settings = follow\nlen(read)").ok().value == "1"
+    notebook.run("%distributed stop\n%unload_ext nb_accelerate").ok()

@@ -37,7 +37,12 @@ class _Extension:
         self._shell = shell
         self._auto = AutoMode(shell)
         self._names = RankNames(shell, self._auto)
-        self._cells = Cells(shell, self._auto, SESSION_DEFAULTS)
+        self._cells = cells = Cells(shell, self._auto, SESSION_DEFAULTS)
+        self._callbacks = {
+            "pre_run_cell": cells.begin_cell,
+            "post_execute": cells.end_callback,
+            "post_run_cell": cells.end_cell,
+        }
 
     def register(self) -> None:
         """Add the magics, or replace them."""
@@ -52,7 +57,8 @@ class _Extension:
             manager.register_function(_misplaced(name), magic_kind="line", magic_name=f"%{name}")
         self._auto.register()
         self._names.register()
-        self._shell.events.register("post_run_cell", cells.note_seeds)
+        for event, callback in self._callbacks.items():
+            self._shell.events.register(event, callback)
         if Environment().keep_warm:
             from nb_accelerate.notebook.launch.servers import warm_server
 
@@ -62,8 +68,9 @@ class _Extension:
         """Take everything back, and end the ranks."""
         self._auto.unregister()
         self._names.unregister()
-        with contextlib.suppress(ValueError):
-            self._shell.events.unregister("post_run_cell", self._cells.note_seeds)
+        for event, callback in self._callbacks.items():
+            with contextlib.suppress(ValueError):
+                self._shell.events.unregister(event, callback)
         SESSION_DEFAULTS.clear()
         of_lines = ("distributed", *(f"%{name}" for name in _CELL_MAGICS))
         for kind, names in (("cell", _CELL_MAGICS), ("line", of_lines)):

@@ -40,6 +40,10 @@ class Cells:
         self._autoreloads = False
         self._is_seeded = False
         """Whether a cell of the notebook has seeded random numbers since ranks were given their states."""
+        self._running: list[bool] = []
+        """Of each cell that runs now, from the outermost: whether it runs in the notebook."""
+        self._has_run_here = True
+        """Whether code of the notebook may have run since ranks were given its settings."""
 
     def distributed(self, line: str, cell: str) -> CellHandle | Rehearsal | None:
         """Run the cell on every rank; replaced below by the whole help."""
@@ -57,11 +61,20 @@ class Cells:
         with self._auto.paused():
             self._shell.run_cell(cell).raise_error()  # type: ignore[no-untyped-call]
 
-    def note_seeds(self, result: Any) -> None:
-        """Note, after a cell of the notebook, whether it has seeded random numbers: the seed is for the ranks too."""
-        cell = result.info.raw_cell or ""
-        seeds = any(_SEEDS.search(line.partition("#")[0]) for line in cell.splitlines())
-        self._is_seeded = self._is_seeded or (seeds and self._auto.runs_here(cell))
+    def begin_cell(self, info: Any) -> None:
+        """Note, before a cell, where it runs."""
+        self._running.append(self._auto.runs_here(info.raw_cell or ""))
+
+    def end_callback(self) -> None:
+        """Note, after a callback of a widget, that it has run in the notebook. Cells come here too, and are no news."""
+        self._has_run_here = self._has_run_here or not self._running
+
+    def end_cell(self, result: Any) -> None:
+        """Note, after a cell that ran in the notebook, whether it has seeded random numbers: they are for ranks too."""
+        if not self._running or self._running.pop():  # none: the extension was loaded amid this cell
+            self._has_run_here = True
+            lines = (result.info.raw_cell or "").splitlines()
+            self._is_seeded = self._is_seeded or any(_SEEDS.search(line.partition("#")[0]) for line in lines)
 
     distributed.__doc__ = args.DISTRIBUTED_CELL.format_help()
     rank.__doc__ = args.RANK_CELL.format_help()
@@ -141,10 +154,13 @@ class Cells:
         if self._autoreloads or autoreload != Autoreload():  # each time, as some of the modules may be new
             pool.call(use_autoreload, autoreload)
             self._autoreloads = autoreload != Autoreload()
-        reloaded = reloaded_here()
-        if reloaded and autoreload == Autoreload():
-            pool.call(reload, reloaded)
-        pool.follow_settings()
+        # Cells of the ranks in a row change nothing here. One that a cell of the notebook runs, in a loop say, may.
+        if self._has_run_here or self._autoreloads or self._running != [False]:
+            reloaded = reloaded_here()
+            if reloaded and not self._autoreloads:
+                pool.call(reload, reloaded)
+            pool.follow_settings()
+            self._has_run_here = False
         if self._is_seeded:
             pool.call(RandomStates.here().use)
             self._is_seeded = False
