@@ -123,6 +123,16 @@ def test_a_function_finds_its_own_source_in_a_rank(notebook: Kernel) -> None:
     assert "return index * index" in cell.stdout
 
 
+def test_what_fails_as_it_arrives_is_named(notebook: Kernel) -> None:
+    notebook.run("class Opens:\n    def __setstate__(self, state):\n        raise OSError('no such device')").ok()
+    notebook.run("first, camera, last = {'a': 1}, [Opens(), {'b': 2}], 'text'\ncamera[0].number = 3").ok()
+    notebook.run("def use():\n    return first, camera, last\ndef train():\n    return first, use(), last").ok()
+    for cell in ("launch(train)", "%load_ext nb_accelerate\n%distributed start -n 1", "%%distributed\nuse()"):
+        failed = notebook.run(cell)
+        assert "start" in cell or (failed.error == "OSError" and "variable 'camera'" in failed.traceback)
+    notebook.run("%unload_ext nb_accelerate").ok()
+
+
 def test_data_in_memory_is_shared_by_a_fork_without_being_pickled(notebook: Kernel) -> None:
     notebook.run("unpicklable = {'rows': (x for x in ()), 'data': torch.arange(5)}").ok()
     cell = notebook.run("print(launch(lambda: unpicklable['data'].sum().item(), (), 2, start_method='fork'))").ok()

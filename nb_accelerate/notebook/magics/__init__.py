@@ -38,7 +38,7 @@ class _Extension:
         self._auto = AutoMode(shell)
         self._names = RankNames(shell, self._auto)
         self._cells = cells = Cells(shell, self._auto, SESSION_DEFAULTS)
-        self._callbacks = {
+        self._callbacks: dict[str, Callable[..., object]] = {
             "pre_run_cell": cells.begin_cell,
             "post_execute": cells.end_callback,
             "post_run_cell": cells.end_cell,

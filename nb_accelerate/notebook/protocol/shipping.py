@@ -19,6 +19,7 @@ import contextlib
 import copyreg
 import functools
 import io
+import itertools
 import mmap
 import os
 import pickle
@@ -206,7 +207,11 @@ def _why_not(
 def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
     """Return the object in a parcel, whose descriptors are taken over. Raises what unpickling it raises."""
     stream, buffers = _opened(parcel, fds)
-    return pickle.loads(stream, buffers=buffers)
+    try:
+        return pickle.loads(stream, buffers=buffers)
+    except Exception as error:
+        _note_variable(error, stream, buffers)
+        raise
 
 
 def unpack_numbered(
@@ -221,9 +226,42 @@ def unpack_numbered(
     file = io.BytesIO(stream)
     unpickler = _ReferringUnpickler(file, buffers=buffers)
     unpickler.persistent_load = find
-    value = unpickler.load()
+    try:
+        value = unpickler.load()
+    except Exception as error:
+        _note_variable(error, stream, buffers, find)
+        raise
     memo = unpickler.memo.copy()
     return value, {number: memo[index] for index, number in pickle.load(file).items()}
+
+
+def _note_variable(
+    error: Exception,
+    stream: bytes | memoryview,
+    buffers: list[memoryview],
+    find: Callable[[int | str], Any] | None = None,
+) -> None:
+    """Note in an error of unpickling which variable of the notebook it was, as far as the stack of the pickle shows."""
+    # The one of C keeps its stack to itself.
+    unpickler: Any = pickle._Unpickler(io.BytesIO(stream), buffers=buffers)  # noqa: SLF001
+    if find is not None:
+        unpickler.persistent_load = find
+    with contextlib.suppress(BaseException):
+        unpickler.load()
+    # A dictionary that is being filled stands below its keys and values. The globals of the innermost function have the
+    # variable; or, with a cell, the outermost dictionary.
+    levels = [*getattr(unpickler, "metastack", ()), getattr(unpickler, "stack", [])]
+    name, is_globals = "", find is not None
+    for below, level in itertools.pairwise(levels):
+        keys = [key for key in level[::2] if isinstance(key, str)]
+        if not (below and type(below[-1]) is dict and keys):
+            continue
+        if is_globals:
+            name = keys[-1]
+        is_globals = keys[-1] == "__globals__"
+    if name.isidentifier():
+        with contextlib.suppress(Exception):  # a class that takes no attributes
+            vars(error).setdefault("__notes__", []).append(f"This rank was reading the notebook's variable {name!r}.")
 
 
 @contextlib.contextmanager
