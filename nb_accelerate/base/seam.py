@@ -67,26 +67,16 @@ asks_for_prepared = Event()
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSpec:
-    """The store through which ranks meet. A descriptor comes with it: the file that is the store, or a socket.
+    """The store through which ranks meet. A descriptor comes with it: the file that is the store, or a socket."""
 
-    Attributes:
-        kind: ``file`` for a store that is a file; ``server`` for the rank that serves it on the socket; ``client`` for
-            the others, which get no descriptor.
-        address: what ``MASTER_ADDR`` says.
-        port: what ``MASTER_PORT`` says.
-        store_port: where it listens, if it does.
-        world_size: number of ranks.
-        polls: ranks wait for its keys in Python; see `training.process.group_store.RendezvousHandler`.
-        part: of it, for these ranks; "" if it is theirs alone.
-    """
-
+    # The rank that serves it on the socket is ``server``; the others are ``client``, and get no descriptor.
     kind: Literal["file", "server", "client"]
-    address: str
-    port: int
-    store_port: int
+    address: str  # as in ``MASTER_ADDR``
+    port: int  # as in ``MASTER_PORT``
+    store_port: int  # where it listens, if it does
     world_size: int
-    polls: bool = False
-    part: str = ""
+    polls: bool = False  # ranks wait for its keys in Python; see `training.process.group_store.RendezvousHandler`
+    part: str = ""  # of it, for these ranks; "" if it is theirs alone
 
 
 class StoreAccess(Protocol):

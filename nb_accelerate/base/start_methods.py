@@ -11,41 +11,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a start method depends on.
+    """What a start method depends on."""
 
-    Attributes:
-        device: what users call the device of the ranks, such as ``"CUDA"``.
-        is_host: ranks compute on the processor.
-        in_use: why a rank forked from this process could not use its device; "" if it could.
-        forbids_fork: why the runtime of the device does not survive any fork; "" if it does.
-    """
-
-    device: str
-    is_host: bool
-    in_use: str = ""
-    forbids_fork: str = ""
+    device: str  # as users call it, such as ``"CUDA"``
+    is_host: bool  # ranks compute on the processor
+    in_use: str = ""  # why a rank forked from this process could not use its device
+    forbids_fork: str = ""  # why the runtime of the device does not survive any fork
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartMethod:
-    """One row.
-
-    Attributes:
-        starter: ``module:function`` that takes the `LaunchOptions` and returns a context manager with the `RankServer`;
-            "" for the method that runs its one rank in this process, which ``"auto"`` does not choose.
-        device: torch's name of the only type of device that it is for; "" for all types.
-        forks: ranks are forked from a process that has imported torch.
-        copies_notebook: that process is the notebook. Its data is shared, so that nothing is pickled. Ranks have one
-            intra-op thread, because they inherit the state of OpenMP without its threads.
-        max_ranks: on one machine.
-    """
+    """One row."""
 
     name: str
+    # ``module:function`` that makes a context manager with the `RankServer` of `LaunchOptions`; "" for the method that
+    # runs its one rank in this process, which ``"auto"`` does not choose.
     starter: str = ""
-    device: str = ""
-    forks: bool = False
+    device: str = ""  # torch's name of the only type of device that it is for
+    forks: bool = False  # ranks are forked from a process that has imported torch
+    # That process is the notebook. Its data is shared, so that nothing is pickled. Ranks have one intra-op thread,
+    # because they inherit the state of OpenMP without its threads.
     copies_notebook: bool = False
-    max_ranks: int | None = None
+    max_ranks: int | None = None  # on one machine
     max_nodes: int | None = None
 
     @property
@@ -58,10 +45,6 @@ class StartMethod:
         if self.device not in ("", conditions.device.lower()):
             return f"it starts ranks on {self.device.upper()} devices, and these are to run on {conditions.device}"
         return conditions.in_use if self.copies_notebook else ""
-
-    def drawback(self, conditions: Conditions) -> str:
-        """Return why ``"auto"`` had better choose another, although it might work; or ""."""
-        return conditions.forbids_fork if self.forks else ""
 
 
 _STARTERS = "nb_accelerate.notebook.launch.starters"
@@ -94,7 +77,7 @@ def choose_method(conditions: Conditions, *, may_copy: bool = True) -> tuple[Sta
         # After a large operation here, a forked rank that computes on the processor would hang.
         if method.copies_notebook and (conditions.is_host or not may_copy):
             continue
-        why_not = method.drawback(conditions) or method.obstacle(conditions)
+        why_not = (conditions.forbids_fork if method.forks else "") or method.obstacle(conditions)
         if not why_not:
             shares = f"{conditions.device} is untouched here, so data in memory is shared"
             return method, shares if method.copies_notebook else reason

@@ -18,32 +18,22 @@ if TYPE_CHECKING:
 
 
 class Flag(NamedTuple):
-    """A flag that is supported.
+    """A flag that is supported."""
 
-    Attributes:
-        name: with underscores, without the dashes in front.
-        convert: makes a value of text; None for a flag without a value.
-        short: a second name of one letter, or "".
-    """
-
-    name: str
+    name: str  # with underscores, without the dashes in front
     help: str
-    convert: Callable[[str], Any] | None = None
+    convert: Callable[[str], Any] | None = None  # makes a value of text; None for a flag without a value
     metavar: str = ""
     choices: tuple[str, ...] = ()
-    short: str = ""
+    short: str = ""  # a second name of one letter
 
 
 class FlagGroup(NamedTuple):
-    """Flags that stand together in the help.
-
-    Attributes:
-        switch: name of the flag without which the others say nothing; "" if there is none.
-    """
+    """Flags that stand together in the help."""
 
     title: str
     flags: tuple[Flag, ...]
-    switch: str = ""
+    switch: str = ""  # name of the flag without which the others say nothing
 
 
 def _machines(text: str) -> tuple[int, int]:

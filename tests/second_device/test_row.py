@@ -48,7 +48,7 @@ def test_each_function_of_its_row_is_there(run_ranks):
         found = {
             "initialized": (before, kind.is_initialized()),
             "count": (kind.count(), kind.current_device()),
-            "memory": (kind.memory_allocated(), kind.memory_reserved(), kind.memory_used(), kind.memory_peak()),
+            "memory": (kind.memory_allocated(), torch.simgpu.memory_reserved(), kind.memory_used(), kind.memory_peak()),
             "left": kind.memory_left(1),
             "describe": kind.describe(1),
             "uuid": str(kind.uuid(1))[-2:],

@@ -19,17 +19,11 @@ _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]-][^\s:\[\]]*)(?::(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """An engine: who starts one host process on each machine.
+    """An engine: who starts one host process on each machine."""
 
-    Attributes:
-        opens: ``module:Class`` of an `Engine`, called with `EngineOptions`. It belongs to the notebook half.
-        needs: options that have to be given.
-        takes: options that can be given too.
-    """
-
-    opens: str
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
+    opens: str  # ``module:Class`` of an `Engine`, called with `EngineOptions`. It belongs to the notebook half.
+    needs: tuple[str, ...] = ()  # options that have to be given
+    takes: tuple[str, ...] = ()  # options that can be given too
 
 
 _ENGINES = "nb_accelerate.notebook.launch.engines"

@@ -146,7 +146,6 @@ CUDA = DeviceKind(
     set_rng_state=by_name("torch.cuda:set_rng_state"),
     empty_cache=by_name("torch.cuda:empty_cache"),
     memory_allocated=by_name("torch.cuda:memory_allocated"),
-    memory_reserved=by_name("torch.cuda:memory_reserved"),
     memory_used=by_name("torch.cuda:memory_allocated"),
     memory_left=_memory_left,
     memory_peak=by_name("torch.cuda:max_memory_allocated"),

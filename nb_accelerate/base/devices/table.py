@@ -27,7 +27,6 @@ MPS = DeviceKind(
     empty_cache=by_name("torch.mps:empty_cache"),
     memory_allocated=by_name("torch.mps:current_allocated_memory"),
     memory_used=by_name("torch.mps:current_allocated_memory"),
-    memory_reserved=by_name("torch.mps:driver_allocated_memory"),
 )
 
 

@@ -59,7 +59,6 @@ XPU = DeviceKind(
     empty_cache=by_name("torch.xpu:empty_cache"),
     memory_allocated=by_name("torch.xpu:memory_allocated"),
     memory_used=by_name("torch.xpu:memory_allocated"),
-    memory_reserved=by_name("torch.xpu:memory_reserved"),
     # No utilisation: torch.xpu.utilization measures for a tenth of a second, in which the step would wait.
     supports_bf16=by_name("torch.xpu:is_bf16_supported"),
     describe=lambda index: name_and_memory(by_name("torch.xpu:get_device_properties")(index)),

@@ -63,7 +63,6 @@ SIMGPU = DeviceKind(
     set_rng_state=by_name("torch.simgpu:set_rng_state"),
     empty_cache=by_name("torch.simgpu:empty_cache"),
     memory_allocated=by_name("torch.simgpu:memory_allocated"),
-    memory_reserved=by_name("torch.simgpu:memory_reserved"),
     memory_used=by_name("torch.simgpu:memory_allocated"),
     memory_left=_memory_left,
     memory_peak=by_name("torch.simgpu:max_memory_allocated"),
