@@ -214,7 +214,7 @@ def own_page(reader: PageReader) -> Iterator[ProgressPage]:
     yield one
     pages.page._page = before
     memory = one._memory.obj
-    for view in (one._words, one._reals, one.commands._words, one._memory):
+    for view in (one._words, one._reals, one._memory):
         view.release()
     del one
     gc.collect()
@@ -312,7 +312,7 @@ def mapped(fd: int) -> object:
 
 def test_that_a_loop_over_epochs_was_ended_is_known_until_the_next_call(page: ProgressPage, memory: bytearray) -> None:
     assert read(memory).ended_after is None
-    page.commands.note_end(1, 25)
+    page.note_end(1, 25)
     assert read(memory).ended_after == (1, 25)
     page.begin_request()
     assert read(memory).ended_after is None

@@ -243,15 +243,15 @@ def test_both_copies_of_a_page_say_what_rank_and_notebook_have_written() -> None
     assert pass_on()
     assert pass_on() == 0
     assert (mirror.read().step, mirror.read().total, mirror.read().request) == (3, 7, 1)
-    page.commands.note_loop(2)
+    page.note_obeying(2)
     pass_on()
-    mirror.commands.save(41)
-    assert page.commands.save == 41
+    mirror.save(41)
+    assert page.asks_to_save
     page.step(4)
     assert pass_on() == 1  # what the notebook has written is not sent back
-    page.commands.answer("runs/here", failed=False)
+    page.answer("runs/here", failed=False)
     pass_on()
-    assert mirror.commands.look(41).answer == "runs/here"
+    assert mirror.read().answer == (41, False, "runs/here")
 
 
 def test_times_of_another_clock_are_those_of_this_one() -> None:

@@ -49,7 +49,13 @@ INTERRUPT = 45  # set by the notebook: which call or cell SIGINT is meant for, a
 ACCUMULATION = 46  # batches in one optimizer step; 0 if not known
 PRECISION = 47  # 1 and more: number in `PRECISIONS`; 0 if not known
 RESUMED = 48  # this call or cell has loaded the state of a checkpoint
-NUM_WORDS = 49
+SAVE = 49  # set by the notebook: number of the checkpoint that is asked for, see `Steerable`; 0 if there is none
+STOP = 50  # set by the notebook: training is to end after this epoch
+OBEYS = 51  # 1 while a loop over epochs obeys, 2 if it can save too
+SAVED = 52  # twice the number of the checkpoint that was saved last, and 1 more if it could not be
+ENDED_AFTER = 53  # the epoch, from 1, after which a loop over epochs was ended as asked, before its last; else 0
+ENDED_OF = 54  # the number of its epochs
+NUM_WORDS = 55
 
 PRECISIONS = ("", "no", "fp16", "bf16", "fp8")
 """Values of ``mixed_precision``, by number."""
@@ -78,20 +84,22 @@ LINE_AT = 3072
 MEMORY_AT = 3584
 """What the rank holds in memory, see `RankMemory`: it stays from one call or cell to the next."""
 
-COMMANDS_AT = 4096
-"""Commands of the notebook and answers of the rank, see `base.progress_page.commands`."""
+ANSWER_AT = 4096
+"""Where the checkpoint is that the notebook has asked for, or why there is none."""
+ANSWER = struct.Struct("=1024s")
 
 # Progress bars: state (0 free, 1 moves, 2 ended), level, count, total (-1 unknown), `time.monotonic` at the beginning
 # and at the last change, label, what stands beside the bar.
 BARS_AT = 6144
 BAR = struct.Struct("=qqdddd56s152s")
 
-assert HEADER.size == NUM_WORDS * 8
+assert HEADER.size == NUM_WORDS * 8 <= SCALARS_AT
 assert (SIZE - BARS_AT) % BAR.size == 0
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= WARNING_AT
 assert WARNING_AT + WARNING.size <= LINE_AT
 assert LINE_AT + code_line.SIZE <= MEMORY_AT
-assert MEMORY_AT + rank_memory.SIZE <= COMMANDS_AT
+assert MEMORY_AT + rank_memory.SIZE <= ANSWER_AT
+assert ANSWER_AT + ANSWER.size <= BARS_AT
 assert NANOSECONDS + len(Phase) <= SINCE
 
 _SURE = 2

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.progress_page import layout
 from nb_accelerate.base.progress_page.activity import Collective, Phase
 from nb_accelerate.base.progress_page.code_line import CodeLine
-from nb_accelerate.base.progress_page.commands import CommandReader
 from nb_accelerate.base.progress_page.phase_times import clock_of
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class ProgressPage:
         self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
         self.outlet: Callable[[bytes], object] | None = None
-        self.commands = CommandReader(self._memory)
         self.measure: Callable[[], object] = lambda: None
         self.saw_forward: bool | None = None
         self.looked_for_state = False
@@ -114,7 +112,7 @@ class ProgressPage:
             if index not in _STAY:
                 words[index] = 0
         self._memory[layout.SCALARS_AT : layout.MEMORY_AT] = bytes(layout.MEMORY_AT - layout.SCALARS_AT)
-        self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)
+        self._memory[layout.ANSWER_AT :] = bytes(layout.SIZE - layout.ANSWER_AT)
         self._scalars.clear()
         self._loops.clear()
         self._guesses = False
@@ -212,6 +210,34 @@ class ProgressPage:
         if epoch is not None or self._guesses:
             self.tell_epoch(*epoch or (0, 0))
         self._guesses = epoch is not None
+
+    # What the notebook asks of a training loop. It writes to the page of one rank; ranks ask each other at points that
+    # all of them come to, after a batch of `Accelerator.resumable` or at the end of an epoch, and that rank answers.
+
+    @property
+    def asks_to_save(self) -> bool:
+        """Whether a checkpoint is asked for that was not answered."""
+        return self._words[layout.SAVE] not in (0, self._words[layout.SAVED] // 2)
+
+    @property
+    def asks_to_stop(self) -> bool:
+        """Whether training is to end after this epoch."""
+        return bool(self._words[layout.STOP])
+
+    def answer(self, text: str, *, failed: bool) -> None:
+        """Say where the checkpoint is that was asked for, or why there is none."""
+        if self.asks_to_save:
+            layout.ANSWER.pack_into(self._memory, layout.ANSWER_AT, _cut(text, layout.ANSWER.size))
+            self._words[layout.SAVED] = 2 * self._words[layout.SAVE] + failed
+
+    def note_obeying(self, obeys: int) -> None:
+        """Note that a loop over epochs obeys: 0 for none, 2 for one that can save too."""
+        self._words[layout.OBEYS] = obeys
+
+    def note_end(self, after: int, epochs: int) -> None:
+        """Note that a loop over epochs was ended as asked, after an epoch (from 1) that is not its last one."""
+        self._words[layout.ENDED_OF] = epochs
+        self._words[layout.ENDED_AFTER] = after
 
     # Values.
 

@@ -8,7 +8,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
-from nb_accelerate.base.progress_page.commands import CommandWriter
 from nb_accelerate.base.progress_page.sample import read
 
 if TYPE_CHECKING:
@@ -70,10 +69,13 @@ class PageReader:
         word = number * layout.INTERRUPTS + count % layout.INTERRUPTS
         self.write([(8 * layout.INTERRUPT, layout.WORD.pack(word))])
 
-    @property
-    def commands(self) -> CommandWriter:
-        """Commands to the training loop of the rank."""
-        return CommandWriter(self._memory, self.write)
+    def save(self, number: int) -> None:
+        """Ask for a checkpoint, with a number that no other one has had."""
+        self.write([(8 * layout.SAVE, layout.WORD.pack(number))])
+
+    def stop(self) -> None:
+        """Have training end after this epoch."""
+        self.write([(8 * layout.STOP, layout.WORD.pack(1))])
 
     def close(self) -> None:
         """Let go of the memory."""

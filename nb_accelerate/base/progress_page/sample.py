@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.progress_page import layout
 from nb_accelerate.base.progress_page.activity import Activity, Phase
 from nb_accelerate.base.progress_page.code_line import CodeLine, text_of
-from nb_accelerate.base.progress_page.commands import ended_after
 from nb_accelerate.base.progress_page.phase_times import seconds_in
 from nb_accelerate.base.progress_page.rank_memory import RankMemory
 
@@ -62,6 +61,8 @@ class Sample:
     epochs: int = 0
     steps_before: int = 0  # batches of training loops that have ended
     ended_after: tuple[int, int] | None = None  # epoch after which the notebook had a loop over so many end early
+    obeys: int = 0  # 1 while a loop over epochs does what the notebook asks, 2 if it can save too
+    answer: tuple[int, bool, str] | None = None  # number of the last checkpoint asked for, whether it failed, what came
     waits_in: Collective | None = None
     collectives: int = 0  # that have begun
     other_group: bool = False  # it may be in a process group with processes outside of its launch
@@ -137,7 +138,9 @@ def read(memory: Buffer) -> Sample:
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
         saves=bool(words[layout.SAVES]),
         other_group=bool(words[layout.OTHER_GROUP]),
-        ended_after=ended_after(memory),
+        ended_after=(words[layout.ENDED_AFTER], words[layout.ENDED_OF]) if words[layout.ENDED_AFTER] else None,
+        obeys=words[layout.OBEYS],
+        answer=_answer(memory, words[layout.SAVED]) if words[layout.SAVED] else None,
         held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),
         entered=layout.entered(words),
@@ -148,6 +151,11 @@ def read(memory: Buffer) -> Sample:
         warning=text_of(warning) if warning[0] else "",
         line=CodeLine.read(memory, layout.LINE_AT),
     )
+
+
+def _answer(memory: Buffer, saved: int) -> tuple[int, bool, str]:
+    (text,) = layout.ANSWER.unpack_from(memory, layout.ANSWER_AT)
+    return saved // 2, bool(saved % 2), text_of(text)
 
 
 def _scalars(memory: Buffer) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Steer training that runs: save a checkpoint now, end after this epoch. See `base.progress_page.commands`."""
+"""Steer training that runs: save a checkpoint now, end after this epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nb_accelerate.notebook.display.panel import Action
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.base.progress_page.commands import CommandState, CommandWriter
+    from nb_accelerate.base.progress_page import PageReader, Sample
     from nb_accelerate.notebook.ranks.request import Request
 
 _INTERVAL = 0.02
@@ -55,14 +55,15 @@ class Steerable(ABC):
         request, page = self._page_of_loop(deadline)
         number = time.monotonic_ns()  # unique
         page.save(number)
-        while (state := _look(page, number)) is None or state.answer is None:
-            if state is None or not state.loop or request.done.wait(_INTERVAL):
+        while (sample := _look(page)) is None or sample.answer is None or sample.answer[0] != number:
+            if sample is None or not sample.obeys or request.done.wait(_INTERVAL):
                 raise LaunchError("Training ended before it came to save: nothing was saved.")
             if time.monotonic() > deadline:
                 raise DeadlineError(f"Training has not come to save within {timeout:g} s. It saves when it does.")
-        if state.has_failed:
-            raise CheckpointError(state.answer)
-        return Path(state.answer)
+        _, has_failed, said = sample.answer
+        if has_failed:
+            raise CheckpointError(said)
+        return Path(said)
 
     def stop_after_epoch(self, *, timeout: float = 60.0) -> None:
         """Have training end when the current epoch does. `Accelerator.resumable` then saves its last checkpoint.
@@ -77,16 +78,16 @@ class Steerable(ABC):
         """
         self._page_of_loop(time.monotonic() + timeout)[1].stop()
 
-    def _page_of_loop(self, deadline: float) -> tuple[Request, CommandWriter]:
+    def _page_of_loop(self, deadline: float) -> tuple[Request, PageReader]:
         """Wait for a loop that obeys, and return its request and the page of a rank."""
         while not self.wait(_INTERVAL):
             request = self._steered()
             if request is not None and request.ranks:
                 page = request.ranks[0].handle.page
-                state = _look(page.commands)
-                if state is not None and state.loop:
-                    return request, page.commands
-                if state is not None and page.read().steps:
+                sample = _look(page)
+                if sample is not None and sample.obeys:
+                    return request, page
+                if sample is not None and sample.steps:
                     raise ConfigError(_NO_LOOP)
             if time.monotonic() > deadline:
                 raise DeadlineError("The ranks have begun no loop over epochs in time, and nothing was asked of them.")
@@ -98,8 +99,8 @@ def steering_actions(request: Request, say: Callable[[str], object]) -> tuple[Ac
     page = request.ranks[0].handle.page
 
     def obeys() -> int:
-        state = _look(page.commands)
-        return 0 if state is None or request.done.is_set() else state.loop
+        sample = _look(page)
+        return 0 if sample is None or request.done.is_set() else sample.obeys
 
     def ask(write: Callable[[], object], least: int) -> None:
         if obeys() < least:
@@ -108,23 +109,23 @@ def steering_actions(request: Request, say: Callable[[str], object]) -> tuple[Ac
             write()
 
     def stop() -> None:
-        page.commands.stop()
+        page.stop()
         say("training ends after this epoch")
 
     return (
         Action(
             "Save now",
             "save a checkpoint after a batch of resumable, or at the end of the epoch",
-            lambda: ask(lambda: page.commands.save(time.monotonic_ns()), 2),
+            lambda: ask(lambda: page.save(time.monotonic_ns()), 2),
             lambda: obeys() > 1,
         ),
         Action("Stop after this epoch", "end training when this epoch does", lambda: ask(stop, 1), lambda: obeys() > 0),
     )
 
 
-def _look(page: CommandWriter, number: int = 0) -> CommandState | None:
+def _look(page: PageReader) -> Sample | None:
     """Return what a rank says; None if its page was closed, because it has ended."""
     try:
-        return page.look(number)
+        return page.read()
     except ValueError:
         return None

@@ -79,7 +79,7 @@ class ResumingMixin(CheckpointMixin):
                 yield epoch
                 if steering.stops:
                     if epoch + 1 < number:
-                        page.commands.note_end(epoch + 1, number)
+                        page.note_end(epoch + 1, number)
                     break
 
     def _save_if_asked(self) -> None:

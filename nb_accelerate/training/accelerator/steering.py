@@ -43,8 +43,7 @@ class Steering:
     @property
     def own(self) -> tuple[bool, bool]:
         """Whether this rank is asked to save, and to stop."""
-        commands = here().commands
-        return bool(commands.save), commands.stop
+        return here().asks_to_save, here().asks_to_stop
 
     @contextmanager
     def uneven_batches(self) -> Iterator[None]:
@@ -77,16 +76,16 @@ class Steering:
             said, failed = str(save()), False
         except Exception as error:  # raised by `save_checkpoint` in the notebook
             said, failed = str(error) or type(error).__name__, True
-        here().commands.answer(said, failed=failed)
+        here().answer(said, failed=failed)
         if is_main:
             note(f"not saved: {said}" if failed else f"saved {said}")
 
     @contextmanager
     def loop(self, *, can_save: bool) -> Iterator[None]:
         """Obey in a loop over epochs. What comes after it is refused."""
-        here().commands.note_loop(2 if can_save else 1)
+        here().note_obeying(2 if can_save else 1)
         try:
             yield
         finally:
-            here().commands.note_loop(0)
+            here().note_obeying(0)
             self.saves = self.stops = False

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from nb_accelerate.base.progress_page import here
-from nb_accelerate.base.progress_page.reader import PageReader
+from nb_accelerate.base.progress_page import PageReader, here, layout
 from nb_accelerate.base.progress_page.sample import read
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.notebook.launch import Launch, notebook_launcher
@@ -186,14 +185,16 @@ def test_buttons_are_there_while_a_loop_obeys_and_what_comes_later_is_refused() 
     save, stop = steering_actions(request, said.append)
 
     def obeys(loop: int) -> list[bool]:
-        page.write([(4096 + 16, loop.to_bytes(8, "little"))])
+        page.write(
+            [(8 * word, value.to_bytes(8, "little")) for word, value in ((layout.REQUEST, 1), (layout.OBEYS, loop))]
+        )
         return [save.can(), stop.can()]
 
     assert [obeys(loop) for loop in (0, 1, 2, 0)] == [[False, False], [False, True], [True, True], [False, False]]
     save.do()
     stop.do()
     assert said == ["training has no loop over epochs any more that could obey"] * 2
-    assert page.copy()[4096 : 4096 + 16] == bytes(16), "nothing is asked of the next cell"
+    assert page.copy()[8 * layout.SAVE : 8 * layout.OBEYS] == bytes(16), "nothing is asked of the next cell"
     obeys(2)
     stop.do()
     assert said[2:] == ["training ends after this epoch"]
