@@ -121,7 +121,15 @@ class CellSyntaxError(NbAccelerateError):
 
 
 class LaunchError(NbAccelerateError, RuntimeError):
-    """Ranks could not be started, or did not end as they should."""
+    """Ranks could not be started, or did not end as they should.
+
+    Attributes:
+        stacks: what ranks were doing, by rank, as far as it is known.
+    """
+
+    def __init__(self, message: str, *, stacks: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.stacks = stacks or {}
 
 
 class ShippingError(LaunchError, TypeError):
@@ -176,14 +184,12 @@ class RankError(LaunchError):
     Attributes:
         rank: which one.
         output: the last lines it wrote, as text.
-        stacks: what the other ranks were doing, by rank.
     """
 
     def __init__(self, message: str, *, rank: int, output: str = "", stacks: dict[int, str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, stacks=stacks)
         self.rank = rank
         self.output = output
-        self.stacks = stacks or {}
 
 
 class RankDiedError(RankError):
@@ -193,16 +199,8 @@ class RankDiedError(RankError):
         exitcode: as in `multiprocessing.Process.exitcode`: the exit code, or minus the signal's number.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        exitcode: int,
-        output: str = "",
-        stacks: dict[int, str] | None = None,
-    ) -> None:
-        super().__init__(message, rank=rank, output=output, stacks=stacks)
+    def __init__(self, message: str, *, exitcode: int, **of_rank: Any) -> None:
+        super().__init__(message, **of_rank)
         self.exitcode = exitcode
 
     @property
@@ -218,34 +216,18 @@ class RemoteError(RankError):
         type_name: the name of its type in the rank.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        type_name: str,
-        output: str = "",
-        stacks: dict[int, str] | None = None,
-    ) -> None:
-        super().__init__(message, rank=rank, output=output, stacks=stacks)
+    def __init__(self, message: str, *, type_name: str, **of_rank: Any) -> None:
+        super().__init__(message, **of_rank)
         self.type_name = type_name
 
 
 class DeadlineError(LaunchError, TimeoutError):
-    """A run took longer than the ``timeout`` it was given.
-
-    Attributes:
-        stacks: what every rank was doing, by rank.
-    """
+    """A run took longer than the ``timeout`` it was given."""
 
     def __new__(cls, *args: Any, **_: Any) -> DeadlineError:
         """Made by TimeoutError."""
         # Of the two built-in bases OSError has the larger layout, but RuntimeError comes first in the order.
         return TimeoutError.__new__(cls, *args)
-
-    def __init__(self, message: str, *, stacks: dict[int, str] | None = None) -> None:
-        super().__init__(message)
-        self.stacks = stacks or {}
 
 
 class DeadlockError(LaunchError):
@@ -255,11 +237,4 @@ class DeadlockError(LaunchError):
     lives in any rank, and no process of any rank has computed meanwhile. Other waits are told, and not ended. On CPUs
     only, because a wait for a device may look the same. PyTorch itself would wait for 30 minutes with gloo, and for 10
     with NCCL (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group).
-
-    Attributes:
-        stacks: what the ranks that wait were doing, by rank.
     """
-
-    def __init__(self, message: str, *, stacks: dict[int, str] | None = None) -> None:
-        super().__init__(message)
-        self.stacks = stacks or {}

@@ -61,23 +61,12 @@ def test_what_is_no_host_is_refused(host: str) -> None:
         ({"engine": "command", "hosts": TWO, "command_template": "ssh {host}"}, r"has no \{command\}"),
         ({"engine": "command", "hosts": TWO, "command_template": "sh -c '{command}"}, "Close the quotes"),
         ({"engine": "ssh", "hosts": TWO, "remote_python": " "}, "names no interpreter"),
-        ({"engine": "mpi", "hosts": TWO}, "choice. Write engine='ssh'"),
         ({"engine": "dask", "hosts": TWO}, "engine='dask' is not a choice"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EngineOptions(**given)
-
-
-@pytest.mark.parametrize("engine", ["Slurm", "k8s", "kubernetes", "docker"])
-def test_what_is_no_engine_is_a_command_with_the_template_of_the_page(engine: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine='{engine}' is not a choice. Write engine='command'") as caught:
-        EngineOptions(engine=engine)
-    template = str(caught.value).partition("command_template=")[2].strip("'")
-    page = Path(__file__).parents[2] / "notebooks" / "how_to" / "several_machines.md"
-    assert f'| `"{template}"` |' in page.read_text()
-    EngineOptions(engine="command", hosts=TWO, command_template=template)
 
 
 @pytest.mark.parametrize(

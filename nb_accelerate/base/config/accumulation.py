@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nb_accelerate.base.config.checks import check_options, check_whole, first_given
+from nb_accelerate.base.config.checks import check_options, check_whole
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
 
@@ -52,6 +52,4 @@ def resolve_accumulation(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin.num_steps={given.num_steps} "
             "contradict each other. Write the number in one of them only."
         )
-    return replace(
-        given, num_steps=first_given(given.num_steps, environment.gradient_accumulation_steps, steps, default=1)
-    )
+    return replace(given, num_steps=given.num_steps or environment.gradient_accumulation_steps or steps or 1)

@@ -82,11 +82,6 @@ def check_options(name: str, value: T | None, kind: type[T]) -> T | None:
     )
 
 
-def first_given(*values: T | None, default: T) -> T:
-    """Return the first value that is not None: argument, then environment, then file, then the default."""
-    return next((value for value in values if value is not None), default)
-
-
 def described(value: object) -> str:
     """Return the type of a value, as a part of a sentence: ``"of type str"``, ``"of type other_package.Options"``."""
     kind = type(value)

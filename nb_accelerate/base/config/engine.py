@@ -37,15 +37,6 @@ ENGINES: dict[str, EngineRow] = {
 }
 """By name. ``"auto"`` is none of them: ranks are on this machine."""
 
-_INSTEAD = {
-    "slurm": "engine='command', command_template='srun -u --overlap --cpu-bind=none -N1 -n1 -w {host} {command}'",
-    "kubernetes": "engine='command', command_template='kubectl exec -i {host} -- {command}'",
-    "docker": "engine='command', command_template='docker exec -i {host} {command}'",
-    "mpi": "engine='ssh', by which mpirun reaches machines too",
-}
-_INSTEAD["k8s"] = _INSTEAD["kubernetes"]
-"""What to write for names that users may take for engines."""
-
 _BUFFERS_LINES = re.compile(r"(?:^|[\s/'\"])srun(?=\s)(?!.*\s(?:-\w*u|--unb))", re.DOTALL)
 """``srun`` without ``-u``, which buffers output until a line ends."""
 
@@ -71,13 +62,16 @@ class EngineOptions:
     remote_python: str = "python3"
 
     def __post_init__(self) -> None:
-        if instead := _INSTEAD.get(str(self.engine).lower()):
-            raise ConfigError(f"engine={shown(self.engine)} is not a choice. Write {instead}")
         object.__setattr__(self, "engine", check_choice("engine", self.engine, ("auto", *ENGINES)))
         object.__setattr__(self, "hosts", _checked_hosts(self.hosts))
         self._check_taken()
         for name in ("command_template", "remote_python"):
-            _check_words(name, getattr(self, name) or "")
+            try:
+                shlex.split(getattr(self, name) or "")
+            except ValueError as error:
+                raise ConfigError(
+                    f"{name}={shown(getattr(self, name))} cannot be read as a command: {error}. Close the quotes"
+                ) from None
         if not self.remote_python.strip():
             raise ConfigError("remote_python='' names no interpreter. Write remote_python='python3'")
         if self.command_template is not None and "{command}" not in self.command_template:
@@ -161,13 +155,6 @@ def _checked_hosts(hosts: Any) -> tuple[str, ...]:
     if twice is not None:
         raise ConfigError(f"hosts={shown(hosts)} names {twice!r} twice. Write it once, with all its ranks: '{twice}:8'")
     return tuple(hosts)
-
-
-def _check_words(name: str, command: str) -> None:
-    try:
-        shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(f"{name}={shown(command)} cannot be read as a command: {error}. Close the quotes") from None
 
 
 VARIABLES = {field.name: f"NB_ACCELERATE_{field.name.upper()}" for field in fields(EngineOptions)}

@@ -76,19 +76,9 @@ class Environment:
         return check_whole(f"The environment variable {name}", number, at_least=at_least)
 
     @property
-    def mixed_precision(self) -> str | None:
-        """``ACCELERATE_MIXED_PRECISION``: the precision, as it was written."""
-        return self.text("ACCELERATE_MIXED_PRECISION")
-
-    @property
     def use_cpu(self) -> bool | None:
         """``ACCELERATE_USE_CPU``: train on the CPU even where there is an accelerator."""
         return self.flag("ACCELERATE_USE_CPU")
-
-    @property
-    def device(self) -> str | None:
-        """The device to train on, or its type: ``NB_ACCELERATE_DEVICE`` of a launch, ``ACCELERATE_TORCH_DEVICE``."""
-        return self.text(DEVICE) or self.text("ACCELERATE_TORCH_DEVICE")
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -142,19 +132,6 @@ class Environment:
     def resume(self) -> bool | None:
         """``NB_ACCELERATE_RESUME``: go on from the newest checkpoint; None if nobody has said."""
         return self.flag(RESUME)
-
-    @property
-    def is_restarted(self) -> bool:
-        """``TORCHELASTIC_RESTART_COUNT``: torchrun has started the ranks again."""
-        return bool(self.whole("TORCHELASTIC_RESTART_COUNT"))
-
-    @property
-    def launch(self) -> str | None:
-        """``NB_ACCELERATE_LAUNCH``, or torchrun's ``TORCHELASTIC_RUN_ID``: the id of the launch of this process.
-
-        Ranks that are started again have the same. Each machine may have one of its own.
-        """
-        return self.text(LAUNCH) or self.text("TORCHELASTIC_RUN_ID")
 
     @property
     def has_rendezvous(self) -> bool:

@@ -66,8 +66,13 @@ class LaunchOptions:
     engine: EngineOptions = LOCAL
 
     def __post_init__(self) -> None:
-        _check_function(self.function)
-        _check_args(self.args)
+        self._check_function()
+        if not isinstance(self.args, tuple):
+            hint = "tuple(...)" if isinstance(self.args, list) else f"({shown(self.args)},)"
+            raise ConfigError(
+                f"args={shown(self.args)} is {described(self.args)}, but must be a tuple with one entry for each "
+                f"argument of the function. Write args={hint}"
+            )
         if not isinstance(self.kwargs, Mapping) or not all(isinstance(key, str) for key in self.kwargs):
             raise ConfigError(f"kwargs={shown(self.kwargs)} does not map names to values. Write kwargs={{'lr': 0.1}}")
         for name, choices in _CHOICES.items():
@@ -80,13 +85,39 @@ class LaunchOptions:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
         _check_devices(self.devices)
-        _check_port(self.use_port)
+        port = int(self.use_port) if isinstance(self.use_port, str) and self.use_port.isdigit() else self.use_port
+        if port is not None and (type(port) is not int or not 0 <= port < 1 << 16):
+            raise ConfigError(f"use_port={shown(port)} is not a port: 1 to 65535, or 0 or None for a free one")
         self._check_nodes()
-        _check_prefix(self.log_line_prefix_template)
-        _check_env(self.env)
+        try:
+            string.Template(self.log_line_prefix_template or "").substitute(rank="", local_rank="", role_name="")
+        except (KeyError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"log_line_prefix_template={self.log_line_prefix_template!r} is not text in which only ${{rank}}, "
+                f"${{local_rank}} and ${{role_name}} are filled in: {error}"
+            ) from None
+        for key, value in self.env.items():
+            if not isinstance(key, str) or not isinstance(value, (str, os.PathLike)):
+                raise ConfigError(
+                    f"env has {key!r}: {value!r}, but environment variables are text. Write {str(key)!r}: '{value}'"
+                )
         for module in self.by_value:
             if not isinstance(module, ModuleType):
                 raise ConfigError(f"by_value has {module!r}, which is not a module. Write by_value=[my_module]")
+
+    def _check_function(self) -> None:
+        function = self.function
+        if not callable(function):
+            raise ConfigError(
+                f"function={shown(function)} is {described(function)} and cannot be called. Pass the function itself, "
+                "without calling it: notebook_launcher(train, args=(...,))"
+            )
+        is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        if is_async or inspect.isgeneratorfunction(function):
+            raise ConfigError(
+                f"{shown(function)} is {'an async' if is_async else 'a generator'} function: calling it runs nothing "
+                "yet, and what it returns cannot be sent back. Pass a plain function: def train(...): ..."
+            )
 
     def _check_nodes(self) -> None:
         if self.min_nodes is not None and self.min_nodes > self.num_nodes:
@@ -147,33 +178,6 @@ def check_start_method(value: object, names: Iterable[str]) -> str:
     return check_choice("start_method", value, ("auto", *names))
 
 
-def _check_function(function: object) -> None:
-    if not callable(function):
-        raise ConfigError(
-            f"function={shown(function)} is {described(function)} and cannot be called. Pass the function itself, "
-            "without calling it: notebook_launcher(train, args=(...,))"
-        )
-    for kind, has_kind in (
-        ("an async function", inspect.iscoroutinefunction),
-        ("a generator function", inspect.isgeneratorfunction),
-        ("an async generator function", inspect.isasyncgenfunction),
-    ):
-        if has_kind(function):
-            raise ConfigError(
-                f"{shown(function)} is {kind}: calling it runs nothing yet, and what it returns cannot be sent "
-                f"back. Pass a plain function: def train(...): ..."
-            )
-
-
-def _check_args(args: object) -> None:
-    if not isinstance(args, tuple):
-        hint = "args=tuple(...)" if isinstance(args, list) else f"args=({shown(args)},)"
-        raise ConfigError(
-            f"args={shown(args)} is {described(args)}, but must be a tuple with one entry for each argument of the "
-            f"function. Write {hint}"
-        )
-
-
 def _check_devices(devices: Any) -> None:
     if devices is None or any(devices == kind.name for kind in DEVICE_KINDS):
         return
@@ -182,27 +186,3 @@ def _check_devices(devices: Any) -> None:
         raise ConfigError(f"devices={shown(devices)}: write devices='cpu', or the numbers of GPUs, as devices=[0, 2]")
     if len(set(devices)) < len(devices):
         raise ConfigError(f"devices={shown(devices)} names a GPU twice; each rank needs its own")
-
-
-def _check_port(port: Any) -> None:
-    number = int(port) if isinstance(port, str) and port.isdigit() else port
-    if number is not None and (type(number) is not int or not 0 <= number < 1 << 16):
-        raise ConfigError(f"use_port={shown(port)} is not a port: 1 to 65535, or 0 or None for a free one")
-
-
-def _check_prefix(template: str | None) -> None:
-    try:
-        string.Template(template or "").substitute(rank="", local_rank="", role_name="")
-    except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"log_line_prefix_template={template!r} is not text in which only ${{rank}}, ${{local_rank}} and "
-            f"${{role_name}} are filled in: {error}"
-        ) from None
-
-
-def _check_env(env: Mapping[str, object]) -> None:
-    for key, value in env.items():
-        if not isinstance(key, str) or not isinstance(value, (str, os.PathLike)):
-            raise ConfigError(
-                f"env has {key!r}: {value!r}, but environment variables are text. Write {str(key)!r}: '{value}'"
-            )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import check_choice, described, first_given, shown
+from nb_accelerate.base.config.checks import check_choice, described, shown
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
@@ -63,7 +63,7 @@ class AORecipeKwargs(KwargsHandler):
 def resolve_precision(argument: PrecisionType | str | None, environment: Environment) -> PrecisionType:
     """Choose the precision: the argument, else ``ACCELERATE_MIXED_PRECISION``, else none."""
     name = "mixed_precision" if argument is not None else "ACCELERATE_MIXED_PRECISION"
-    chosen = first_given(argument, environment.mixed_precision, default=PrecisionType.NO)
+    chosen = argument or environment.text("ACCELERATE_MIXED_PRECISION") or PrecisionType.NO
     return PrecisionType(check_choice(name, chosen, PrecisionType.list()))
 
 

@@ -135,7 +135,8 @@ class ResumingMixin(CheckpointMixin):
             raise ConfigError("resumable was given a loader that this Accelerator did not prepare.")
         interval = None if project.save_every is None else SaveInterval.parse(project.save_every)
         wanted = Environment().resume if resume is None else check_flag("resume", resume)
-        resumes = wanted is not False or (resume is None and Environment().is_restarted)
+        is_restarted = bool(Environment().whole("TORCHELASTIC_RESTART_COUNT"))  # by torchrun
+        resumes = wanted is not False or (resume is None and is_restarted)
         self._leave_earlier_run(begins_anew=resume is None and wanted is False)
         core.registry.loaded_from = None
         first = self._go_on(dataloader) if resumes else self._begin_anew()

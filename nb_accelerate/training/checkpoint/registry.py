@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.env import LAUNCH, Environment
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.errors import ConfigError
 
@@ -107,8 +107,11 @@ class Progress:
     global_step: int | None = None  # batches that `Accelerator.resumable` has handed out; None if it does not run
     # numbers that were logged last, by name; as tensors where they are on a device
     metrics: dict[str, float | Tensor] = field(default_factory=dict)
-    # ids of the launch of this process; after `Accelerator.resumable`, of all processes
-    launches: list[str] = field(default_factory=lambda: list(filter(None, [Environment().launch])))
+    # Ids of the launch of this process: ranks that are started again have the same, and each machine may have one of
+    # its own. After `Accelerator.resumable` those of all processes.
+    launches: list[str] = field(
+        default_factory=lambda: [*filter(None, map(Environment().text, (LAUNCH, "TORCHELASTIC_RUN_ID")))][:1]
+    )
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Keep the numbers among values that are logged."""

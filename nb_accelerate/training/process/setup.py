@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from nb_accelerate.base.config.env import Environment
+from nb_accelerate.base.config.env import DEVICE, Environment
 from nb_accelerate.base.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.base.devices import GLOO
 from nb_accelerate.base.topology import Topology, read_topology
@@ -55,7 +55,8 @@ def setup_process(
     adopted = context.default_group()
     read = topology = read_topology(environment.variables)
     if adopted is None:
-        kind, device = choose_device(topology, cpu=use_cpu, name=environment.device)
+        name = environment.text(DEVICE) or environment.text("ACCELERATE_TORCH_DEVICE")
+        kind, device = choose_device(topology, cpu=use_cpu, name=name)
     else:
         topology = _topology_of_group(read)
         if not use_cpu and dist.get_backend() == GLOO.name:

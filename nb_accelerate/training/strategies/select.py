@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from nb_accelerate.base.config.checks import first_given
 from nb_accelerate.base.config.deepspeed import resolve_deepspeed
 from nb_accelerate.base.config.env import DEBUG_MODE, Environment
 from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin, resolve_fsdp
@@ -152,7 +151,7 @@ def select_collectives(process: ProcessContext) -> Collectives:
     checks = Environment().flag(DEBUG_MODE)
     # On CPU a check costs one small message, and what it prevents is an abort or endless waiting. On a GPU the host
     # would have to wait for the device, so there it has to be asked for.
-    if first_given(checks, default=not backend_named(dist.get_backend()).returns_early):
+    if checks or (checks is None and not backend_named(dist.get_backend()).returns_early):
         return CheckedCollectives(process.device, device_ids=_device_ids(process), thorough=bool(checks))
     return unchecked_collectives(process)
 
