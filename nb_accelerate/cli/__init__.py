@@ -19,8 +19,7 @@ from nb_accelerate.cli import (
     estimate_memory,
     launch,
     merge_weights,
-    status,
-    stop,
+    running,
     test,
     to_fsdp2,
 )
@@ -31,7 +30,7 @@ from nb_accelerate.errors import ConfigError, NbAccelerateError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (config, launch, test, status, stop, estimate_memory, merge_weights, to_fsdp2, env)
+_COMMANDS = (config, launch, test, running, estimate_memory, merge_weights, to_fsdp2, env)
 
 _INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 + SIGINT."""

@@ -6,7 +6,7 @@ from nb_accelerate.compat.environ import (
     merge_dicts as merge_dicts,
 )
 from nb_accelerate.compat.exchange import wait_for_everyone as wait_for_everyone
-from nb_accelerate.compat.fsdp2 import get_module_children_bottom_up as get_module_children_bottom_up
+from nb_accelerate.compat.fsdp import get_module_children_bottom_up as get_module_children_bottom_up
 from nb_accelerate.compat.models import (
     get_model_tp_size as get_model_tp_size,
     get_pretty_name as get_pretty_name,

@@ -9,12 +9,9 @@ was after it was killed. A word is written in one piece; a reader may see words 
 of one.
 """
 
-from nb_accelerate.base.progress_page.activity import Activity, Collective, Phase
-from nb_accelerate.base.progress_page.code_line import CodeLine
+from nb_accelerate.base.progress_page.facts import Activity, CodeLine, Collective, Phase, RankMemory
 from nb_accelerate.base.progress_page.page import MAX_RECORD, ProgressPage, here, install
-from nb_accelerate.base.progress_page.rank_memory import RankMemory
-from nb_accelerate.base.progress_page.reader import PageReader
-from nb_accelerate.base.progress_page.sample import Bar, Sample
+from nb_accelerate.base.progress_page.sample import Bar, PageReader, Sample
 
 __all__ = [
     "MAX_RECORD",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.progress_page import code_line, rank_memory
-from nb_accelerate.base.progress_page.activity import Activity, Phase, collective_of, phase_of
+from nb_accelerate.base.progress_page import facts
+from nb_accelerate.base.progress_page.facts import Activity, Phase, collective_of, phase_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,8 +97,8 @@ assert HEADER.size == NUM_WORDS * 8 <= SCALARS_AT
 assert (SIZE - BARS_AT) % BAR.size == 0
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= WARNING_AT
 assert WARNING_AT + WARNING.size <= LINE_AT
-assert LINE_AT + code_line.SIZE <= MEMORY_AT
-assert MEMORY_AT + rank_memory.SIZE <= ANSWER_AT
+assert LINE_AT + facts.LINE.size <= MEMORY_AT
+assert MEMORY_AT + facts.MEMORY.size <= ANSWER_AT
 assert ANSWER_AT + ANSWER.size <= BARS_AT
 assert NANOSECONDS + len(Phase) <= SINCE
 

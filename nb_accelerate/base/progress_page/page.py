@@ -11,8 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
-from nb_accelerate.base.progress_page.activity import Collective, Phase
-from nb_accelerate.base.progress_page.code_line import CodeLine
+from nb_accelerate.base.progress_page.facts import CodeLine, Collective, Phase
 from nb_accelerate.base.progress_page.phase_times import clock_of
 
 if TYPE_CHECKING:
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from nb_accelerate.base.progress_page.activity import Activity
-    from nb_accelerate.base.progress_page.rank_memory import RankMemory
+    from nb_accelerate.base.progress_page.facts import Activity, RankMemory
 
 
 _NUMBER = re.compile(r"\d+")

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.progress_page import layout
-from nb_accelerate.base.progress_page.activity import Phase
+from nb_accelerate.base.progress_page.facts import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
