@@ -7,8 +7,6 @@ and returns the exit code. Importing it costs nothing: what a command needs is i
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -94,25 +92,9 @@ class _Parser(argparse.ArgumentParser):
             below = [name for action in command._actions for name in action.choices or () if not action.option_strings]
             meant = flag.lstrip("-")
             hint = f" Did you mean '{command.prog} {meant}'?" if meant in below else suggest(flag, known)
-            is_notebook = getattr(parsed, "target", "").endswith(".ipynb")
-            if is_notebook and meant.isidentifier() and not difflib.get_close_matches(flag, known, n=1, cutoff=0.7):
-                hint = f" A parameter of the notebook is set by -p {meant}=VALUE."
             command.error(f"unknown: {' '.join(unknown)}.{hint}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print the message, with a suggestion, and exit with 2."""
-        if found := re.fullmatch(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
-            from nb_accelerate.base.config.checks import suggest
-
-            what, given, choices = found[1], found[2], found[3].replace("'", "").split(", ")
-            meant = given if given.endswith((".py", ".ipynb")) else "TARGET" if given in ("run", "execute") else ""
-            hint = f" Write: {self.prog} launch {meant}" if meant else f"{suggest(given, choices)} Write one of: "
-            what = "there is no command" if what == "COMMAND" else f"{what} cannot be"
-            message = f"{what} {given!r}.{hint}" + ("" if meant else ", ".join(choices))
-        elif found := re.fullmatch(r"argument (.*): invalid (int|float) value: (.*)", message):
-            kind = "whole number" if found[2] == "int" else "number"
-            message = f"{found[1]} takes a {kind}, and {found[3]} is none"
-        message = message.removesuffix(", ...")
-        end = "" if message.endswith((".", "?")) else "."
-        self.exit(2, f"{self.prog}: {message}{end} All there is: {self.prog} --help\n")
+        """Print the message in one line, without a usage that has all flags, and exit with 2."""
+        self.exit(2, f"{self.prog}: {message.removesuffix(', ...').rstrip('.')}. All there is: {self.prog} --help\n")

@@ -1,13 +1,4 @@
-"""Run a notebook from top to bottom in a new kernel, with its progress as text.
-
-::
-
-    execute(path) ──> kernel of this Python ──> one cell after the other ──> NotebookRun ──> write_notebook, write_page
-        │                     ▲                          │
-        │              Ctrl-C: interrupt     streams and panels, as they come
-        │              again:  end it                    ▼
-        └── the kernel ends, always               the terminal
-"""
+"""Run a notebook from top to bottom in a new kernel of this Python, with its progress as text."""
 
 from __future__ import annotations
 
@@ -38,31 +29,27 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from nbformat import NotebookNode
-_INDENT = "      "
 
 
 class CellProgress:
-    """Print number and title of each cell, its output, indented, and its seconds.
-
-    Args:
-        out: where to. If it is a terminal, what `panel` is told stays at the bottom while the cell runs.
-
-    Attributes:
-        is_live: it is such a terminal.
-    """
+    """Print number and title of each cell, its output, and its seconds. On a terminal panels stay at the bottom."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._fresh_line = True
+        self._is_fresh_line = True
         self._block = Block(out) if can_redraw(out) else None
         self._panels: dict[str, Sequence[str]] = {}
         self._where = ""
-        self.is_live = self._block is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether panels are shown."""
+        return self._block is not None
 
     @contextlib.contextmanager
     def cell(self, number: int, total: int, title: str) -> Iterator[None]:
         """Print the title of a cell, run the block, and print its seconds."""
-        self.line(f"[{number}/{total}] {title}")
+        self.lines(f"[{number}/{total}] {title}")
         self._where = f"cell {number} of {total}"
         began = time.monotonic()
         try:
@@ -71,28 +58,27 @@ class CellProgress:
             # A launch that continues in the background, or whose kernel has died, sends no more lines.
             self._panels.clear()
             self._draw()
-            self._end_line()
-            self.line(f"{_INDENT}{time.monotonic() - began:.1f} s")
-
-    def line(self, text: str) -> None:
-        """Write a line that is not output of a cell."""
-        self._write(f"{text}\n")
+            self.lines(f"{time.monotonic() - began:.1f} s")
 
     def text(self, text: str) -> None:
-        """Write a piece of the output of the cell, which may end in the middle of a line."""
-        self._write("".join(self._indented(text)))
+        """Write a piece of output, which may end in the middle of a line."""
+        if not text:
+            return
+        self._is_fresh_line = text.endswith("\n")
+        if self._block is not None:
+            self._block.hide()
+        self._out.write(text)
+        self._out.flush()
+        if self._block is not None and self._is_fresh_line:
+            self._block.show()
 
     def lines(self, text: str) -> None:
-        """Write some lines of what the cell shows."""
-        self._end_line()
-        self.text(f"{text}\n")
+        """Write some lines, on lines of their own."""
+        self.text(f"{text}\n" if self._is_fresh_line else f"\n{text}\n")
 
     def panel(self, name: str, lines: Sequence[str]) -> None:
         """Replace the lines last shown under this name; an empty list removes them."""
-        if lines:
-            self._panels[name] = lines
-        else:
-            self._panels.pop(name, None)
+        self._panels[name] = lines
         self._draw()
 
     def _draw(self) -> None:
@@ -100,46 +86,15 @@ class CellProgress:
             lines = [line for panel in self._panels.values() for line in panel]
             self._block.draw_lines([f"{self._where} · {lines[0]}", *lines[1:]] if lines else [])
 
-    def _end_line(self) -> None:
-        if not self._fresh_line:
-            self.text("\n")
-
-    def _write(self, text: str) -> None:
-        if not text:
-            return
-        if self._block is not None:
-            self._block.hide()
-        self._out.write(text)
-        self._out.flush()
-        if self._block is not None and text.endswith("\n"):
-            self._block.show()
-
-    def _indented(self, text: str) -> Iterator[str]:
-        for part in re.split(r"(\r?\n|\r)", text):
-            if part.endswith("\n"):
-                yield "\n"
-                self._fresh_line = True
-            elif part == "\r":
-                # A terminal writes over the line; a log has no such thing and gets the next one.
-                yield "\r" if self._out.isatty() else "" if self._fresh_line else "\n"
-                self._fresh_line = True
-            elif part:
-                yield f"{_INDENT}{part}" if self._fresh_line else part
-                self._fresh_line = False
-
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedCell:
-    """The cell and the error that ended a notebook early.
+    """The cell and the error that ended a notebook early."""
 
-    Attributes:
-        number: the code cell that failed, counted from 1, or None if it was none of them.
-    """
-
-    number: int | None
+    number: int | None  # of the code cell that failed, counted from 1; None if it was none of them
     title: str
     traceback: str
 
@@ -151,14 +106,10 @@ class FailedCell:
 
 @dataclass(frozen=True, kw_only=True)
 class NotebookRun:
-    """The result of running a notebook.
-
-    Attributes:
-        notebook: the executed copy, complete up to where it stopped.
-    """
+    """The result of running a notebook."""
 
     name: str
-    notebook: NotebookNode
+    notebook: NotebookNode  # the executed copy, complete up to where it stopped
     failure: FailedCell | None = None
     interrupted: bool = False
 
@@ -237,7 +188,7 @@ class _Session(NotebookClient):
         for cell in self.nb.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
-        self._progress.line(f"{self._path.name}")
+        self._progress.lines(f"{self._path.name}")
         try:
             with self._signals():
                 failure = await self._start() or await self._cells()
@@ -253,7 +204,7 @@ class _Session(NotebookClient):
                 await self._manager.shutdown_kernel()
         self.set_widgets_metadata()
         if self._is_stopped:
-            self._progress.line("interrupted")
+            self._progress.lines("interrupted")
             failure = None  # an interrupted cell fails because it was told to
         return NotebookRun(name=self._path.stem, notebook=self.nb, failure=failure, interrupted=self._is_stopped)
 

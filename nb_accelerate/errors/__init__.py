@@ -1,30 +1,5 @@
 """What can go wrong, as types.
 
-```text
-NbAccelerateError
-├── ConfigError (ValueError)                an option has a value that it cannot have
-├── UnknownArgumentError (TypeError)        a call has an argument that is not taken
-├── NotATensorError (TypeError)             something else is where a tensor has to be
-├── MissingDependencyError (ImportError)    a package is not installed, or too old
-├── NotPreparedError (RuntimeError)         what a method needs was not prepared before
-├── CollectiveMismatchError (RuntimeError)  ranks hand different things to one collective
-├── DispatchError (RuntimeError)            rank 0 reads for all, and could not
-├── CheckpointError (RuntimeError)          a checkpoint is damaged, or does not fit
-├── PlacedModelError (RuntimeError)         weights that are spread over devices cannot do this
-├── CellSyntaxError                         a cell does not compile; no rank has seen it
-└── LaunchError (RuntimeError)              ranks were to be started, or were running
-    ├── ShippingError (TypeError)           what cannot be sent to another process
-    │   └── TooLargeError                   what is sent only when asked for
-    ├── PoolError                           ranks of `%%distributed` cannot do this now
-    ├── StartError                          a rank could not be started
-    ├── MachineError                        another machine failed, or is lost
-    ├── RankError                           a rank failed; base of the two below
-    │   ├── RankDiedError                   its process ended: exit code or signal
-    │   └── RemoteError                     its exception cannot be raised here as it was
-    ├── DeadlineError (TimeoutError)        the run took longer than it was allowed to
-    └── DeadlockError                       ranks wait for others that never come
-```
-
 An exception that user code raises in a rank is *not* wrapped: it arrives in the notebook with its own
 type. Every error here survives pickling, because it travels from ranks to the kernel. What is shown of one, instead of
 all its frames, is in `nb_accelerate.errors.traceback_lines`.

@@ -49,7 +49,7 @@ def test_a_notebook_runs_in_its_folder_with_this_python(write):
     assert Path(python).samefile(sys.executable)
     shown = progress.getvalue()
     assert "[1/3] what we need\n" in shown
-    assert "[2/3] for i in range(3):\n      line 0\n      line 1\n      line 2\n" in shown
+    assert "[2/3] for i in range(3):\nline 0\nline 1\nline 2\n" in shown
 
 
 def test_a_failing_cell_ends_the_run_and_everything_so_far_can_be_written(write, tmp_path: Path):

@@ -114,7 +114,7 @@ def test_ranks_of_a_cell_are_a_block_below_what_they_print_and_then_a_table(
     last = launched.screen.text
     assert "cell 2 of 3" not in last
     assert last.count("2/2") == 1
-    assert last.index("      ✓ train · 2 ranks") < last.index("2/2") < last.index("[3/3] print('the last cell')")
+    assert last.index("✓ train · 2 ranks") < last.index("2/2") < last.index("[3/3] print('the last cell')")
     assert [line for line in launched.screen.lines if line.strip() == ""] == [""]  # nothing but the last
     (table,) = tables(tmp_path)
     assert "2/2" in table
@@ -131,7 +131,7 @@ def test_where_output_is_redirected_there_are_lines_and_nothing_else(plain: None
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert "\x1b" not in text
     assert "cell 2 of 3" not in text
-    assert "      [rank 1] rank 1 begins 1\n" in text
+    assert "[rank 1] rank 1 begins 1\n" in text
     (table,) = tables(tmp_path)
     assert "2/2" in table
 
