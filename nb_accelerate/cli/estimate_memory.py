@@ -18,9 +18,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "estimate-memory",
         help="how much memory a model will take: for training, or where it fits for inference",
         description="Count what training with Adam takes: weights, gradients, the optimizer's state and, for a batch "
-        "that you describe, activations. No weights are loaded. The columns are what `Accelerator` needs with each "
-        "mixed precision; 'bf16 weights' is a model that was turned into bf16 as a whole. Each of several processes "
-        "has the whole model, and a copy of the gradients to communicate.",
+        "that you describe, activations: the most that forward and backward hold at once beside these. No weights are "
+        "loaded. The columns are what `Accelerator` needs with each mixed precision; 'bf16 weights' is a model "
+        "that was turned into bf16 as a whole. Each of several processes has the whole model, and a copy of the "
+        "gradients to communicate.",
     )
     parser.add_argument(
         "model", metavar="MODEL", help="a folder with a config.json, a name on the Hub, or module:Class"

@@ -64,6 +64,15 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(gpt: Path, dtype: 
     assert fake > 10 * one_layer
 
 
+def test_temporaries_of_backward_count():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layers = [torch.nn.Linear(64, 1024, bias=False), torch.nn.ReLU(), torch.nn.Linear(1024, 64, bias=False)]
+        hidden = 128 * 1024 * 4
+        peak = count_activations(torch.nn.Sequential(*layers), {"input": torch.zeros(128, 64)})
+    # At the backward of ReLU: its output, which was kept, and the gradients of its output and of its input.
+    assert 3 * hidden <= peak < 3.2 * hidden
+
+
 def test_dropout_of_attention_keeps_no_scores_as_on_gpus(gpt: Path):
     ids, found = torch.zeros(2, 8, dtype=torch.long), []
     for dropout in (0.1, 0.0):

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.bigmodel.sizes import calculate_maximum_sizes
+from nb_accelerate.training.pytree import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
 
@@ -37,7 +39,8 @@ class MemoryEstimate:
         weights: parameters and buffers.
         gradients: gradients of trainable parameters.
         adam: both moments of Adam.
-        activations: tensors that the forward pass keeps for the backward pass; None if the inputs are unknown.
+        activations: the most that forward and backward hold at once: what is kept for backward, and temporaries; None
+            if the inputs are unknown.
         buckets: the buffers in which DistributedDataParallel communicates gradients.
     """
 
@@ -119,8 +122,8 @@ def estimate_memory(
 
     Args:
         precision: see `MemoryEstimate`; for ``bf16 weights`` the model must have bfloat16 weights already.
-        inputs: returns the keyword arguments of a forward pass for a model. The pass is run once, to count the
-            activations.
+        inputs: returns the keyword arguments of a forward pass for a model. It is run once, and its backward, to
+            count the activations.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(map(_bytes, parameters))
@@ -141,19 +144,53 @@ def estimate_memory(
 
 
 def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, without parameters and buffers."""
-    own = {_key(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
-    kept: dict[int, torch.UntypedStorage] = {}
+    """Return the most bytes that forward and backward hold at once: what is kept for backward, and temporaries.
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept.setdefault(_key(storage), storage)
-        return tensor
-
+    Parameters, buffers and gradients are not counted. Gradients are there before, as in all steps but the first.
+    """
     model.train()
-    with _FusedAttention(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(**inputs)
-    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    own = [*model.parameters(), *model.buffers(), *gradients]
+    watch = _LiveBytes(own)
+    with watch, _FusedAttention():
+        output = model(**inputs)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            loss = torch.stack([tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]).sum()
+        del output
+        loss.backward()
+    return watch.peak
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the bytes of the storages that operations make, as long as these live.
+
+    Attributes:
+        peak: the most bytes at once.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in known}  # type: ignore[no-untyped-call]
+        self._live: dict[int, tuple[Any, int]] = {}
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                if reference.cdata not in self._known:
+                    self._live[reference.cdata] = reference, storage.nbytes()
+        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -190,11 +227,6 @@ def largest_layer(model: nn.Module) -> tuple[int, str]:
     """Return the bytes and the name of the largest layer, the first of equal ones. See `get_max_layer_size`."""
     size, names = calculate_maximum_sizes(model)[1]
     return int(size), names[0] if names else ""
-
-
-def _key(storage: torch.UntypedStorage) -> int:
-    """Return a key that is equal for all views of a storage. Fake tensors have no addresses to compare."""
-    return int(StorageWeakRef(storage).cdata)  # type: ignore[no-untyped-call]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
