@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.base.config.file import CONFIG_FILE, NO_FILE
+from nb_accelerate.base.config.file import CONFIG_FILE, KEYS, NO_FILE
 from nb_accelerate.base.config.variables import DEEPSPEED, DYNAMO, FSDP, GENERAL, MESH, USE_MESH, USES, variables_of
 from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.errors import ConfigError
@@ -196,8 +196,9 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
             f"{machines}: it counts the processes on all machines together."
         )
     processes = None if total is None else total // machines
-    gpu_ids = choose("gpu_ids", "all")
-    devices: Any = "cpu" if on_cpu else None if gpu_ids == "all" else _gpu_numbers(gpu_ids, processes)
+    gpu_ids = KEYS["gpu_ids"]("gpu_ids", choose("gpu_ids", "all"))
+    gpus = [] if gpu_ids == "all" else [int(number) for number in gpu_ids.split(",")]
+    devices: Any = "cpu" if on_cpu else gpus[:processes] or None
     if engine == "XLA" and not arguments.cpu:
         devices = "xla"
     variables = rank_variables(arguments, file, engine)
@@ -237,14 +238,6 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
         "env": variables,
         **meeting,
     }
-
-
-def _gpu_numbers(text: str, processes: int | None) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"gpu_ids={text!r} are no numbers of GPUs. Write --gpu_ids 0,1 or all.") from None
-    return numbers if processes is None else numbers[: max(processes, 1)]
 
 
 def _pairs(text: str | None) -> dict[str, str] | None:

@@ -225,7 +225,7 @@ def test_a_reader_that_leaves_ends_the_launch(tmp_path: Path):
         (["--num_machines=1:2", "--main_process_ip=host", "--rdzv_backend=static"], "Write rdzv_backend='c10d'"),
         (["--num_machines=2", "--main_process_ip=127.0.0.1"], "--main_process_ip for master_addr"),
         (["--num_machines=2", "--main_process_ip=host", "--machine_rank=2"], "--machine_rank for node_rank"),
-        (["--gpu_ids", "one"], "Write --gpu_ids 0,1 or all"),
+        (["--gpu_ids", "one"], "gpu_ids='one' is not a list"),
         (["--config_file", "nothing.yaml"], "configuration file"),
         (["--num_processes", "-2"], "num_processes=-2 is too small"),
         (["--main_process_port", "99999"], "--main_process_port for use_port"),

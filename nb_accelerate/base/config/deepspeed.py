@@ -75,8 +75,8 @@ class DeepSpeedPlugin(KwargsHandler):
         offload_param_device: where parameters are kept; stage 3 only.
         offload_optimizer_nvme_path: folder for optimizer state on a disk.
         offload_param_nvme_path: folder for parameters on a disk.
-        zero3_init_flag: make models of transformers sharded from the first, with ``from_pretrained``. Stage 3, where
-            it is the default.
+        zero3_init_flag: make models of transformers sharded from the first, with ``from_pretrained``. It counts in
+            stage 3, where it is the default.
         zero3_save_16bit_model: let ``engine.save_16bit_model`` gather the weights of stage 3. Default: True.
         transformer_moe_cls_names: classes of mixture-of-experts layers that stage 3 is to gather whole, separated by
             commas.
@@ -164,10 +164,6 @@ class DeepSpeedPlugin(KwargsHandler):
                 raise ConfigError(
                     f"offload_{what}_device={device!r} needs zero_stage={at_least} or more, and the stage is {stage}."
                 )
-        if self.zero3_init_flag and stage != 3:
-            raise ConfigError(
-                f"zero3_init_flag=True needs zero_stage=3, and the stage is {stage}. Write one or the other."
-            )
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -376,8 +372,6 @@ def _complete(plugin: DeepSpeedPlugin, environment: Environment) -> None:
     for name in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
         if found.get(name) == "none":  # accelerate's launcher always sets them
             del found[name]
-    if found.get("zero_stage", plugin.zero_stage) != 3:
-        found.pop("zero3_init_flag", None)  # accelerate's launcher sets it with any stage
     if found:
         completed = replace(plugin, **found, hf_ds_config=HfDeepSpeedConfig(plugin.hf_ds_config))
         vars(plugin).update({name: getattr(completed, name) for name in (*found, "_own_keys")})

@@ -5,7 +5,14 @@ from __future__ import annotations
 from enum import Enum
 
 
-class DistributedType(str, Enum):
+class Word(str, Enum):
+    """A word of an option, which is the text itself."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class DistributedType(Word):
     """Which distributed setup a process is part of.
 
     Scripts compare with names of hardware and engines that this package does not run on, so those are here too; no
@@ -26,22 +33,16 @@ class DistributedType(str, Enum):
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
     MEGATRON_LM = "MEGATRON_LM"
-    TPU = "XLA"  # noqa: PIE796 - another name of the same, in older scripts
-
-    def __str__(self) -> str:
-        return self.value
+    TPU = "XLA"
 
 
-class PrecisionType(str, Enum):
+class PrecisionType(Word):
     """The values of ``mixed_precision``."""
 
     NO = "no"
     FP16 = "fp16"
     BF16 = "bf16"
     FP8 = "fp8"
-
-    def __str__(self) -> str:
-        return self.value
 
     @classmethod
     def list(cls) -> list[str]:

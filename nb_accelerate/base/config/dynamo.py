@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_options
+from nb_accelerate.base.config.distributed import Word
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.base.config.options import fields_in
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class DynamoBackend(str, Enum):
+class DynamoBackend(Word):
     """Backends of `torch.compile`, which turn a captured graph into code. Not all work on every machine."""
 
     NO = "NO"
@@ -38,9 +38,6 @@ class DynamoBackend(str, Enum):
     TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
     OPENXLA = "OPENXLA"
     TVM = "TVM"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _RENAMED = dict.fromkeys(("aot_torchxla_trace_once", "torchxla_trace_once"), "openxla")

@@ -60,14 +60,6 @@ def _not_of_pods(key: str, value: object) -> bool:
     return False
 
 
-def _precision(key: str, value: object) -> str:
-    return check_choice(key, _unquoted(value), PrecisionType.list())
-
-
-def _distributed_type(key: str, value: object) -> str:
-    return check_choice(key, _unquoted(value), [member.value.lower() for member in DistributedType] + ["tpu"]).upper()
-
-
 def _unquoted(value: object) -> object:
     """Return ``"no"`` for False, which is how YAML 1.1 reads an unquoted ``no``."""
     return "no" if value is False else value
@@ -86,13 +78,6 @@ def _machines(key: str, value: object) -> int | str:
     if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most)):
         raise ConfigError(f"{key}={value!r} is neither a number of machines nor a range. Write {key}: 2 or {key}: 1:4.")
     return int(most) if fewest == most else f"{fewest}:{most}"
-
-
-def _port(key: str, value: object) -> int:
-    number = check_whole(key, value, at_least=0)
-    if number >= 1 << 16:
-        raise ConfigError(f"{key}={number} is not a port. Write a number from 1 to 65535, or 0 for a free one.")
-    return number
 
 
 def _text(key: str, value: object) -> str:
@@ -126,19 +111,21 @@ def _engine(key: str, value: object) -> dict[str, Any]:
     return section
 
 
+_DISTRIBUTED_TYPES = [*(member.value.lower() for member in DistributedType), "tpu"]
+
 KEYS: dict[str, Callable[[str, Any], Any]] = {
     "compute_environment": _text,
     "debug": _flag,
-    "distributed_type": _distributed_type,
+    "distributed_type": lambda key, value: check_choice(key, _unquoted(value), _DISTRIBUTED_TYPES).upper(),
     "downcast_bf16": _flag,
     "enable_cpu_affinity": _flag,
     "engine_config": _engine,
     "gpu_ids": _gpu_ids,
     "machine_rank": partial(check_whole, at_least=0),
     "main_process_ip": _text,
-    "main_process_port": _port,
+    "main_process_port": partial(check_whole, at_least=0),
     "main_training_function": _text,
-    "mixed_precision": _precision,
+    "mixed_precision": lambda key, value: check_choice(key, _unquoted(value), PrecisionType.list()),
     "num_machines": _machines,
     "num_processes": _count,
     "rdzv_backend": _text,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_number, check_whole, shown
+from nb_accelerate.base.config.distributed import Word
 from nb_accelerate.base.config.options import Options
 from nb_accelerate.errors import ConfigError
 
@@ -40,7 +40,7 @@ class KwargsHandler(Options):
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
-class DDPCommunicationHookType(str, Enum):
+class DDPCommunicationHookType(Word):
     """How DistributedDataParallel sends gradients: unchanged, as 16-bit numbers, or as low-rank factors (PowerSGD)."""
 
     NO = "no"
@@ -48,9 +48,6 @@ class DDPCommunicationHookType(str, Enum):
     BF16 = "bf16"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _HOOKS = tuple(member.value for member in DDPCommunicationHookType)

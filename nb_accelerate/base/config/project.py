@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_options, check_whole
+from nb_accelerate.base.config.distributed import Word
 from nb_accelerate.base.config.options import Options
 from nb_accelerate.errors import ConfigError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SIGNALS = ("sigterm", "sigint", "sigusr1", "sigusr2", "sighup")
 
 
-class LoggerType(str, Enum):
+class LoggerType(Word):
     """The experiment trackers that ``Accelerator(log_with=...)`` knows by name; ``ALL`` means those installed."""
 
     ALL = "all"
@@ -38,18 +38,12 @@ class LoggerType(str, Enum):
     JSONL = "jsonl"
     NOTEBOOK = "notebook"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class ComputeEnvironment(str, Enum):
+class ComputeEnvironment(Word):
     """Where a run takes place, as configuration files say it."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,6 @@ def devices_in(visible: str) -> tuple[str, ...]:
     return named[:1] if visible.startswith("MIG-") else named
 
 
-def _forbids_fork() -> str:
-    torch = sys.modules.get("torch")
-    is_rocm = torch is not None and torch.version.hip is not None
-    return "the runtime of these GPUs does not survive a fork" if is_rocm else ""
-
-
 def _in_use() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -87,11 +81,6 @@ def _memory_users(devices: Sequence[str]) -> str:
         return ""
 
 
-def _is_available() -> bool:
-    # Not torch.cuda.is_available: it starts the driver, and no rank could be forked from this process any more.
-    return bool(CUDA.count() > 0)
-
-
 def pci_address(properties: Any) -> str | None:
     """Return an address as the system writes it, from properties in which torch tells it in numbers."""
     try:
@@ -99,11 +88,6 @@ def pci_address(properties: Any) -> str | None:
     except AttributeError:  # not in every build of torch
         return None
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
-
-
-def _uuid(index: int) -> str | None:
-    found = getattr(_properties(index), "uuid", None)  # not in every build of torch
-    return None if found is None else str(found)
 
 
 def _properties(index: int) -> Any:
@@ -133,10 +117,15 @@ CUDA = DeviceKind(
     visibility="CUDA_VISIBLE_DEVICES",
     hidden="",
     find=visible_devices,
-    forbids_fork=_forbids_fork,
+    forbids_fork=lambda: (
+        "the runtime of these GPUs does not survive a fork"
+        if getattr(getattr(sys.modules.get("torch"), "version", None), "hip", None) is not None
+        else ""
+    ),
     in_use=_in_use,
     memory_users=_memory_users,
-    is_available=_is_available,
+    # Not torch.cuda.is_available: it starts the driver, and no rank could be forked from this process any more.
+    is_available=lambda: bool(by_name("torch.cuda:device_count")() > 0),
     count=by_name("torch.cuda:device_count"),
     is_initialized=by_name("torch.cuda:is_initialized"),
     set_device=by_name("torch.cuda:set_device"),
@@ -154,5 +143,5 @@ CUDA = DeviceKind(
     supports_fp8=_supports_fp8,
     pci_address=lambda index: pci_address(_properties(index)),
     describe=lambda index: name_and_memory(_properties(index)),
-    uuid=_uuid,
+    uuid=lambda index: str(found) if (found := getattr(_properties(index), "uuid", None)) is not None else None,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.base.config.checks import check_choice, check_whole
+from nb_accelerate.base.config.distributed import Word
 from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.devices.xla import is_started as xla_is_started
 from nb_accelerate.training.process import context
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.devices import DeviceKind
 
 
-class RNGType(str, Enum):
+class RNGType(Word):
     """A source of random numbers that ranks can keep in step."""
 
     TORCH = "torch"
@@ -32,9 +32,6 @@ class RNGType(str, Enum):
     MPS = "mps"
     XLA = "xla"
     GENERATOR = "generator"
-
-    def __str__(self) -> str:
-        return self.value
 
     @classmethod
     @override
