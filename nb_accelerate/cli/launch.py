@@ -6,9 +6,9 @@ import argparse
 import os
 import shutil
 import signal
-import socket
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,6 @@ from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbformat import NotebookNode
-
     from nb_accelerate.base.config.file import ConfigFile
     from nb_accelerate.notebook.worker.script import Job
 
@@ -63,17 +59,12 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
         metavar="NAME=VALUE",
         help="another value of a name in the cell with the tag 'parameters'; again for more",
     )
-    group.add_argument(
-        "--function",
-        metavar="NAME",
-        help="launch this function as the flags say; run the cells up to its definition, without their launches",
-    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.target.endswith(".ipynb") and not (arguments.module or arguments.no_python):
         return _run_notebook(arguments)
-    for name in ("output_dir", "html", "parameter", "function"):
+    for name in ("output_dir", "html", "parameter"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for notebooks, but {arguments.target!r} is none.")
     misplaced = next((word for word in arguments.arguments if word.partition("=")[0] in _OF_LAUNCHERS_ONLY), None)
@@ -250,32 +241,30 @@ def _pairs(text: str | None) -> dict[str, str] | None:
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:
-    # Flags may stand before or after the notebook.
+    given = next((flag.name for group in GROUPS for flag in group.flags if getattr(arguments, flag.name)), None)
+    if given is not None:
+        raise ConfigError(
+            f"a notebook starts its own ranks: leave out --{given}, and write in its cell: "
+            "notebook_launcher(train, num_processes=2)."
+        )
+    # Flags of notebooks may stand behind it too.
     parser: argparse.ArgumentParser = type(arguments.command)(prog=arguments.command.prog)
-    add_flags(parser)
     _add_notebook_flags(parser)
     parser.set_defaults(**{name: value for name, value in vars(arguments).items() if value is not None})
-    words = arguments.arguments
-    if words and words[0].endswith(".ipynb"):
-        raise ConfigError(
-            f"{words[0]!r} is a second notebook. The executed copy is {Path(arguments.target).stem}.executed.ipynb, in "
-            "this folder or in that of --output-dir DIR. Leave it out."
-        )
-    parser.parse_args(words, namespace=arguments)
+    parser.parse_args(arguments.arguments, namespace=arguments)
     path = Path(arguments.target)
     if not path.is_file():
         raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")
-    options = _function_options(arguments)
-    change = _change_of(arguments, options)
+    from nb_accelerate.cli.parameters import read_parameters, set_parameters
 
+    values = read_parameters(arguments.parameter or ())
     # Where JupyterLab is installed, jsonschema builds a parser for IRIs with it, which takes two seconds. Notebooks
     # have no field of that format.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     from nb_accelerate.cli import notebook
 
+    change = partial(set_parameters, values=values) if values else None
     run = notebook.execute(path, progress=sys.stdout, change=change)
-    if options.get("num_nodes", 1) > 1:  # the machines may share the folder
-        run = replace(run, name=f"{run.name}.{socket.gethostname()}")
     folder = arguments.output_dir or Path()
     written = [notebook.write_notebook(run, folder)]
     if arguments.html:
@@ -287,40 +276,6 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
     if run.interrupted:
         return 128 + signal.SIGINT
     return 0 if run.failure is None else 1
-
-
-def _function_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options with which one function of a notebook is launched; none for a whole notebook."""
-    from nb_accelerate.base.config.file import read_config
-
-    if arguments.function is not None:
-        options = launch_options(arguments, read_config(arguments.config_file) or NO_FILE)
-        return {name: value for name, value in options.items() if value not in (None, {})}
-    names = (flag.name for group in GROUPS for flag in group.flags)
-    given = next((name for name in names if getattr(arguments, name)), None)
-    if given is not None:
-        raise ConfigError(
-            f"a notebook starts its own ranks: leave out --{given}, and write in its cell: "
-            "notebook_launcher(train, num_processes=2). Or launch one function of it: --function NAME"
-        )
-    return {}
-
-
-def _change_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Callable[[NotebookNode], None]:
-    """Return the changes that the flags make to the copy of the notebook that is executed."""
-    from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters
-
-    values = read_parameters(arguments.parameter or ())
-    said = "".join(f", {name}={value!r}" for name, value in options.items())
-    call = f"from nb_accelerate import notebook_launcher\n\nnotebook_launcher({arguments.function}{said})"
-
-    def change(notebook: NotebookNode) -> None:
-        if values:
-            set_parameters(notebook, values)
-        if arguments.function is not None:
-            keep_function(notebook, arguments.function, call)
-
-    return change
 
 
 _SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "tpu": "XLA"}

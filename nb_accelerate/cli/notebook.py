@@ -119,7 +119,7 @@ def execute(
     *,
     progress: TextIO,
     env: Mapping[str, str] | None = None,
-    change: Callable[[NotebookNode], None] = lambda _: None,
+    change: Callable[[NotebookNode], None] | None = None,
 ) -> NotebookRun:
     """Run the notebook at ``path`` in a new kernel and return the result, also when a cell fails.
 
@@ -136,7 +136,8 @@ def execute(
         notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} is not a notebook that Jupyter can read: {error}") from error
-    change(notebook)
+    if change is not None:
+        change(notebook)
     return asyncio.run(_Session(path, notebook, progress, env).run())
 
 

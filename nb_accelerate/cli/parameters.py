@@ -1,4 +1,4 @@
-"""Set the parameters of a notebook, or take one function out of it. Pure functions of notebooks as data.
+"""Set the parameters of a notebook. Pure functions of notebooks as data.
 
 Conventions are those of papermill (https://papermill.readthedocs.io): a cell with the tag ``parameters`` has defaults,
 and a cell with the tag ``injected-parameters`` that follows it has the values of this run.
@@ -41,6 +41,8 @@ def read_parameters(pairs: Sequence[str]) -> dict[str, Any]:
 
 def set_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
     """Add the cell with the values of this run, in place of one that an earlier run has added."""
+    import nbformat
+
     cells = notebook.cells
     defaults = next((index for index, cell in enumerate(cells) if _DEFAULTS in _tags(cell)), None)
     if defaults is None:
@@ -56,31 +58,8 @@ def set_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
             )
     cells[:] = [cell for cell in cells if _INJECTED not in _tags(cell)]
     lines = ["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())]
-    cells.insert(defaults + 1, _code_cell("\n".join(lines), tags=[_INJECTED]))
-
-
-def keep_function(notebook: NotebookNode, name: str, call: str) -> None:
-    """Leave the cells up to the one that defines a function, and add one that launches it.
-
-    Cells that launch something themselves are left out.
-    """
-    cells = notebook.cells
-    found = {function: index for index, cell in enumerate(cells) for function in _functions(cell)}
-    if name not in found:
-        there_are = ", ".join(found) or "none"
-        raise ConfigError(
-            f"no cell of the notebook defines a function {name!r}.{suggest(name, found)} There are: {there_are}"
-        )
-    kept = [cell for cell in cells[: found[name] + 1] if not _launches(cell)]
-    notebook.cells = [*kept, _code_cell(call)]
-
-
-def _code_cell(source: str, tags: Sequence[str] = ()) -> NotebookNode:
-    import nbformat
-
-    metadata = {"tags": [*tags]} if tags else {}
-    cell: NotebookNode = nbformat.v4.new_code_cell(source, metadata=metadata)  # type: ignore[no-untyped-call]
-    return cell
+    cell = nbformat.v4.new_code_cell("\n".join(lines), metadata={"tags": [_INJECTED]})  # type: ignore[no-untyped-call]
+    cells.insert(defaults + 1, cell)
 
 
 def _tags(cell: NotebookNode) -> Sequence[str]:
@@ -105,16 +84,3 @@ def _assigned(source: str) -> Iterator[str]:
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         for target in targets:
             yield from (part.id for part in ast.walk(target or ast.Pass()) if isinstance(part, ast.Name))
-
-
-def _functions(cell: NotebookNode) -> Iterator[str]:
-    if cell.cell_type == "code":
-        yield from (node.name for node in _tree(cell.source).body if isinstance(node, ast.FunctionDef))
-
-
-def _launches(cell: NotebookNode) -> bool:
-    if cell.cell_type != "code":
-        return False
-    calls = (part.func for part in ast.walk(_tree(cell.source)) if isinstance(part, ast.Call))
-    is_launch = any(getattr(func, "attr", getattr(func, "id", "")) == "notebook_launcher" for func in calls)
-    return is_launch or cell.source.lstrip().startswith("%%distributed")

@@ -129,10 +129,6 @@ def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, cap
         (["launch", "--standalone", "train.py"], "machine unless --num_machines"),
         (["launch", "{notebook}", "-p", "lr"], "Write -p lr=VALUE"),
         (["launch", "{notebook}", "--num_procs", "2"], "unknown: --num_procs 2"),
-        (
-            ["launch", "{notebook}", "out.ipynb"],
-            "executed copy is sample.executed",
-        ),
     ],
 )
 def test_what_is_mistyped_is_told_in_one_line_with_what_may_be_meant(

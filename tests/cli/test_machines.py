@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-import nbformat
 import pytest
 from fixtures.hosts import HOSTS
 from fixtures.screens import Terminal
@@ -300,25 +298,6 @@ def test_a_machine_whose_rank_fails_just_after_the_network_ends_at_once(tmp_path
     for job in jobs:
         _, error = job.communicate(timeout=30)  # the store's own timeout is 60 s
         assert "ValueError: no rows" in error
-
-
-def test_one_function_of_a_notebook_runs_on_two_machines(tmp_path: Path, two_hosts: list[str]) -> None:
-    function = "def train():\n    from nb_accelerate import Accelerator\n    a = Accelerator()\n"
-    function += "    print('rank', a.process_index, 'of', a.num_processes)"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(function)])  # type: ignore[no-untyped-call]
-    path = tmp_path / "train.ipynb"
-    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
-    flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", "--function=train"]
-    folders = [tmp_path / str(host) for host in range(2)]
-    jobs = [
-        launch(host, [*flags, f"--machine_rank={host}", "--output-dir", str(folders[host])], path) for host in range(2)
-    ]
-    for host, job in enumerate(jobs):
-        output, error = job.communicate(timeout=100)
-        assert job.returncode == 0, error
-        assert f"rank {host} of 2" in output
-        # Of several machines, each with a name, as they may share the folder.
-        assert [file.name for file in folders[host].iterdir()] == [f"train.{socket.gethostname()}.executed.ipynb"]
 
 
 def test_a_first_machine_that_never_answers_is_named(two_hosts: list[str], go_on: Path) -> None:

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from nb_accelerate.cli import main
-from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters
+from nb_accelerate.cli.parameters import read_parameters, set_parameters
 from nb_accelerate.errors import ConfigError
 
 DEFAULTS = "lr = 0.1\nname, epochs = 'a', 3\nsizes: list = [1]"
@@ -70,31 +70,9 @@ def test_a_name_that_the_notebook_does_not_know_is_refused_with_those_it_knows()
         set_parameters(book, {"lr": 1})
 
 
-def test_a_function_is_kept_with_what_comes_before_it():
-    book = notebook(DEFAULTS, LAUNCH, "%%distributed\n1 + 1", "%matplotlib inline\nimport os", TRAIN, "train()")
-    keep_function(book, "train", "call()")
-    assert sources(book) == [DEFAULTS, "%matplotlib inline\nimport os", TRAIN, "call()"]
-    with pytest.raises(ConfigError, match=r"'trian'. Did you mean"):
-        keep_function(book, "trian", "call()")
-
-
-@pytest.mark.slow
-def test_one_function_of_a_notebook_runs_on_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = write(tmp_path, DEFAULTS, TRAIN, LAUNCH)
-    flags = ["--function", "train", "--num_processes", "2", "-p", "lr=0.5", "--output-dir", str(tmp_path)]
-    assert main(["launch", "--cpu", str(path), *flags]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"rank {rank} of 2 0.5" in shown for rank in range(2))
-    executed = nbformat.read(tmp_path / "job.executed.ipynb", as_version=4)
-    assert executed.cells[-1].source.startswith("from nb_accelerate import notebook_launcher")
-    assert "num_processes=2" in executed.cells[-1].source
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--num_processes", "2"], "--function NAME"),
-        (["--function", "nothing"], "defines a function 'nothing'"),
         (["-p", "nothing=1"], "no parameter 'nothing'"),
     ],
 )
