@@ -268,6 +268,20 @@ def test_ranks_that_wait_for_one_that_has_returned_are_told_so():
     assert said.endswith("which has returned. It ends by itself after 30 s.")
 
 
+def test_a_rank_that_has_run_out_of_batches_is_named():
+    run = Run(3)
+    run.begin_loop()
+    run.train(2.0)
+    run.put([1], in_loop=False, steps_before=16, phase=Phase.WAITING, waits_in=Collective.barrier)
+    run.put([0, 2], phase=Phase.BACKWARD)
+    run.wait(6.0)
+    at_line(run, [1], 15, "wait_for_everyone")
+    at_line(run, [0, 2], 14, "backward")
+    (warning,) = run.view.warnings
+    assert warning.startswith("Rank 1 has left the loop after 16 steps, and waits in wait_for_everyone, train.py:15;")
+    assert warning.endswith("; ranks 0 and 2 wait in backward, train.py:14.")
+
+
 def test_a_rank_that_never_had_a_loop_is_not_stalled():
     run = Run(2)
     run.put(request=1, phase=Phase.RUNNING)

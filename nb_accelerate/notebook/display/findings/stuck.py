@@ -86,6 +86,7 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
     waiting = sorted(number for number in stalled if number not in stopped and waits(ranks[number]))
     elsewhere = sorted(stalled - {*waiting, *stopped})
     returned = [number for number, rank in ranks.items() if rank.status.state == "returned"]
+    left = [number for number in waiting if ranks[number].sample.steps and not ranks[number].sample.in_loop]
     waited_in = _location(ranks, waiting)
     who = f"{words.capitalized(named(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
     if elsewhere and (waiting or len(elsewhere) < len(ranks)):
@@ -100,6 +101,14 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
         gone = f"{named(returned)}, which {_have(returned)} returned"
         knows_lines = any(ranks[number].location for number in waiting)
         told.append(f"{who} for {gone}:{waited_in}." if knows_lines else f"{who}{waited_in} for {gone}.")
+    elif left and len(left) < len(waiting):
+        others = [number for number in waiting if number not in left]
+        steps = " or ".join(map(str, sorted({ranks[number].sample.steps for number in left})))
+        told.append(
+            f"{words.capitalized(named(left))} {_have(left)} left the loop after {steps} steps, and wait"
+            f"{'s' if len(left) == 1 else ''}{_location(ranks, left)}; {named(others)} wait"
+            f"{'s' if len(others) == 1 else ''}{_location(ranks, others)}."
+        )
     elif waiting and stopped:
         told[-1] += f". {who} for {_it(stopped)}{waited_in}."
     return told
