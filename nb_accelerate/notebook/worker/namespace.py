@@ -13,7 +13,7 @@ from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.shipping import checksum
 
 _HIDDEN = re.compile(
-    r"_+|_i+|_i?\d+|_[iod]h|__(name|doc|package|loader|spec|builtins?|file|annotations|session)__|open"
+    r"_+|_i+|_i?\d+|_[iod]h|__(name|doc|package|loader|spec|builtins?|file|(conditional_)?annotations|session)__|open"
 )
 
 
