@@ -1,35 +1,20 @@
 """Names of ``accelerate.hooks``."""
 
-from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
+from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook as AlignDevicesHook
 from nb_accelerate.training.bigmodel.attach import (
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
+    attach_align_device_hook as attach_align_device_hook,
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+    attach_execution_device_hook as attach_execution_device_hook,
 )
 from nb_accelerate.training.bigmodel.hooks import (
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
+    ModelHook as ModelHook,
+    SequentialHook as SequentialHook,
+    add_hook_to_module as add_hook_to_module,
+    remove_hook_from_module as remove_hook_from_module,
+    remove_hook_from_submodules as remove_hook_from_submodules,
 )
 from nb_accelerate.training.bigmodel.module_hooks import (
-    CpuOffload,
-    LayerwiseCastingHook,
-    UserCpuOffloadHook,
+    CpuOffload as CpuOffload,
+    LayerwiseCastingHook as LayerwiseCastingHook,
+    UserCpuOffloadHook as UserCpuOffloadHook,
 )
-
-__all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]

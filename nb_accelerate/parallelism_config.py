@@ -1,5 +1,3 @@
 """Names of ``accelerate.parallelism_config``."""
 
-from nb_accelerate.base.config.parallelism import ParallelismConfig
-
-__all__ = ["ParallelismConfig"]
+from nb_accelerate.base.config.parallelism import ParallelismConfig as ParallelismConfig
