@@ -108,12 +108,6 @@ class TorchDynamoPlugin(KwargsHandler):
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         return given | ({"backend": str(self.backend).lower()} if "backend" in given else {})
 
-    @override
-    def _check(self) -> None:
-        super()._check()
-        if self.mode is not None and self.options is not None:
-            raise ConfigError("mode and options were both given, and torch takes one of them. Leave one out.")
-
     @property
     def is_on(self) -> bool:
         """Whether models are compiled."""

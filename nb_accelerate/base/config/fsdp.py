@@ -124,7 +124,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
                 )
         super()._check()
         self._check_reshard()
-        self._check_wrapping()
+        if self.auto_wrap_policy == "size_based_wrap" and self.min_num_params is None:
+            raise ConfigError("auto_wrap_policy='size_based_wrap' needs a size. Write min_num_params=1_000_000, say.")
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError(
                 "activation_checkpointing_offload=True keeps what activation_checkpointing leaves. Write "
@@ -147,20 +148,6 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
                 )
             given = wanted
         self._set("reshard_after_forward", given)
-
-    def _check_wrapping(self) -> None:
-        policy = self.auto_wrap_policy
-        if policy == "size_based_wrap" and self.min_num_params is None:
-            raise ConfigError("auto_wrap_policy='size_based_wrap' needs a size. Write min_num_params=1_000_000, say.")
-        for name, user in (
-            ("min_num_params", "size_based_wrap"),
-            ("transformer_cls_names_to_wrap", "transformer_based_wrap"),
-        ):
-            if policy not in {None, user} and getattr(self, name):
-                raise ConfigError(
-                    f"{name} is not used by auto_wrap_policy={policy!r}. Write auto_wrap_policy={user!r}, or leave "
-                    f"{name} out."
-                )
 
     @property
     def saves_shards(self) -> bool:

@@ -245,8 +245,6 @@ class ProfileKwargs(KwargsHandler):
     @override
     def _check(self) -> None:
         super()._check()
-        if isinstance(self.activities, str):
-            raise ConfigError(f"activities={self.activities!r} is one word. Write activities=[{self.activities!r}].")
         for activity in self.activities or ():
             check_choice("activities", activity, _activities())
         for name in self.schedule_option or ():

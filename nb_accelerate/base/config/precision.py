@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.base.config.checks import check_choice, described, shown
+from nb_accelerate.base.config.checks import check_choice
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
@@ -46,11 +46,6 @@ class AORecipeKwargs(KwargsHandler):
     @override
     def _check(self) -> None:
         super()._check()
-        if self.module_filter_func is not None and not callable(self.module_filter_func):
-            raise ConfigError(
-                f"module_filter_func={shown(self.module_filter_func)} is {described(self.module_filter_func)}. Write a "
-                "function of a layer and its name: module_filter_func=lambda layer, name: name != 'head'."
-            )
         if self.config is not None and self.pad_inner_dim is not None:
             raise ConfigError("AORecipeKwargs was given config and pad_inner_dim. Write it in the config only.")
         if self.enable_fsdp_float8_all_gather or getattr(self.config, "enable_fsdp_float8_all_gather", False):

@@ -30,7 +30,7 @@ def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> li
         return []
     if callable(policy):
         found, asked = blocks_by_policy(model, policy), f"auto_wrap_policy={getattr(policy, '__name__', policy)}"
-    elif options.min_num_params is not None:
+    elif options.min_num_params is not None and policy != "transformer_based_wrap":
         found, asked = blocks_by_size(model, options.min_num_params), f"min_num_params={options.min_num_params}"
     elif options.transformer_cls_names_to_wrap:
         found, asked = blocks_by_class(model, options.transformer_cls_names_to_wrap), ""

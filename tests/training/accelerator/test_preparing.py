@@ -403,8 +403,6 @@ def test_compilation_is_chosen_by_argument_then_environment():
         Accelerator(dynamo_backend="indutcor")
     with pytest.raises(ConfigError, match="both given"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
-    with pytest.raises(ConfigError, match="mode and options"):
-        TorchDynamoPlugin(mode="default", options={"x": 1})
 
 
 def test_accumulation_may_send_each_batch_but_not_with_local_sgd(run_ranks):

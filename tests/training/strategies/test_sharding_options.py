@@ -56,8 +56,6 @@ def test_blocks_are_found_by_class_by_size_and_by_what_the_model_says():
         ({"mixed_precision_policy": "fp8"}, "is not a choice"),
         ({"cpu_offload": "yes"}, "Write cpu_offload=True"),
         ({"auto_wrap_policy": "size_based_wrap"}, "needs a size"),
-        ({"auto_wrap_policy": "no_wrap", "min_num_params": 5}, "is not used by"),
-        ({"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": "Block"}, "is not used by"),
         ({"reshard_after_forward": 3}, "not a yes or no"),
     ],
 )
