@@ -1,12 +1,7 @@
 """The threads of this package, beside those in which users' code runs. None of them fails in silence.
 
-Somebody waits for what such a thread does: a kernel for a rank, ranks for one another. One that ended without a word
-would leave them waiting for ever. So what it raises is told, in this order of precedence::
-
-    HelperThread(on_failure=...)    its owner keeps the exception, and raises it where the thread is waited for
-    tell_failures(...)              this process has one answer to all of them: a rank tells its kernel, which ends the
-                                    rank; a process that starts ranks ends
-    threading.excepthook            elsewhere Python prints the traceback
+Somebody waits for what such a thread does, and would wait for ever. So what it raises goes to its ``on_failure``, or
+else to what `tell_failures` was given (a rank tells its kernel; a process that starts ranks ends), or is printed.
 """
 
 from __future__ import annotations
@@ -23,13 +18,7 @@ if TYPE_CHECKING:
 
 
 class HelperThread(threading.Thread):
-    """A daemon thread whose exception is told.
-
-    Args:
-        args: of `target`.
-        name: what it is for, in a word.
-        on_failure: takes the name of the thread and what it has raised, in that thread.
-    """
+    """A daemon thread whose exception is told to ``on_failure``, in that thread, with the thread's name."""
 
     def __init__(
         self, target: Callable[..., object], *args: Any, name: str, on_failure: OnFailure | None = None

@@ -1,8 +1,7 @@
 """Import public names when they are first used, from the table that the stub of a package is.
 
-A package with many public names lists each of them once, in the ``__init__.pyi`` beside its ``__init__.py``. Type
-checkers and editors read that file; so does `attach`, which gives the package a ``__getattr__``. (The convention is
-`SPEC 1 <https://scientific-python.org/specs/spec-0001/>`_ of Scientific Python.)
+A package lists them once, in the ``__init__.pyi`` beside its ``__init__.py``, which type checkers and editors read too
+(`SPEC 1 <https://scientific-python.org/specs/spec-0001/>`_ of Scientific Python).
 """
 
 from __future__ import annotations
@@ -17,17 +16,7 @@ if TYPE_CHECKING:
 
 
 def attach(package: str, *, advice: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package.
-
-    Examples:
-        ```python
-        __getattr__, __dir__ = attach(__name__)
-        ```
-
-    Args:
-        package: its ``__name__``.
-        advice: added to the AttributeError for a name that is not in the table.
-    """
+    """Return ``__getattr__`` and ``__dir__`` for a package. Advice is added to errors for names that it lacks."""
 
     def get(name: str) -> Any:
         if name == "__all__":

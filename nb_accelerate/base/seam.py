@@ -93,20 +93,15 @@ class TrainingHalf(ABC):
     def reach_store(self, store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lambda: False) -> StoreAccess:
         """Make every process group that this process opens from now on meet the other ranks through a store.
 
-        Args:
-            fd: the descriptor that belongs to it, taken over; -1 if there is none.
-            is_given_up: called while this rank waits for others; True ends the wait.
+        The descriptor that belongs to it is taken over; -1 if there is none. ``is_given_up`` ends waits for others.
         """
 
     @abstractmethod
     def join_group(self, timeout: timedelta) -> dict[str, Any]:
         """Join the process group of all ranks, a group of one included, and bring DDP models over to it.
 
-        Args:
-            timeout: for collectives.
-
-        Returns:
-            The variables that cells get: ``rank``, ``local_rank``, ``world_size``, ``device``.
+        Return the variables that cells get: ``rank``, ``local_rank``, ``world_size``, ``device``. The timeout is for
+        collectives.
         """
 
     @abstractmethod
@@ -131,11 +126,7 @@ class TrainingHalf(ABC):
 
     @abstractmethod
     def converted(self, names: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return a context in which code that was written for one process shares out its rows.
-
-        Args:
-            names: variables of the code.
-        """
+        """Return a context in which code for one process, with these variables, shares out its rows."""
 
 
 def training_half() -> TrainingHalf:

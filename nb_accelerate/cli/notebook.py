@@ -121,16 +121,15 @@ def execute(
     env: Mapping[str, str] | None = None,
     change: Callable[[NotebookNode], None] | None = None,
 ) -> NotebookRun:
-    """Run the notebook at ``path`` in a new kernel and return the result, also when a cell fails.
+    """Run a notebook in a new kernel, whose folder is its own, and return the result, also when a cell fails.
 
     The kernel always runs in the current Python, even if the notebook names another kernel: a package that can be
-    imported here can be imported there.
+    imported here can be imported there. The file is not changed.
 
     Args:
-        path: the notebook; its folder becomes the kernel's working directory. The file is not changed.
         progress: where each cell, what it prints, and its seconds are shown while it runs.
         env: the kernel's whole environment; by default it is this process's.
-        change: makes the copy that is executed another one.
+        change: changes the copy that is executed.
     """
     try:
         notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]

@@ -337,13 +337,9 @@ def tell_transformers(plugin: DeepSpeedPlugin) -> None:
 def resolve_deepspeed(
     plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None, environment: Environment
 ) -> dict[str, DeepSpeedPlugin] | None:
-    """Choose how models are trained with DeepSpeed: the plugins, and for what they leave open variables.
+    """Return plugins by name, completed by variables; None without any, and without ``ACCELERATE_USE_DEEPSPEED``.
 
-    Args:
-        plugin: one, or several by names of the user's; the first of them is selected.
-
-    Returns:
-        Plugins by name; None if there is none, and ``ACCELERATE_USE_DEEPSPEED`` is not set.
+    Of several, by names of the user's, the first is selected.
     """
     if plugin is None:
         if not environment.flag(USES["DEEPSPEED"]):

@@ -35,14 +35,10 @@ _WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)
 
 
 def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Return functions that write the times of a page, and clear the times that it held.
+    """Return functions that note which phase begins, and that forget all times.
 
-    The beginning of the current phase is not written: it is where counting began plus all times since. See `_open`.
-
-    Returns:
-        Closures, since loops call them several times a step. The first notes which phase begins, and how long the one
-        before took: about 0.17 µs, a third of it for the system's clock. The second forgets all
-        times.
+    Closures, since loops call the first several times a step: about 0.17 µs, a third of it for the system's clock. The
+    beginning of the current phase is not written: it is where counting began plus all times since.
     """
     spent = [0] * layout.NUM_WORDS
     slot, since = layout.NANOSECONDS, 0

@@ -92,12 +92,7 @@ def plotted(curves: Sequence[Curve], title: str, *, log: bool = False) -> Any:
 
 
 def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
-    """Return a curve as HTML, which needs `LABELS`.
-
-    Args:
-        curve: what is drawn.
-        earlier: drawn faintly behind it, on the same scale.
-    """
+    """Return a curve as HTML, which needs `LABELS`, with earlier ones drawn faintly behind it on the same scale."""
     values = [value for _, value in curve.points if math.isfinite(value)]
     last = f"{values[-1]:.4g}" if values else "no finite value"
     if len({value for one in (curve, *earlier) for _, value in one.points}) == 1:  # a constant needs no picture
@@ -123,11 +118,7 @@ def picture(
     """Return curves on one scale, as HTML, which needs `LABELS`; "" if no value is finite.
 
     Args:
-        title: what the values are.
         height: pixels of what is plotted.
-        num_ticks: labels of the values, about.
-        is_log: the scale of values is logarithmic.
-        has_axis: steps are labelled.
         span: first and last step that are drawn; None for those of the curves.
         most: points of a curve that are drawn, about.
     """
@@ -258,11 +249,6 @@ def _percent(position: float) -> str:
 
 
 def _label(kind: str, position: str, text: str) -> str:
-    """Return an element that shows a text and has none.
-
-    Args:
-        kind: what of it is at the position: "y" the middle of its right side, "x" of its top, "" its left end.
-        position: ``left`` and ``top``, as CSS.
-    """
+    """Return an element that shows a text and has none; with "y" its right side is at a position (CSS)."""
     look = f' class="nba-{kind}"' if kind else ""
     return f'<i{look} style="{position}" data-t="{escape(text)}"></i>'

@@ -101,13 +101,10 @@ def note_run(
     """Note a run that has ended, for `runs` and for charts of later runs.
 
     Args:
-        name: of the function or cell; a second run of the name gets a number.
         config: settings by which it can be told from others. What a tracker was given goes before.
         values: (step, value) by name, such as ``"loss"``, as far as they were seen from outside.
-        began: `time.time` when it began.
-        ended: ``"done"``, ``"interrupted"``, ``"stopped"``, or ``"failed: "`` and the name of the error.
-        logged_as: ids of runs that trackers have told of meanwhile, see `take`: these are completed. Without any, one
-            is added.
+        ended: see `RunRecord`.
+        logged_as: ids of runs that trackers have told of meanwhile: these are completed. Without any, one is added.
     """
     told = [_records[key] for key in logged_as]
     if not told:

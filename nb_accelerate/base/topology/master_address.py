@@ -21,14 +21,10 @@ _FIRST_NODE = re.compile(r"(?P<prefix>[^,\[]+)(?:\[(?P<number>[0-9]+)[^\]]*\](?P
 
 
 def master_address(variables: Mapping[str, str], topology: Topology) -> tuple[str, int] | None:
-    """Return the address and the port at which all processes of a job meet.
+    """Return the address and the port at which all processes of a job meet; None where it cannot be known.
 
-    In a job of SLURM that is the node of the first process. The port follows from the numbers of job and step, so two
-    jobs on one node use different ones. Processes of MPI know nothing of the other machines: they meet on their own,
-    at a port that follows from the process that has started them all.
-
-    Returns:
-        None where it cannot be known: processes of MPI on several machines, or no launcher of these.
+    In a job of SLURM that is the node of the first process, and the port follows from the numbers of job and step.
+    Processes of MPI know nothing of other machines: they meet on their own, at a port that follows from their parent.
     """
     if variables.get("RANK"):  # of a launcher that sets the address too, or of somebody who forgot it
         return None
@@ -42,11 +38,7 @@ def master_address(variables: Mapping[str, str], topology: Topology) -> tuple[st
 
 
 def node_in_step(variables: Mapping[str, str], num_nodes: int) -> tuple[int, str] | None:
-    """Return the number of this node in a step of SLURM that has one task on each node, and the name of its first node.
-
-    Returns:
-        None where there is no such step, or it has another number of nodes.
-    """
+    """Return the number of this node in a step of SLURM with a task on each node, and the first node; None for none."""
     nodes, tasks = (_number(variables.get(name, "")) for name in ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
     node, names = variables.get("SLURM_NODEID", ""), variables.get("SLURM_STEP_NODELIST", "")
     if not (1 < nodes == tasks == num_nodes and node.isdecimal() and names):

@@ -133,9 +133,6 @@ def read_topology(variables: Mapping[str, str]) -> Topology:
     """Read the numbers of a process from its environment.
 
     Launchers that do not say how many processes share a machine are taken to have spread them evenly.
-
-    Raises:
-        ConfigError: a number is not a number, or the numbers contradict each other.
     """
     environment = Environment(variables)
     for launcher in LAUNCHERS:
