@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import check_whole
@@ -17,14 +17,7 @@ __all__ = ["Rehearsal", "rehearse"]
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-_SECONDS = 60.0
-"""That the function has. It says how far it came."""
-
-_GRACE = 60.0
-"""More seconds, for code in C that cannot be ended, and for starting."""
-
-_ALL = 8
-"""Ranks that are all rehearsed; of more, the ends."""
+_SECONDS = 60.0  # that the function has; as many more are for starting, and for code in C that cannot be ended
 
 
 def rehearse(
@@ -62,18 +55,12 @@ def rehearse(
         ShippingError: the function cannot be sent to another process.
         DeadlineError: the function is stuck in code that cannot be interrupted.
     """
-    return run_rehearsal(function, args, kwargs, num_processes=num_processes, ranks=ranks, num_machines=num_machines)
+    bound = functools.partial(function, *args, **(kwargs or {}))
+    return run_rehearsal(bound, num_processes, ranks, num_machines)
 
 
 def run_rehearsal(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    num_processes: int = 8,
-    ranks: str | Sequence[int] = "ends",
-    num_machines: int = 1,
-    **of_launch: Any,
+    function: Callable[[], Any], num_processes: int = 8, ranks: Any = "ends", num_machines: int = 1, **of_launch: Any
 ) -> Rehearsal:
     """Do what `rehearse` does, with options of a launch too: the environment and precision of the ranks."""
     check_whole("num_processes", num_processes, at_least=1)
@@ -83,24 +70,25 @@ def run_rehearsal(
             f"num_processes={num_processes} cannot be shared out to num_machines={num_machines}. Write a multiple."
         )
     local = num_processes // num_machines
-    every = [
-        Topology.of_machine(rank % local, local, node_rank=rank // local, num_nodes=num_machines)
-        for rank in range(num_processes)
-    ]
-    from nb_accelerate.training.rehearsal.rank import Job, rehearse_ranks  # which imports torch
-
-    with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
-        Path(folder, "tape").touch()
-        job = Job(
-            function=function,
-            args=args,
-            kwargs=kwargs or {},
-            topologies=tuple(every[rank] for rank in _chosen(ranks, every)),
-            folder=folder,
-            seconds=_SECONDS,
+    if ranks == "all" or (ranks == "ends" and num_processes <= 8):
+        ranks = range(num_processes)
+    elif ranks == "ends":
+        ranks = [rank for rank in range(num_processes) if rank % local in (0, local - 1)]
+    if isinstance(ranks, str) or not ranks or not set(ranks) <= set(range(num_processes)):
+        raise ConfigError(
+            f"ranks={ranks!r} are no ranks of {num_processes}. Write 'ends', 'all', or numbers from 0 to "
+            f"{num_processes - 1}."
         )
-        options: dict[str, Any] = {"devices": "cpu", "progress": "off", "timeout": _SECONDS + _GRACE, "engine": "auto"}
-        (traces,) = notebook_launcher(rehearse_ranks, (job,), 1, **options, **of_launch)
+    topologies = [
+        Topology.of_machine(rank % local, local, node_rank=rank // local, num_nodes=num_machines)
+        for rank in sorted(set(ranks))
+    ]
+    from nb_accelerate.training.rehearsal.rank import rehearse_ranks  # which imports torch
+
+    options: dict[str, Any] = {"devices": "cpu", "progress": "off", "timeout": 2 * _SECONDS, "engine": "auto"}
+    with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
+        job = (function, topologies, folder, _SECONDS)
+        (traces,) = notebook_launcher(rehearse_ranks, job, 1, **options, **of_launch)
     return Rehearsal(tuple(traces), num_processes, _SECONDS)
 
 
@@ -108,17 +96,4 @@ def rehearse_cell(function: Callable[[], None], *, wants_accelerator: bool, **op
     """Rehearse a cell, as a function, with the names that ranks give to cells; `run_rehearsal` has the options."""
     from nb_accelerate.training.rehearsal.rank import run_cell
 
-    return run_rehearsal(run_cell, (function, wants_accelerator), **options)
-
-
-def _chosen(ranks: str | Sequence[int], every: Sequence[Topology]) -> list[int]:
-    if ranks == "all" or (ranks == "ends" and len(every) <= _ALL):
-        return list(range(len(every)))
-    if ranks == "ends":
-        return [one.rank for one in every if one.local_rank in (0, one.local_world_size - 1)]
-    found = sorted(set(ranks)) if not isinstance(ranks, str) else []
-    if not found or not all(type(rank) is int and 0 <= rank < len(every) for rank in found):
-        raise ConfigError(
-            f"ranks={ranks!r} are no ranks of {len(every)}. Write 'ends', 'all', or numbers from 0 to {len(every) - 1}."
-        )
-    return [int(rank) for rank in found]
+    return run_rehearsal(functools.partial(run_cell, function, wants_accelerator), **options)

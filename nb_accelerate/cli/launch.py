@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import signal
@@ -112,7 +113,8 @@ def _rehearse(job: Job, chosen: dict[str, Any]) -> int:
     of_launch = {name: chosen[name] for name in ("env", "mixed_precision")}
     if chosen["num_processes"] is not None:
         of_launch["num_processes"] = chosen["num_processes"] * machines
-    found = run_rehearsal(*job.call, num_machines=machines, **of_launch)
+    function, args = job.call
+    found = run_rehearsal(functools.partial(function, *args), num_machines=machines, **of_launch)
     print(found)
     return 0 if found.ok else 1
 

@@ -156,6 +156,12 @@ def is_users(filename: str) -> bool:
     return not filename.startswith(_LIBRARY_FOLDERS) and not any(part in filename for part in _LIBRARY_PARTS)
 
 
+@functools.cache
+def is_users_file(filename: str) -> bool:
+    """Return the same, remembered, for who asks it of each frame again and again."""
+    return is_users(filename)
+
+
 def _number_of_cell(filename: str) -> int | None:
     find_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)  # not there while another thread imports it
     shell = find_shell() if find_shell is not None else None

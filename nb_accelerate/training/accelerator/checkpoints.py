@@ -7,7 +7,6 @@ import linecache
 import logging
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -327,7 +326,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             loading.check_names(checkpoint, parts=parts, num_models=len(models), strict=strict)
             weights = [] if hooks else read_weights(checkpoint)
             states = loading.read_states(checkpoint, parts=parts, this_rank=this_rank, **(load_kwargs or {}))
-            return replace(checkpoint, compared=None), states, weights  # from now on nothing is compared
+            return checkpoint, states, weights
 
         # All is read and checked on all ranks, from the newest folder that is whole or from the one that was given.
         if self._means_newest(input_dir):

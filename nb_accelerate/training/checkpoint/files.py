@@ -28,15 +28,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nb_accelerate.training.checkpoint.checksums import Recorder, Verification
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
-
-_LARGEST_HEADER = 10**8  # bytes, as the library has it
 
 # What torch.load raises over bytes that are not what torch.save writes, besides UnpicklingError.
 _UNREADABLE = (
@@ -45,10 +42,10 @@ _UNREADABLE = (
 )  # fmt: skip
 
 
-def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder | None = None) -> None:
+def write(obj: Any, file: Any, *, safe_serialization: bool, has_checksums: bool = False) -> None:
     """Write an object to a path, or to what is open for writing.
 
-    With a ``recorder`` of the folder, torch's own checksums, which take as long as all the rest, are left out.
+    Of a file that has checksums, torch's own, which take as long as all the rest, are left out.
     """
     from safetensors import SafetensorError
 
@@ -56,11 +53,7 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder |
     try:
         if isinstance(file, (str, os.PathLike)):
             # Opened here: torch would tell nothing of what the disk says.
-            path = Path(file)
-            with (
-                path.open("wb") if recorder is None else recorder.open(path) as opened,
-                _without_checksums_of_torch(recorder is not None),
-            ):
+            with Path(file).open("wb") as opened, _without_checksums_of_torch(has_checksums):
                 _write_to(obj, opened, safe_serialization=safe_serialization)
         else:
             _write_to(obj, file, safe_serialization=safe_serialization)
@@ -154,23 +147,10 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         return torch.load(f, map_location=map_location, **kwargs)
 
 
-def read(
-    file: str | os.PathLike[str],
-    map_location: Any,
-    *,
-    if_trusted: str,
-    compared: Verification | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Do as `load` does; say which file could not be loaded, why, and how to allow it to run code.
-
-    With ``compared`` the file is compared with what it was, unless ``kwargs`` say how torch is to read it.
-    """
+def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **kwargs: Any) -> Any:
+    """Do as `load` does; say which file could not be loaded, why, and how to allow it to run code."""
     try:
-        if compared is None or kwargs:
-            return load(file, map_location=map_location, **kwargs)
-        with compared.open(Path(file)) as opened:
-            return load(opened, map_location=map_location)
+        return load(file, map_location=map_location, **kwargs)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing.") from error
     except UnpicklingError as error:
@@ -217,17 +197,13 @@ def _damaged(file: Any, error: Exception) -> CheckpointError:
 
 
 def load_state_dict(
-    checkpoint_file: str | os.PathLike[str],
-    device_map: Mapping[str, int | str | torch.device] | None = None,
-    *,
-    compared: Verification | None = None,
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, int | str | torch.device] | None = None
 ) -> dict[str, Tensor]:
     """Return the tensors of one file, by name.
 
     Args:
         checkpoint_file: safetensors, or what `torch.save` wrote.
         device_map: devices by the names of modules; ``""`` stands for all others, which else stay on the CPU.
-        compared: what the file was; its tensors are compared with that.
 
     Raises:
         CheckpointError: the file was cut off, would run code, or holds tensors of another framework.
@@ -237,37 +213,22 @@ def load_state_dict(
         return {
             # What is no tensor belongs to a module with a state of its own kind (get_extra_state).
             name: tensor.to(device_of(name, devices, "cpu")) if isinstance(tensor, torch.Tensor) else tensor
-            for name, tensor in weights_of(checkpoint_file, compared=compared).items()
+            for name, tensor in weights_of(checkpoint_file).items()
         }
     from safetensors import SafetensorError, safe_open
 
-    def compare(tensor: Tensor, name: str) -> Tensor:
-        if compared is not None and tensor.numel():
-            # What is compared is what will be copied: the mapping of the file.
-            compared.see(Path(checkpoint_file), starts[name], bytes_of(tensor))
-        return tensor
-
     try:
-        starts = {} if compared is None else _starts_of_tensors(checkpoint_file)
         with safe_open(checkpoint_file, framework="pt") as file:
             kind = (file.metadata() or {}).get("format", "pt")
             if kind != "pt":
                 raise CheckpointError(f"{checkpoint_file} was saved by {kind}, and not by PyTorch.")
             # To its device one by one: a large file is never in memory twice.
             return {
-                name: compare(file.get_tensor(name), name).to(device_of(name, devices, "cpu"))
+                name: file.get_tensor(name).to(device_of(name, devices, "cpu"))
                 for name in file.keys()  # noqa: SIM118
             }
     except (SafetensorError, OSError, ValueError, KeyError, struct.error) as error:
         raise _damaged(checkpoint_file, error) from error
-
-
-def _starts_of_tensors(file: str | os.PathLike[str]) -> dict[str, int]:
-    """Return where the bytes of each tensor begin in a file of safetensors."""
-    with Path(file).open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(min(length, _LARGEST_HEADER)))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def shapes_in(checkpoint_file: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -63,11 +63,10 @@ class Checkpoint:
     asked_for: Path  # the folder that was given, for messages
     there: frozenset[str]
     manifest: Manifest | None
-    compared: Verification | None = None  # what compares its files while they are read
 
     def read(self, name: str, **kwargs: Any) -> Any:
         """Return what `torch.save` has written to a file of it, on the CPU. ``kwargs`` are those of `torch.load`."""
-        return read(self.folder / name, "cpu", if_trusted=IF_TRUSTED, compared=self.compared, **kwargs)
+        return read(self.folder / name, "cpu", if_trusted=IF_TRUSTED, **kwargs)
 
     def has_shards(self, folder: str) -> bool:
         """Return whether a folder of it holds parts that each rank has written."""
@@ -126,7 +125,7 @@ def read_checkpoint(
         checkpoint.folder, files, rank=this_rank.local_rank, num_ranks=this_rank.local_world_size
     ) as compared:
         try:
-            result.append(read(replace(checkpoint, compared=compared)))
+            result.append(read(checkpoint))
         except Exception as caught:  # it may be the damage that is about to be found
             error = caught
         damage = _found_on_all(gather_from_all_ranks(collectives, compared.result), folder)
@@ -335,7 +334,7 @@ def read_weights(
                 "it was saved, in the same order."
             )
         file = checkpoint.folder / name
-        saved = load_state_dict(file, {"": map_location}, compared=checkpoint.compared)
+        saved = load_state_dict(file, {"": map_location})
         tensors = fit(saved, model, str(file), strict=strict)
         check_shapes(
             str(file), {name: value.shape for name, value in tensors.items() if hasattr(value, "shape")}, model

@@ -11,7 +11,6 @@ Names and content are those of Hugging Face accelerate: ``pytorch_model_fsdp_0/`
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pickle
 import warnings
@@ -22,21 +21,20 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.checksums import Recorder
+from nb_accelerate.training.checkpoint.checksums import record_files
 from nb_accelerate.training.checkpoint.fitting import check_shapes
 from nb_accelerate.training.checkpoint.model import fit
 from nb_accelerate.training.checkpoint.names import METADATA_NAME, is_plain
 
 if TYPE_CHECKING:
     import io
-    import os
     from collections.abc import Iterator, Mapping, Sequence
     from enum import Enum
 
@@ -106,15 +104,14 @@ class ShardedFolder:
             for name, value in planner.state_dict.items()
         }
 
-    def write(self, own: Path, recorder: Recorder) -> list[WriteResult]:
+    def write(self, own: Path) -> list[WriteResult]:
         """Write this rank's part, into its folder; return what `finish` needs to know of it."""
         assert self._plan is not None
         folder = own / self.name
         folder.mkdir()
-        # The recorder syncs. No copying ahead: values are in host memory already if this is a thread,
+        # `record_files` syncs. No copying ahead: values are in host memory already if this is a thread,
         # where it would make a context on the first GPU of the machine on every rank.
         writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-        writer.fs = _RecordedFiles(recorder)
         return writer.write_data(self._plan, _Values(self.values)).wait()
 
     def finish(self, path: Path, results: list[list[WriteResult]]) -> dict[str, FileRecord]:
@@ -123,21 +120,7 @@ class ShardedFolder:
         folder = path / self.name
         folder.mkdir()
         FileSystemWriter(folder, sync_files=False).finish(self._metadata, results)
-        with Recorder(folder) as recorder:
-            return {f"{self.name}/{file}": record for file, record in recorder.records().items()}
-
-
-class _RecordedFiles(FileSystem):
-    """Opens files by a recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    @override
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with self._recorder.open(Path(path)) as file:
-            yield file
+        return {f"{self.name}/{file}": record for file, record in record_files(folder).items()}
 
 
 class _Values(DefaultSavePlanner):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.training.checkpoint.background import CheckpointHandle, SaveGroup, saves
-from nb_accelerate.training.checkpoint.checksums import Recorder
+from nb_accelerate.training.checkpoint.checksums import record_files
 from nb_accelerate.training.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
 from nb_accelerate.training.checkpoint.fitting import (
     class_of,
@@ -165,14 +165,13 @@ class Written:
 def write_content(content: Content, shared: SharedStaging) -> Written:
     """Write this rank's files."""
     own, safe = shared.own, content.safe_serialization
-    with Recorder(own) as recorder:
-        for number, state in enumerate(content.weights):
-            name = name_of(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
-            write(state, own / name, safe_serialization=safe, recorder=recorder)
-        for name, state in content.states:
-            write(state, own / name, safe_serialization=False, recorder=recorder)
-        parts = [folder.write(own, recorder) for folder in content.folders]
-        return Written(rank=shared.rank, files=recorder.records(), parts=parts)
+    for number, state in enumerate(content.weights):
+        name = name_of(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
+        write(state, own / name, safe_serialization=safe, has_checksums=True)
+    for name, state in content.states:
+        write(state, own / name, safe_serialization=False, has_checksums=True)
+    parts = [folder.write(own) for folder in content.folders]
+    return Written(rank=shared.rank, files=record_files(own), parts=parts)
 
 
 def publish(

@@ -9,7 +9,6 @@ which has both lines; a backend that was given different exchanges would end the
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import traceback
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.errors.traceback_lines import is_users
+from nb_accelerate.errors.traceback_lines import is_users_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,12 +99,6 @@ def _sums(tensor: Tensor) -> Tensor:
     some = some.to(device="cpu", dtype=torch.float64).nan_to_num()
     some = some * torch.linspace(1, 2, len(some), dtype=torch.float64)
     return torch.stack([some.sum(), some.abs().sum()])
-
-
-@functools.cache
-def is_users_file(filename: str) -> bool:
-    """Return whether a file is a cell, or one that no library has installed."""
-    return is_users(filename)
 
 
 def line_here() -> int:

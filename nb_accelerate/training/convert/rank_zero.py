@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nb_accelerate.training.convert.order import is_users_file
+from nb_accelerate.errors.traceback_lines import is_users_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,9 +4,6 @@
 
     rehearse(...)  one launch: each process takes the place of a rank        nb_accelerate.rehearsing
       Rehearsed    the function, in a group that exchanges nothing           rank
-        Recorder   what it exchanges, its rows, steps and rates  -> Trace    recorder, exchanges, wrapper, calls, files
-    compare        where the ranks part                          -> Finding  compare      pure
-    Rehearsal      what is shown                                             report       pure
-
-What torch has for this is not public: it is in `torch_parts`.
+        Recorder   what it exchanges, its rows, steps and rates  -> Trace    recorder, exchanges, files
+    Rehearsal      where the ranks part, and what is shown                   report      pure
 """

@@ -7,87 +7,71 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import pickle
 import time
+import weakref
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from typing_extensions import override
 
 from nb_accelerate.training.comm.torch_distributed import TorchCollectives
+from nb_accelerate.training.pytree import map_tensors, tensors_in
+from nb_accelerate.training.strategies.ddp import DistributedDataParallel
+from nb_accelerate.training.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import torch
-    from torch import Tensor
+    from torch import nn
 
     from nb_accelerate.training.comm.collectives import ReduceOp
-    from nb_accelerate.training.rehearsal.torch_parts import Collective
 
-_LARGEST = 1 << 26
-"""Bytes. A larger tensor that rank 0 sends is a weight, which the others have as they made it."""
-
-_PADDED = "_is_padded_in_rehearsal"
-"""Attribute of a tensor."""
-
-_POLL = 0.001
-"""Seconds between two looks at the tape."""
+_LARGEST = 1 << 26  # bytes: a larger tensor that rank 0 sends is a weight, which others have as they made it
+_PADDED = "_is_padded_in_rehearsal"  # attribute of a tensor
 
 
 class Tape:
     """The file with what rank 0 sends. A rank that is not in step with it may read what was meant for another call."""
 
-    def __init__(self, path: Path, *, writes: bool) -> None:
+    def __init__(self, folder: Path, *, writes: bool) -> None:
         self._writes = writes
-        self._file: IO[bytes] = path.open("ab" if writes else "rb")
+        self._file: IO[bytes] = (folder / "tape").open("ab" if writes else "rb")
 
     def write(self, value: Any) -> None:
         """Append what rank 0 sends; None at its end."""
-        data = pickle.dumps(value)
-        self._file.write(len(data).to_bytes(8, "little") + data)
+        self._file.write(pickle.dumps(value))
         self._file.flush()
 
-    def read(self) -> Any:
-        """Return what rank 0 sends next, when it is there; None if it has ended before."""
-        data = self._read(self._read_size())
-        value = pickle.loads(data)
-        if value is None:
-            self._file.seek(-len(data) - 8, os.SEEK_CUR)
-        return value
-
-    def _read_size(self) -> int:
-        return int.from_bytes(self._read(8), "little")
-
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            data += self._file.read(size - len(data))
-            if len(data) < size:
-                time.sleep(_POLL)
-        return data
-
     def of_rank_0(self, value: Any) -> Any:
-        """Return the value that rank 0 gives."""
-        if not self._writes:
-            return self.read()
-        self.write(value)
-        return value
+        """Return the value that rank 0 gives, when it is there; None if it has ended before."""
+        if self._writes:
+            self.write(value)
+            return value
+        while True:
+            start = self._file.tell()
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # not yet written to its end
+                if (value := pickle.load(self._file)) is None:
+                    self._file.seek(start)
+                return value
+            self._file.seek(start)
+            time.sleep(0.001)
 
     def carry(self, collective: Collective, ranks: Sequence[int], rank: int) -> None:
         """Write, or put in place, the tensors of a collective that rank 0 is the source of."""
-        received = collective.received
+        received, given = collective.tensors("output_tensors", "tensors"), collective.given
         if sum(tensor.nbytes for tensor in received) > _LARGEST:
             return
-        if self._writes:
-            given = collective.given
-            is_shared_out = collective.name == "scatter"
-            self.write({each: [given[each]] if is_shared_out else given for each in ranks})
-        elif isinstance(sent := self.read(), dict):  # else rank 0 has ended, or is not in step
-            for mine, value in zip(received, sent.get(rank, ()), strict=False):
-                if mine.shape == value.shape and mine.dtype == value.dtype:
-                    mine.copy_(value)
+        is_shared_out = collective.name == "scatter"
+        sent = self.of_rank_0({each: given[each : each + 1] if is_shared_out else given for each in ranks})
+        for mine, value in zip(received, sent[rank] if isinstance(sent, dict) else (), strict=False):
+            if mine.shape == value.shape and mine.dtype == value.dtype:  # else the ranks are not in step
+                mine.copy_(value)
 
 
 class RehearsedCollectives(TorchCollectives):
@@ -122,3 +106,141 @@ def described(tensor: Tensor) -> str:
     """Return dtype and shape of a tensor: ``float32 (4, 2)``; or its dimensions, where ranks pad it to the longest."""
     shape = f"{tensor.dim()} dimensions" if _PADDED in vars(tensor) else tuple(tensor.shape)
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that torch has run, with its arguments by the names that they have in C++."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def tensors(self, *names: str) -> list[Any]:
+        """Return the tensors of the first of these arguments that has any."""
+        for name in names:
+            found = self.arguments.get(name)
+            while isinstance(found, list) and found and isinstance(found[0], list):
+                found = found[0]
+            if isinstance(found, Tensor) or (isinstance(found, list) and found):
+                return [found] if isinstance(found, Tensor) else found
+        return []
+
+    @property
+    def given(self) -> list[Any]:
+        """The tensors that this rank gives."""
+        of_inputs = ("input_tensors", "input_tensor", "inputs", "input")
+        return self.tensors(*of_inputs, "tensors", "tensor", "output_tensors")
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether all ranks take part, and all do the same."""
+        group = self.arguments.get("process_group", self.arguments.get("group_name"))
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        whole: Any = dist.group.WORLD
+        size = group.size() if isinstance(group, dist.ProcessGroup) else 0
+        is_whole = size == whole.size() if size else group in (None, whole.group_name)
+        return is_whole and not self.name.startswith(("send", "recv"))
+
+
+def averaging_nothing(plain: Callable[..., None], tell: Callable[[str], None]) -> Callable[..., None]:
+    """Return ``__init__`` of torch's DistributedDataParallel for wrappers that tell of exchanges, and make none."""
+
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        name = type(innermost(module)).__name__
+
+        def exchange(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, here texts
+            if bucket.is_last():
+                tell(f"the gradients of {name}")
+            done: Any = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        tell(f"the weights of {name}")
+        plain(self, module, *args, **kwargs)
+        self.register_comm_hook(None, exchange)
+        self.register_comm_hook = lambda *_: None  # for the user's, of which torch takes no second
+
+    return init
+
+
+class WatchedCall:
+    """Calls a prepared model, or returns what it has returned for inputs of the same shapes.
+
+    That has a backward: it tells of the exchange of gradients, and reaches models that made the inputs.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Any, *, is_sharded: bool) -> None:
+        self._model: Any = weakref.ref(model)
+        self._recorder = recorder
+        self._is_sharded = is_sharded
+        self._exchanges = False  # whether the next backward averages gradients
+        self._known: dict[Any, tuple[Any, list[bool]]] = {}  # outputs, and which of them have gradients
+        self._name = type(innermost(model)).__name__.removeprefix("FSDP")  # which torch puts before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, or return what it has returned, and tell what ranks do together."""
+        model: Any = self._model()
+        wrapped = getattr(model, "_orig_mod", model)
+        exchanges = self._is_sharded
+        if isinstance(wrapped, DistributedDataParallel):
+            exchanges = torch.is_grad_enabled() and wrapped.require_backward_grad_sync
+            if wrapped.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                self._recorder.tell(f"the buffers of {self._name}")
+        elif self._is_sharded:
+            self._recorder.tell(f"the shards of {self._name}")
+        if torch.is_grad_enabled():
+            self._exchanges = exchanges
+        given = tensors_in((args, kwargs))
+        shapes = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in given]
+        key = (*shapes, *sorted(kwargs), torch.is_grad_enabled(), model.training)
+        if self._recorder.is_fast and key in self._known:
+            if exchanges and not self._is_sharded:
+                wrapped.note_prepared()
+            return self._remembered(*self._known[key], [tensor for tensor in given if tensor.requires_grad])
+        outputs = wrapped._call_impl(*args, **kwargs)  # noqa: SLF001 - what torch calls otherwise
+        made = tensors_in(outputs)
+        self._known[key] = map_tensors(Tensor.detach, outputs), [tensor.requires_grad for tensor in made]
+        for tensor in made:
+            if self._is_sharded and tensor.requires_grad:
+                tensor.register_hook(self._exchange)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _exchange(self, _: Tensor | None = None) -> None:
+        """Tell of the exchange of gradients, when the first gradient of outputs comes in a backward."""
+        if self._exchanges:
+            self._exchanges = False
+            self._recorder.tell(f"the gradients of {self._name}")
+
+    def _after_backward(self) -> None:
+        for parameter in self._model().parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)  # which is clipped next
+        self._exchange()
+
+    def _remembered(self, known: Any, trained: list[bool], inputs: list[Tensor]) -> Any:
+        """Return outputs as they were before, with a backward that reaches the inputs and tells."""
+        before = list(zip(tensors_in(known), trained, strict=True))
+        old = [tensor for tensor, is_trained in before if is_trained]
+        anchor = torch.zeros((), requires_grad=True)
+        new = iter(_Remembered.apply(self._after_backward, old, anchor, *inputs) if old else ())  # type: ignore[no-untyped-call]
+        every = iter([next(new) if is_trained else tensor.clone() for tensor, is_trained in before])
+        return map_tensors(lambda _: next(every), known)
+
+
+class _Remembered(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, tell: Callable[[], None], outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.tell = tell
+        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *_: Any) -> Any:
+        ctx.tell()
+        return None, None, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)

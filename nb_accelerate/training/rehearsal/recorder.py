@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from nb_accelerate.errors.traceback_lines import is_ours
+from nb_accelerate.errors.traceback_lines import is_ours, is_users_file
 from nb_accelerate.training.comm import torch_distributed
 from nb_accelerate.training.data.dispatching.batch_parts import count_rows
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.precision import OptimizerStep
-from nb_accelerate.training.rehearsal.calls import watch_calls
-from nb_accelerate.training.rehearsal.exchanges import RehearsedCollectives, described
-from nb_accelerate.training.rehearsal.lines import frames, is_users_file, user_call, user_line
-from nb_accelerate.training.rehearsal.torch_parts import Operations
-from nb_accelerate.training.rehearsal.trace import Exchange, Pass
-from nb_accelerate.training.rehearsal.wrapper import RehearsedDDP
+from nb_accelerate.training.rehearsal.exchanges import Collective, RehearsedCollectives, WatchedCall, described
+from nb_accelerate.training.rehearsal.files import frames, user_call
+from nb_accelerate.training.rehearsal.report import Exchange, Pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,44 +26,41 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.rehearsal.exchanges import Tape
     from nb_accelerate.training.rehearsal.files import Files
-    from nb_accelerate.training.rehearsal.torch_parts import Collective
-    from nb_accelerate.training.rehearsal.trace import Line, Trace
-
-_COMPUTED_STEPS = 2
-"""Steps of each optimizer that are computed. What comes later is walked through: models return what they did before."""
-
-_LONG = 5.0
-"""Seconds until all optimizers have stepped once, as rank 0 measures them, after which no second step is computed."""
+    from nb_accelerate.training.rehearsal.report import Line, Trace
 
 
-class Recorder:
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes a `Trace`. `training.process.context.rehearsal` has it, in a process that rehearses a rank.
 
-    Args:
-        ranks: that are rehearsed.
-        tape: what rank 0 sends; None where rank 0 is not among them.
-        files: what is written, and where to instead.
-
-    Attributes:
-        is_fast: nothing is computed any more.
+    As a mode of torch, which is not public, it sees the collectives that torch runs, whoever calls them.
     """
 
-    wrapper = RehearsedDDP
-
     def __init__(self, trace: Trace, ranks: Sequence[int], tape: Tape | None, files: Files) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.files = files
-        self.is_fast = False
-        self.operations = Operations(self._exchanged, self._read)
         self._ranks = ranks
         self._tape = tape
-        self._steps: list[int] = []
         self._pass = Pass(("", 0))
-        self._is_apart = self._is_timed = False
-        self._began = time.monotonic()
+        self._is_apart = False
         self._saved = set[str]()
 
-    # -- exchanges
+    @property
+    def is_fast(self) -> bool:
+        """Whether nothing is computed any more, but models return what they did before: from the third step on."""
+        return min(filter(None, map(len, self.trace.rates)), default=0) >= 2
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema  # noqa: SLF001 - as modes of torch do
+        name: str = schema.name
+        if name == "aten::_local_scalar_dense":
+            self._read()
+        result = func(*args, **(kwargs or {}))
+        if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
+            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+            self._exchanged(Collective(name.rpartition("::")[2].strip("_"), given))
+        return result
 
     def collectives(self, device: torch.device) -> Collectives:
         """Return collectives that exchange nothing. Asked in place of those of the process."""
@@ -81,8 +75,8 @@ class Recorder:
         name, compares = collective.name, True
         for frame in frames():
             filename = frame.f_code.co_filename
-            if "/torch/distributed/fsdp/" in filename:
-                return  # `watch_calls` tells of whole forwards and backwards
+            if "/torch/distributed/fsdp/" in filename or filename.endswith("/torch/nn/parallel/distributed.py"):
+                return  # `WatchedCall` tells of whole forwards and backwards
             if filename.endswith("/distributed_c10d.py"):
                 name = frame.f_code.co_name
             if filename == torch_distributed.__file__ or "object" in name or name.startswith(("barrier", "all_to_all")):
@@ -95,9 +89,10 @@ class Recorder:
         if self._tape is not None:
             if name == "barrier":  # what rank 0 has written before it can be read behind it
                 self._tape.of_rank_0(name)
-            elif collective.source == 0:
+            elif collective.arguments.get("root_rank") == 0:
                 self._tape.carry(collective, self._ranks, self.trace.rank)
-        self.tell(f"{name} of {', '.join(map(described, collective.compared))}" if compares else name)
+        compared = collective.tensors("output_tensors") if collective.name == "scatter" else collective.given
+        self.tell(f"{name} of {', '.join(map(described, compared))}" if compares else name)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -122,13 +117,11 @@ class Recorder:
             if found is None and is_users_file(filename):
                 found = filename, frame.f_lineno
         if found is not None:
-            self.trace.invented[found] = self.trace.invented.get(found, 0) + 1
-
-    # -- rows, steps and rates
+            self.trace.invented[found] = None
 
     def placement(self, place: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
         """Begin a pass over a prepared loader; return what places its batches. Asked in place of ``place`` alone."""
-        begun = Pass(user_line())
+        begun = Pass(user_call()[0])
         self.trace.passes.append(begun)
 
         def placed(batch: Any) -> Any:
@@ -142,37 +135,28 @@ class Recorder:
 
     def watched(self, step: OptimizerStep) -> OptimizerStep:
         """Return what takes the steps of a prepared optimizer. Asked in place of ``step`` alone."""
-        self._steps.append(0)
-        self.trace.rates.append([])
-        return _WatchedStep(step, len(self._steps) - 1, self)
+        rates: list[float] = []
+        self.trace.rates.append(rates)
+        return _WatchedStep(step, rates, self)
 
-    def stepped(self, number: int, rate: float) -> None:
+    def stepped(self, rates: list[float], rate: float) -> None:
         """Write down a step of an optimizer, after it was taken."""
-        self.trace.rates[number].append(rate)
-        if number == 0:
+        rates.append(rate)
+        if rates is self.trace.rates[0]:
             self.trace.step_rows.append(self._pass.since_step)
             self._pass.since_step = 0
         self._pass.steps += 1
-        self._steps[number] += 1
-        done = min(filter(None, self._steps))
-        if done == 1 and not self._is_timed:
-            self._is_timed = True
-            took = time.monotonic() - self._began
-            self.is_fast = self._tape is not None and bool(self._tape.of_rank_0(took > _LONG))
-        self.is_fast = self.is_fast or done >= _COMPUTED_STEPS
 
     def watch_model(self, model: Any, *, is_sharded: bool) -> None:
         """Watch the calls of a prepared model."""
         if hasattr(model, "_orig_mod"):
             self.note("torch.compile: the model was rehearsed without being compiled")
-        watch_calls(model, self.tell, lambda: self.is_fast, is_sharded=is_sharded)
+        # What torch calls in place of a model; see `training.accelerator.phases`.
+        vars(model)["_compiled_call_impl"] = WatchedCall(model, self, is_sharded=is_sharded)
 
     def note(self, text: str) -> None:
         """Write down, once, what could not be rehearsed."""
-        if text not in self.trace.notes:
-            self.trace.notes.append(text)
-
-    # -- checkpoints
+        self.trace.notes[text] = None
 
     def saves(self, folder: Path, collectives: Collectives) -> None:
         """Do what ranks do together when they save to a folder, and write nothing."""
@@ -192,11 +176,12 @@ class Recorder:
 class _WatchedStep(OptimizerStep):
     """Takes the steps of an optimizer while anything is computed, and tells of all."""
 
-    def __init__(self, step: OptimizerStep, number: int, recorder: Recorder) -> None:
+    def __init__(self, step: OptimizerStep, rates: list[float], recorder: Recorder) -> None:
         super().__init__(step.optimizer)
         self._step = step
-        self._number = number
+        self._rates = rates
         self._recorder = recorder
+        self.discard = step.discard  # type: ignore[method-assign]
 
     @property
     @override
@@ -216,14 +201,10 @@ class _WatchedStep(OptimizerStep):
             taken: Any = closure()
         else:
             taken = None if self._recorder.is_fast else self._step()
-        self._recorder.stepped(self._number, rate)
+        self._recorder.stepped(self._rates, rate)
         return taken
 
     @override
     def unscale(self) -> None:
         if not self._recorder.is_fast:
             self._step.unscale()
-
-    @override
-    def discard(self) -> None:
-        self._step.discard()

@@ -1,23 +1,74 @@
-"""`Rehearsal`: what a rehearsal found, as text in a terminal and HTML in a notebook. Pure."""
+"""What ranks did in a rehearsal, where they part, and how that is shown. Pure: no process, no tensor."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import linecache
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.base.table import Table
-from nb_accelerate.base.topology.rank_lists import ranges
+from nb_accelerate.base.topology.rank_lists import named, ranges
 from nb_accelerate.base.words import brief
-from nb_accelerate.training.rehearsal.compare import STOPS, alike, findings, place
+from nb_accelerate.errors.traceback_lines import line_in_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
-    from nb_accelerate.training.rehearsal.compare import Finding
-    from nb_accelerate.training.rehearsal.trace import Trace
+Line = tuple[str, int]  # file and number of a line of the user's; the file is "" where there is none
+_STOPS = ("hang", "error")  # kinds of findings with which a run does not come to its end
 
-_TITLES = ("ranks", "epochs", "batches", "rows", "evaluated", "steps", "rows a step", "learning rate")
+
+@dataclass(frozen=True)
+class Exchange:
+    """Something that ranks do together."""
+
+    what: str  # operation, dtype and shape: "all_gather of int64 (4,)"; equal on ranks that are in step
+    line: Line  # of the user's code
+    called: str = ""  # by the line, if that is of this package
+
+
+@dataclass
+class Pass:
+    """One loop over a prepared loader: the rows of each batch, and how many optimizer steps were taken in it."""
+
+    line: Line
+    rows: list[int] = field(default_factory=list)
+    steps: int = 0
+    since_step: int = 0  # rows since the last step
+
+
+@dataclass
+class Trace:
+    """What one rank did."""
+
+    rank: int
+    exchanges: list[Exchange] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)  # of each step, of each prepared optimizer
+    step_rows: list[int] = field(default_factory=list)  # of this rank, for each step of the first optimizer
+    files: dict[str, Line] = field(default_factory=dict)  # written by this rank
+    invented: dict[Line, None] = field(default_factory=dict)  # lines that read a number that was not computed
+    notes: dict[str, None] = field(default_factory=dict)  # what could not be rehearsed
+    failure: str = ""  # the text of the exception that ended it
+    failed_at: Line = ("", 0)
+    ended: bool = False  # came to its end, in the given time
+    seconds: float = 0.0
+
+    @property
+    def trained(self) -> list[Pass]:
+        """The passes in which an optimizer stepped."""
+        return [one for one in self.passes if one.steps]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, or worth a look."""
+
+    kind: str  # "hang", "error", "file", "rate", "invented" or "note"
+    text: str  # with the lines of the ranks
 
 
 @dataclass(frozen=True)
@@ -37,56 +88,49 @@ class Rehearsal:
     @cached_property
     def findings(self) -> list[Finding]:
         """What is wrong or worth a look, the gravest first."""
-        return findings(self.traces)
+        traces = self.traces
+        found = (_failures(traces), _hang(traces), _files(traces), _rates(traces), _invented(traces))
+        return [finding for some in found for finding in some]
 
     @property
     def ok(self) -> bool:
         """Whether the ranks stay in step, and none fails, as far as the rehearsal came."""
-        return not any(finding.kind in STOPS for finding in self.findings)
+        return not any(finding.kind in _STOPS for finding in self.findings)
 
     @property
     def table(self) -> Table:
         """A row for each kind of rank; notes below it say what was found, and how far the rehearsal came."""
-        rows = [self._row(group) for group in alike(self.traces, lambda trace: repr(trace.summary))]
-        signs = [f"{'!' if finding.kind in STOPS else '*'} {finding.text}" for finding in self.findings]
-        return Table(_TITLES, rows, right=_TITLES[1:-1], notes=(*signs, self._how_far()))
+        alike = _alike(self.traces, lambda trace: (self._row([trace])[1:], trace.failure, trace.ended))
+        signs = [f"{'!' if finding.kind in _STOPS else '*'} {finding.text}" for finding in self.findings]
+        titles = ("ranks", "epochs", "batches", "rows", "evaluated", "steps", "rows a step", "learning rate")
+        return Table(titles, [self._row(group) for group in alike], right=titles[1:-1], notes=(*signs, self._how_far()))
 
     def _how_far(self) -> str:
-        number = len(self.traces)
-        which = (
-            f"all {number} ranks"
-            if number == self.world_size
-            else (f"ranks {ranges([trace.rank for trace in self.traces])} of {self.world_size}")
-        )
-        took = max((trace.seconds for trace in self.traces), default=0.0)
-        said = f"rehearsed {which} in {took:.1f} s"
-        late = [trace for trace in self.traces if not trace.ended and not trace.failure]
-        if not late:
-            return f"{said}, to the end" if any(trace.ended for trace in self.traces) else said
-        last = late[0].passes[-1] if late[0].passes else None
-        far = (
-            "came to no batch"
-            if last is None
-            else (f"came to batch {len(last.rows)} of pass {len(late[0].passes)} ({place(last.line)})")
-        )
-        return (
-            f"{said}: the {brief(self.seconds)} were over, and rank {late[0].rank} {far}. What comes later is not known"
-        )
+        ranks = f"ranks {ranges([trace.rank for trace in self.traces])} of {self.world_size}"
+        which = f"all {self.world_size} ranks" if len(self.traces) == self.world_size else ranks
+        said = f"rehearsed {which} in {max(trace.seconds for trace in self.traces):.1f} s"
+        for trace in self.traces:
+            if not trace.ended and not trace.failure:
+                batch = len(trace.passes[-1].rows) if trace.passes else 0
+                far = f"batch {batch} of pass {len(trace.passes)}"
+                over = f"the {brief(self.seconds)} were over, and rank {trace.rank} came to {far}"
+                return f"{said}: {over}. What comes later is not known"
+        return f"{said}, to the end" if any(trace.ended for trace in self.traces) else said
 
     def _row(self, group: Sequence[Trace]) -> tuple[str, ...]:
         trace = group[0]
-        trained = trace.trained
-        other = [one for one in trace.passes if not one.steps]
-        per_step = max(set(trace.step_rows), key=trace.step_rows.count) if trace.step_rows else 0
+        trained, per_step = trace.trained, trace.step_rows
         return (
             ranges([one.rank for one in group]),
             str(len(trained)),
             _same([len(one.rows) for one in trained]),
             _same([sum(one.rows) for one in trained]),
-            _same([sum(one.rows) for one in other]),
+            _same([sum(one.rows) for one in trace.passes if not one.steps]),
             ", ".join(str(len(rates)) for rates in trace.rates),
-            f"{per_step * self.world_size:,}" if per_step else "",
-            "; ".join(_rates(rates) for rates in trace.rates if rates),
+            f"{max(per_step, key=per_step.count) * self.world_size:,}" if per_step else "",
+            "; ".join(
+                " > ".join(dict.fromkeys(f"{r:.3g}" for r in (of[0], max(of), of[-1]))) for of in trace.rates if of
+            ),
         )
 
     def __repr__(self) -> str:
@@ -98,13 +142,88 @@ class Rehearsal:
 
 def _same(numbers: Sequence[int]) -> str:
     """Return the number that all are, or the least and the greatest."""
-    if not numbers:
-        return ""
-    return f"{numbers[0]:,}" if len(set(numbers)) == 1 else f"{min(numbers):,}-{max(numbers):,}"
+    return "-".join(f"{number:,}" for number in sorted({min(numbers), max(numbers)})) if numbers else ""
 
 
-def _rates(rates: Sequence[float]) -> str:
-    """Return the first, the greatest and the last rate: ``0.0001 > 0.001 > 0``."""
-    chosen = [rates[0], max(rates), rates[-1]]
-    shown = [f"{rate:.3g}" for rate in chosen]
-    return " > ".join(text for index, text in enumerate(shown) if index == 0 or text != shown[index - 1])
+def _alike(traces: Sequence[Trace], key: Callable[[Trace], Hashable]) -> list[list[Trace]]:
+    """Return traces in groups of those that have the same key, in the order of their first ranks."""
+    groups: dict[Hashable, list[Trace]] = {}
+    for trace in traces:
+        groups.setdefault(key(trace), []).append(trace)
+    return list(groups.values())
+
+
+def _ranks(traces: Sequence[Trace]) -> str:
+    return named([trace.rank for trace in traces])
+
+
+def _place(line: Line) -> str:
+    """Return how a line is named for users: ``cell 4 line 57``, ``train.py line 57``."""
+    filename, number = line
+    if not filename:
+        return "no line of yours"
+    return line_in_cell(filename, number) or f"{Path(filename).name} line {number}"
+
+
+def _failures(traces: Sequence[Trace]) -> Iterator[Finding]:
+    for group in _alike([trace for trace in traces if trace.failure], lambda trace: (trace.failure, trace.failed_at)):
+        where = f" ({_place(group[0].failed_at)})" if group[0].failed_at[0] else ""
+        yield Finding("error", f"{_ranks(group)}: {group[0].failure}{where}")
+
+
+def _hang(traces: Sequence[Trace]) -> Iterator[Finding]:
+    """Find the first exchange in which a rank is not in step with the first one."""
+    traces = [trace for trace in traces if trace.exchanges or trace.ended]  # others died, and said nothing
+    found: dict[tuple[int, str, str], list[Trace]] = {}
+    for other in traces[1:]:
+        for number, (mine, its) in enumerate(zip_longest(traces[0].exchanges, other.exchanges)):
+            if (mine and mine.what) != (its and its.what):
+                mine_is, its_is = _is(traces[0], mine), _is(other, its)
+                if mine_is and its_is:
+                    found.setdefault((number, mine_is, its_is), []).append(other)
+                break
+    if found:
+        (number, mine_is, its_is), parted = min(found.items(), key=lambda item: item[0])
+        both = f"{_ranks(traces[:1])} at {mine_is}, {_ranks(parted)} at {its_is}"
+        yield Finding("hang", f"ranks wait for each other from exchange {number + 1} on: {both}")
+
+
+def _is(trace: Trace, exchange: Exchange | None) -> str:
+    """Return where a rank is while others do something else; "" if that is not known, as its time was over."""
+    if exchange is not None:
+        what = exchange.what if exchange.called in ("", exchange.what) else f"{exchange.called}: {exchange.what}"
+        return f"{what} ({_place(exchange.line)})"
+    if trace.failure:
+        return f"its {trace.failure.partition(':')[0]} ({_place(trace.failed_at)})"
+    return "the end" if trace.ended else ""
+
+
+def _files(traces: Sequence[Trace]) -> Iterator[Finding]:
+    for path in dict.fromkeys(path for trace in traces for path in trace.files):
+        group = [trace for trace in traces if path in trace.files]
+        if len(group) > 1:
+            which = f"{Path(path).name} ({_place(group[0].files[path])})"
+            help_ = "write it under `if accelerator.is_main_process:`"
+            yield Finding("file", f"{_ranks(group)} write the same file, {which}: {help_}")
+
+
+def _rates(traces: Sequence[Trace]) -> Iterator[Finding]:
+    for number, rates in enumerate(traces[0].rates):
+        which = f"optimizer {number + 1}" if len(traces[0].rates) > 1 else "the optimizer"
+        end = max((step for step, rate in enumerate(rates, 1) if rate), default=0)
+        if len(rates) - end > 1 and end:
+            zero = f"is 0 from step {end + 1} of {len(rates)} on"
+            yield Finding("rate", f"the learning rate of {which} {zero}: the schedule ends too early")
+
+
+def _invented(traces: Sequence[Trace]) -> Iterator[Finding]:
+    yield from (Finding("note", note) for note in dict.fromkeys(note for trace in traces for note in trace.notes))
+    lines = list(dict.fromkeys(line for trace in traces for line in trace.invented))
+    if lines:
+        read = ", ".join(map(_place, lines[:4])) + (" ..." if len(lines) > 4 else "")
+        text = f"numbers that were not computed are read: {read}"
+        words = ("if ", "elif ", "while ", "assert ")
+        branches = [line for line in lines if linecache.getline(*line).strip().startswith(words)]
+        if branches:
+            text += f". What {', '.join(map(_place, branches))} decides may be otherwise in a run"
+        yield Finding("invented", text)

@@ -46,10 +46,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
-        self.note_parameters()
-
-    def note_parameters(self) -> None:
-        """Note which parameters are averaged. Called once, when the wrapper is made."""
         self.needs_first_sync = bool(self.static_graph)
         # torch registers hooks now, so a layer that is made trainable later is not averaged.
         self.averaged: list[Tensor] = []
@@ -201,8 +197,7 @@ class DDPStrategy(Strategy):
                 "rank would read other rows. Say how ranks are laid out: "
                 f"Accelerator(parallelism_config=ParallelismConfig(tp_size={mesh.size()}))."
             )
-        make = DistributedDataParallel if self._rehearsal is None else self._rehearsal.wrapper
-        wrapped = make(
+        wrapped = DistributedDataParallel(
             model,
             device_ids=self._device_ids,
             output_device=self._device_ids and self.device,

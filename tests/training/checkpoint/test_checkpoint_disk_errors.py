@@ -6,7 +6,6 @@ import errno
 import io
 import itertools
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,18 +60,6 @@ def _trained(start: float) -> tuple[Accelerator, Any]:
     model, _ = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
     model.weight.data.fill_(start)
     return accelerator, model
-
-
-def test_an_error_of_the_disk_beside_the_writing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fsync(descriptor: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise OSError(errno.EIO, "of the disk")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    accelerator, _ = _trained(0.0)
-    with pytest.raises(CheckpointError, match="of the disk"):
-        accelerator.save_state(tmp_path / "state")
-    assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.topology import Topology
-from nb_accelerate.training.rehearsal.rank import Job, rehearse_ranks
+from nb_accelerate.training.rehearsal.rank import rehearse_ranks
 from nb_accelerate.training.rehearsal.report import Rehearsal
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ def rehearsed(
     seconds: float = 30,
 ) -> Rehearsal:
     """Rehearse ranks of many, the first and the last by default."""
-    (folder / "tape").write_bytes(b"")
     topologies = [Topology.of_machine(rank % world_size, world_size) for rank in ranks]
-    job = Job(function=function, args=args, topologies=tuple(topologies), folder=str(folder), seconds=seconds)
-    return Rehearsal(tuple(rehearse_ranks(job)), world_size, seconds)
+    traces = rehearse_ranks(functools.partial(function, *args), topologies, str(folder), seconds)
+    return Rehearsal(tuple(traces), world_size, seconds)
