@@ -69,17 +69,17 @@ from nb_accelerate.training.bigmodel.dispatch import (
     disk_offload as disk_offload,
     dispatch_model as dispatch_model,
 )
-from nb_accelerate.training.bigmodel.empty import (
+from nb_accelerate.training.bigmodel.module_hooks import cpu_offload_with_hook as cpu_offload_with_hook
+from nb_accelerate.training.bigmodel.shown_map import show_map as show_map
+from nb_accelerate.training.bigmodel.tensors import (
     init_empty_weights as init_empty_weights,
     init_on_device as init_on_device,
 )
-from nb_accelerate.training.bigmodel.module_hooks import cpu_offload_with_hook as cpu_offload_with_hook
-from nb_accelerate.training.bigmodel.shown_map import show_map as show_map
-from nb_accelerate.training.checkpoint.dispatching import (
-    load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
-)
 from nb_accelerate.training.checkpoint.listing import checkpoints as checkpoints
-from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
+from nb_accelerate.training.checkpoint.model import (
+    load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    load_checkpoint_in_model as load_checkpoint_in_model,
+)
 from nb_accelerate.training.data import skip_first_batches as skip_first_batches
 from nb_accelerate.training.process.memory import find_executable_batch_size as find_executable_batch_size
 from nb_accelerate.training.process.progress import progress as progress

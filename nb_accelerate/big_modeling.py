@@ -9,13 +9,15 @@ from nb_accelerate.training.bigmodel.dispatch import (
     disk_offload as disk_offload,
     dispatch_model as dispatch_model,
 )
-from nb_accelerate.training.bigmodel.empty import (
-    init_empty_weights as init_empty_weights,
-    init_on_device as init_on_device,
-)
 from nb_accelerate.training.bigmodel.module_hooks import (
     attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
     cpu_offload_with_hook as cpu_offload_with_hook,
 )
-from nb_accelerate.training.checkpoint.dispatching import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from nb_accelerate.training.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
+from nb_accelerate.training.bigmodel.tensors import (
+    init_empty_weights as init_empty_weights,
+    init_on_device as init_on_device,
+)
+from nb_accelerate.training.checkpoint.model import (
+    load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    load_checkpoint_in_model as load_checkpoint_in_model,
+)

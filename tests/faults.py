@@ -21,7 +21,7 @@ training/precision/fp16.py  training/accelerator/test_loss_scaling.py
 is not None and key not in done: ==> is not None:
 notebook/ranks/loop.py  ranks pool/test_starting_and_ending.py
 self._wake()|if self.ended.is_set(): ==> self._wake()|if False:
-training/accelerator/checkpoint_schedule.py  training/checkpoint/test_checkpoints_resumed.py
+training/accelerator/resuming.py  training/checkpoint/test_checkpoints_resumed.py
 (epoch + 1) % int(interval.amount) ==> epoch % int(interval.amount)
 training/tracking/libraries.py  training/accelerator/test_tracking.py
 step=step, **kwargs)|self.tracker.flush() ==> step=step, **kwargs)

@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import shutil
 
     from nb_accelerate.errors import ConfigError
-    from nb_accelerate.training.checkpoint.merging import merge_weights
+    from nb_accelerate.training.checkpoint.sharded import merge_weights
 
     folder, output = arguments.checkpoint_directory, arguments.output_path
     if arguments.remove_checkpoint_dir and output.resolve().is_relative_to(folder.resolve()):

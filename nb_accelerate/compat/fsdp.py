@@ -27,9 +27,8 @@ from nb_accelerate.compat.models import is_peft_model
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.accelerator.checkpoint_parts import OptimizerPart
 from nb_accelerate.training.bigmodel.ties import find_tied_parameters
-from nb_accelerate.training.checkpoint.merging import merge_weights
 from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, METADATA_NAME, OPTIMIZER_NAME
-from nb_accelerate.training.checkpoint.sharded import named, numbered, read_model, read_optimizer
+from nb_accelerate.training.checkpoint.sharded import merge_weights, named, numbered, read_model, read_optimizer
 from nb_accelerate.training.checkpoint.shared_staging import run_on_all_ranks
 from nb_accelerate.training.process.devices import device_kind
 from nb_accelerate.training.state import PartialState

@@ -16,12 +16,12 @@ from nb_accelerate.compat.models import (
     recursive_getattr as recursive_getattr,
 )
 from nb_accelerate.compat.output import convert_bytes as convert_bytes, tqdm as tqdm
+from nb_accelerate.training.accelerator.checkpoint_parts import save as save
 from nb_accelerate.training.accelerator.compiling import (
     compile_regions as compile_regions,
     compile_regions_deepspeed as compile_regions_deepspeed,
     compile_regions_fsdp2 as compile_regions_fsdp2,
 )
-from nb_accelerate.training.accelerator.model_files import save as save
 from nb_accelerate.training.checkpoint.files import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     load as load,

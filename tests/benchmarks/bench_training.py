@@ -234,7 +234,7 @@ def _times_of_phases(width: int, batch_size: int) -> tuple[float, float]:
     """Seconds of a step on this rank, and those of them in which it is noted where the time goes."""
     from nb_accelerate import Accelerator
     from nb_accelerate.base.progress_page import Phase, here
-    from nb_accelerate.training.accelerator.phases import time_exchange
+    from nb_accelerate.training.accelerator.losses import time_exchange
 
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nb_accelerate.cli import main
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.checkpoint.merging import merge_weights
+from nb_accelerate.training.checkpoint.sharded import merge_weights
 
 WEIGHTS = {
     "layer.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

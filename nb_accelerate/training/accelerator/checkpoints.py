@@ -14,8 +14,7 @@ from nb_accelerate.base.config.checks import check_choice, check_flag
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.errors.traceback_lines import is_ours, is_users
-from nb_accelerate.training.accelerator.checkpoint_parts import CheckpointPartsMixin
-from nb_accelerate.training.accelerator.model_files import ModelFilesMixin
+from nb_accelerate.training.accelerator.checkpoint_parts import CheckpointPartsMixin, ModelFilesMixin
 from nb_accelerate.training.checkpoint import loading, state
 from nb_accelerate.training.checkpoint.background import CheckpointHandle, saves
 from nb_accelerate.training.checkpoint.numbered import is_taken, read_newest, remove_old

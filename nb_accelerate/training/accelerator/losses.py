@@ -1,4 +1,4 @@
-"""Report loss, memory and use of the device to the progress page, without waiting for the device.
+"""Report loss, memory, use of the device and phases of a step to the progress page, without waiting for the device.
 
 What only tells about a run never stops it: see `only_reports`.
 """
@@ -8,20 +8,23 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.autograd.variable import Variable
+from torch.utils.hooks import unserializable_hook
 
-from nb_accelerate.base.progress_page import here
+from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.base.seam import call_returned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from nb_accelerate.base.devices import DeviceKind
     from nb_accelerate.base.progress_page import ProgressPage, RankMemory
@@ -47,10 +50,7 @@ _LONGEST_WAIT = 5.0
 
 
 def only_reports(what: str) -> Callable[[Report], Report]:
-    """Decorate a method that reports about training, which goes on when the report fails.
-
-    The first error is logged, with ``what`` is missing then. After it, the method does nothing for that object.
-    """
+    """Decorate a method that reports about training, which goes on when the report fails."""
 
     def decorate(method: Report) -> Report:
         failed: WeakSet[Any] = WeakSet()
@@ -156,11 +156,7 @@ class LossReport:
 
 
 class MemoryReport:
-    """Writes what is held for prepared models and optimizers to the progress page, now and then.
-
-    The reader of the page can ask for a measurement, too, when memory did not suffice. ``ranks`` of this machine share
-    its memory.
-    """
+    """Writes what is held for prepared models and optimizers to the progress page, now and then."""
 
     def __init__(
         self,
@@ -223,3 +219,60 @@ class MemoryReport:
             peak=max(self._kind.memory_peak(), used),
             sharding=self._strategy.sharding(self._models, optimizers),
         )
+
+
+_FORWARD = Phase.FORWARD  # Python 3.11 looks members of an enum up slowly
+_CALL = "_compiled_call_impl"
+
+
+class _TimedCall:
+    """Calls a model, and says so before.
+
+    A forward hook would make the call of each model slower by two microseconds, would be saved with it, and be refused
+    by TorchScript. What `torch.nn.Module.compile` sets is called in place of the model, and torch leaves it out when
+    the model is saved or copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)  # so that the model goes when its last user does
+        self._compiled = vars(model).get(_CALL)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the model is not compiled, and not timed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            page = here()
+            page.enter(_FORWARD)
+            page.saw_forward = True
+        model: Any = self._model()
+        call = self._compiled or model._call_impl  # noqa: SLF001 - what torch calls unless the model is compiled
+        return call(*args, **kwargs)
+
+
+def time_forward(model: nn.Module) -> None:
+    """Make each call of a prepared model begin `Phase.FORWARD`, where somebody may read the page of this process."""
+    page = here()
+    if page.is_read:
+        page.saw_forward = page.saw_forward or False
+        if not isinstance(vars(model).get(_CALL), _TimedCall):
+            vars(model)[_CALL] = _TimedCall(model)
+
+
+_queue_callback: Any = Variable._execution_engine.queue_callback  # noqa: SLF001 - as FSDP of torch does
+
+
+def time_exchange(loss: Tensor, page: ProgressPage) -> None:
+    """Begin `Phase.WAITING` when the backward of a loss, which begins now, has computed all gradients.
+
+    DistributedDataParallel waits for the exchange in a callback, which the autograd engine calls when there is nothing
+    left to compute, in the order in which they were queued: this one by the first gradient. On a device that computes
+    asynchronously the times say nothing.
+    """
+    if loss.requires_grad:
+
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def queue(_: Tensor) -> None:  # a loss that is returned is pickled without it, and without a warning
+            _queue_callback(page.wait_after_backward)
+
+        loss.register_hook(queue)  # type: ignore[no-untyped-call]

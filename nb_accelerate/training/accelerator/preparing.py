@@ -17,7 +17,7 @@ from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.compiling import compiled
 from nb_accelerate.training.accelerator.core import CoreMixin
-from nb_accelerate.training.accelerator.phases import time_forward
+from nb_accelerate.training.accelerator.losses import time_forward
 from nb_accelerate.training.accelerator.unprepared import check_owned
 from nb_accelerate.training.data import check_lengths, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
@@ -137,10 +137,7 @@ class PreparingMixin(CoreMixin):
     def _prepare_training(
         self, models: Sequence[ModelRequest], optimizers: Sequence[tuple[torch.optim.Optimizer, bool]]
     ) -> tuple[list[nn.Module], list[AcceleratedOptimizer]]:
-        """Prepare models and optimizers together, and return what takes the place of each.
-
-        Of each optimizer, it is said whether to move its state to the devices of its parameters.
-        """
+        """Prepare models and optimizers together, and return what takes the place of each."""
         core = self.core
         # What this `Accelerator` has prepared before is returned as it is.
         requests = {
@@ -212,10 +209,7 @@ class PreparingMixin(CoreMixin):
     def _finish_optimizer(
         self, optimizer: torch.optim.Optimizer, engine: torch.optim.Optimizer, place: bool
     ) -> AcceleratedOptimizer:
-        """Wrap ``engine``, which the strategy has made of the user's optimizer, and remember it.
-
-        The user's may be one that another `Accelerator` has prepared.
-        """
+        """Wrap ``engine``, which the strategy has made of the user's optimizer, and remember it."""
         core = self.core
         if isinstance(optimizer, AcceleratedOptimizer) and optimizer.is_lent_scaler:
             prepared = optimizer

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.errors import ConfigError, NbAccelerateError, NotPreparedError
 from nb_accelerate.errors.traceback_lines import calling_line
+from nb_accelerate.training.accelerator.checkpoint_parts import save
 from nb_accelerate.training.accelerator.core import CoreMixin
-from nb_accelerate.training.accelerator.model_files import save
 from nb_accelerate.training.checkpoint.background import saves
 from nb_accelerate.training.process import context, group
 from nb_accelerate.training.tracking import BlankTracker, make_trackers

@@ -11,7 +11,7 @@ from nb_accelerate.base.config.checks import check_flag, check_whole
 from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.training.accelerator.core import CoreMixin
-from nb_accelerate.training.accelerator.phases import time_exchange
+from nb_accelerate.training.accelerator.losses import time_exchange
 from nb_accelerate.training.accelerator.unprepared import foreign_accelerator, forgotten_model
 from nb_accelerate.training.comm import operations
 from nb_accelerate.training.data import skip_first_batches

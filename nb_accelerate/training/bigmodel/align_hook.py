@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import ConfigError, PlacedModelError
 from nb_accelerate.training.bigmodel.hooks import ModelHook
 from nb_accelerate.training.bigmodel.mapped import files_of
 from nb_accelerate.training.bigmodel.moving import move_tensor, moved, numbered, owner_of, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.placement import Mapped, Staged, put_at_rest
-from nb_accelerate.training.bigmodel.refused_backward import refuse_backward
 from nb_accelerate.training.bigmodel.schedule import Schedule
 from nb_accelerate.training.bigmodel.tensors import QUANTISED
 from nb_accelerate.training.pytree import map_tensors, tensors_in
@@ -35,6 +34,39 @@ if TYPE_CHECKING:
     from nb_accelerate.training.bigmodel.placement import Placement
 
     Device = int | str | torch.device
+
+
+class _Refusal(torch.autograd.Function):
+    """Give a tensor that was computed without a graph a history that cannot be gone back through."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, message: str, computed: list[Tensor]) -> Tensor:
+        ctx.message = message
+        return computed[0]
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise PlacedModelError(ctx.message)
+
+
+def refuse_backward(module: str, device: torch.device | None) -> Callable[[Tensor], Tensor]:
+    """Return a function that gives outputs of a block a history whose backward raises a `PlacedModelError`."""
+    message = (
+        f"backward comes to a {module}, whose weights are on {device} only while it computes. Train LoRA on weights "
+        "that stay on the device (quantised ones take less room), or the whole model with FSDP: "
+        "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True))."
+    )
+
+    def refuse(output: Tensor) -> Tensor:
+        if output.requires_grad or not output.is_floating_point():
+            return output
+        anchor = torch.empty(0, requires_grad=True)
+        made: Tensor = _Refusal.apply(anchor, message, [output])  # type: ignore[no-untyped-call]
+        return made
+
+    return refuse
 
 
 class RestingWeights(dict[str, Tensor]):
@@ -187,17 +219,14 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             schedule, placement = self._placed(module)
             if not self._is_on_cpu:
-                self._adopt(module, placement)
+                # Let weights visit too that the block was given since, as those of LoRA.
+                known = set(placement.slots)
+                for owner in module.modules() if self.place_submodules else (module,):
+                    for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):  # noqa: SLF001
+                        if tensor is not None and tensor.device != placement.device and (owner, name) not in known:
+                            placement.slots.append((owner, name))
             schedule.before(placement)
         return args, kwargs
-
-    def _adopt(self, module: nn.Module, placement: Placement) -> None:
-        """Let weights visit too that the block was given since, as those of LoRA."""
-        known = set(placement.slots)
-        for owner in module.modules() if self.place_submodules else (module,):
-            for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):  # noqa: SLF001
-                if tensor is not None and tensor.device != placement.device and (owner, name) not in known:
-                    placement.slots.append((owner, name))
 
     def _stays(self, key: str) -> bool:
         return self.skip_keys is not None and (key == self.skip_keys or key in self.skip_keys)

@@ -103,15 +103,7 @@ def planned_map(
     offload_buffers: bool = False,
     **counted: Any,
 ) -> dict[str, int | str]:
-    """Return the map of ``device_map="auto"`` and its like, within given bytes.
-
-    Args:
-        no_split_module_classes: None for ``model._no_split_modules``.
-        **counted: dtypes, as for `map_within`.
-
-    Raises:
-        ConfigError: there is no such way.
-    """
+    """Return the map of ``device_map="auto"`` and its like, within given bytes."""
     counted["no_split_module_classes"] = no_split_module_classes or getattr(model, "_no_split_modules", None)
     way = check_choice("device_map", way, _WAYS)
     if way != "sequential":
@@ -171,12 +163,7 @@ def map_within(
 
 
 class _Placing:
-    """One try to place a model, with given rooms for visitors.
-
-    Attributes:
-        devices: the map so far, by name.
-        used: bytes so far, by device.
-    """
+    """One try to place a model, with given rooms for visitors."""
 
     def __init__(
         self,

@@ -12,12 +12,15 @@ read into memory instead, when they are first asked for.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
 import math
 import mmap
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,13 +33,74 @@ from typing_extensions import override
 
 from nb_accelerate.base.devices import CPU
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.bigmodel import pages
 from nb_accelerate.training.bigmodel.weight_header import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from nb_accelerate.training.bigmodel.weight_header import TensorEntry
+
+
+_WILLNEED = 3
+_POPULATE_READ = 22  # Linux 5.14
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+_ASKED_AGAIN = 0.1
+"""Seconds after which the system is asked again. It takes longer to answer than all else that precedes a block."""
+
+
+class MajorFaults:
+    """How often this process has had to wait for a page of a file."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._asked = -math.inf  # seconds
+
+    @property
+    def number(self) -> int:
+        """The number, at most a tenth of a second old. 0 where the system does not tell."""
+        now = time.monotonic()
+        if now >= self._asked + _ASKED_AGAIN:
+            self._asked, self._number = now, _major_faults()
+        return self._number
+
+
+def _major_faults() -> int:
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def around(begin: int, end: int) -> tuple[int, int]:
+    """Return begin and end of the whole pages around a range of addresses."""
+    return begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def are_present(begin: int, end: int) -> bool:
+    """Return whether all pages of a mapped range are in memory. False where the system does not tell."""
+    if _LIBC is None:
+        return False
+    flags = (ctypes.c_ubyte * ((end - begin) // mmap.PAGESIZE))()
+    if _LIBC.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), flags):
+        return False
+    return all(flag & 1 for flag in bytes(flags))
+
+
+def make_present(begin: int, end: int) -> bool:
+    """Bring all pages of a mapped range into memory, without the GIL. False where the system cannot."""
+    if _LIBC is None:
+        return False
+    at, length = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+    # The first asks the disk for everything, however little the system reads ahead, and the second waits for it.
+    if not _LIBC.madvise(at, length, _WILLNEED) and not _LIBC.madvise(at, length, _POPULATE_READ):
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS):  # an older kernel
+        return False
+    raise OSError(error, os.strerror(error))
+
 
 _BLOCK = 8 << 20
 """Bytes that a thread reads at once."""
@@ -67,11 +131,7 @@ def files_of(tensor: torch.Tensor) -> WeightFiles | None:
 
 
 def check_files(tensors: Iterable[Any]) -> None:
-    """Check the files of those of some objects that are views of any, before their numbers are read.
-
-    Raises:
-        CheckpointError: one has been changed or cut off.
-    """
+    """Check the files of those of some objects that are views of any, before their numbers are read."""
     for tensor in tensors:
         files = files_of(tensor) if isinstance(tensor, torch.Tensor) else None
         if files is not None:
@@ -91,9 +151,6 @@ class WeightFiles(Mapping[str, torch.Tensor]):
 
     Attributes:
         faults: how often this process has had to wait for a page, of any file.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
     """
 
     def __init__(self, files: Iterable[Path], *, mmap: bool | None = None) -> None:
@@ -102,7 +159,7 @@ class WeightFiles(Mapping[str, torch.Tensor]):
         self._files = [_File(file, self, maps=maps) for file in self._given[0]]
         self._at = {name: file for file in self._files for name in file.entries}
         self._names = {file.addresses[name]: name for name, file in self._at.items() if self.nbytes([name])}
-        self.faults = pages.MajorFaults()
+        self.faults = MajorFaults()
         _owners.update(dict.fromkeys(self._names, self))
 
     @override
@@ -142,9 +199,6 @@ class WeightFiles(Mapping[str, torch.Tensor]):
         """Check that the files of weights are as they were when they were opened. What is in memory needs none.
 
         Called whenever a block computes, so it takes microseconds.
-
-        Raises:
-            CheckpointError: one has been changed or cut off.
         """
         for file in dict.fromkeys(self._at[name] for name in names):
             file.check(names)
@@ -154,11 +208,7 @@ class WeightFiles(Mapping[str, torch.Tensor]):
         return all(file.is_present(group) for file, group in self._by_file(names))
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Bring weights into memory, without the GIL.
-
-        Raises:
-            CheckpointError: a file has been changed or cut off, or cannot be read.
-        """
+        """Bring weights into memory, without the GIL."""
         for file, group in self._by_file(names):
             file.fetch(group)
 
@@ -259,15 +309,20 @@ class _File:
         spans = self._spans(names)
         if not self._unread.isdisjoint(names) or (spans and not self._tells):
             return False
-        return all(pages.are_present(*span) for span in spans)
+        return all(are_present(*span) for span in spans)
 
     def fetch(self, names: list[str]) -> None:
         self.check(names)
         self._read(names)
         try:
             for begin, end in self._spans(names):
-                if not pages.make_present(begin, end):
-                    self._read_past(begin, end)
+                if not make_present(begin, end):
+                    # Read a part of the file for what that leaves in the page cache.
+                    room = memoryview(bytearray(_BLOCK))
+                    name = next(iter(self._mapped))
+                    start = self.addresses[name] - self.entries[name].start
+                    for position in range(begin - start, end - start, _BLOCK):
+                        os.preadv(self._descriptor, [room], position)
         except OSError as error:
             self.check(names)  # cut off just now?
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -277,7 +332,7 @@ class _File:
         spans: list[tuple[int, int]] = []
         for name in names:
             if name in self._mapped:
-                begin, end = pages.around(self.addresses[name], self.addresses[name] + self._length(name))
+                begin, end = around(self.addresses[name], self.addresses[name] + self._length(name))
                 if spans and begin <= spans[-1][1]:
                     begin = spans.pop()[0]
                 spans.append((begin, end))
@@ -285,14 +340,6 @@ class _File:
 
     def _length(self, name: str) -> int:
         return self.entries[name].end - self.entries[name].start
-
-    def _read_past(self, begin: int, end: int) -> None:
-        """Read a part of the file for what that leaves in the page cache."""
-        room = memoryview(bytearray(_BLOCK))
-        name = next(iter(self._mapped))
-        start = self.addresses[name] - self.entries[name].start
-        for position in range(begin - start, end - start, _BLOCK):
-            os.preadv(self._descriptor, [room], position)
 
     def _read(self, names: Iterable[str]) -> None:
         """Read those weights that are not mapped into their memory, unless they are there."""

@@ -264,11 +264,7 @@ def _check_space_beside(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Check that a disk has space for weights, before anything is written.
-
-    Raises:
-        CheckpointError: it has too little.
-    """
+    """Check that a disk has space for weights, before anything is written."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(

@@ -215,18 +215,15 @@ class Staged(Placement):
                 return False
             try:
                 if not self._users:
-                    self._swap(self._copies)
+                    for each, tensor in zip(self._copied, self._copies.tensors, strict=True):
+                        self._swapped.append(each.slot)
+                        self._staging.swaps.swap(*each.slot, tensor)
                 self._staging.wait_for(self._copies)
                 self._users.append(threading.get_ident())
             finally:
                 if not self._users:  # interrupted
                     self._restore()
             return True
-
-    def _swap(self, copies: DeviceCopies) -> None:
-        for each, tensor in zip(self._copied, copies.tensors, strict=True):
-            self._swapped.append(each.slot)
-            self._staging.swaps.swap(*each.slot, tensor)
 
     @override
     def leave(self) -> None:

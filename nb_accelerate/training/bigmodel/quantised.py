@@ -112,16 +112,7 @@ def is_within(name: str, modules: Iterable[str]) -> bool:
 
 
 def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, kept: Collection[str]) -> list[str]:
-    """Put layers of bitsandbytes in place of linear layers, without weights: they are on ``meta``.
-
-    Args:
-        model: changed in place.
-        config: says how many bits.
-        kept: names of modules that stay as they are.
-
-    Returns:
-        The names of what was replaced.
-    """
+    """Put layers of bitsandbytes in place of linear layers, without weights: they are on ``meta``."""
     found = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_within(name, kept)
     ]

@@ -79,9 +79,6 @@ class Schedule:
         """Let a block begin: its weights are on the device afterwards, and the next block is fetched meanwhile.
 
         If it raises, an interrupt too, `after` may be called or not.
-
-        Raises:
-            CheckpointError: a mapped file has been changed.
         """
         if self._process != os.getpid():
             self._start()

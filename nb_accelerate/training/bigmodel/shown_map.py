@@ -51,17 +51,13 @@ def show_map(
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor what this rank has
         entry = device_of(name, devices, default=local.device)
         device = f"GPU {entry}" if isinstance(entry, int) else str(entry)
-        parts[_layer_of(name), device] += local.nbytes
+        # The layer of a tensor: ``layers.3`` of ``layers.3.up.weight``, ``head`` of ``head.weight``.
+        words = name.split(".")
+        numbers = [index for index, word in enumerate(words) if word.isdecimal()]
+        parts[".".join(words[: numbers[0] + 1] if numbers else words[:-1] or words), device] += local.nbytes
         totals[device] += local.nbytes
     rows = [*_folded(parts), *(("in all", size(taken), device) for device, taken in totals.items())]
     return Table(("layer", "bytes", "device"), rows, right=("bytes",))
-
-
-def _layer_of(name: str) -> str:
-    """Return the layer of a tensor: ``layers.3`` of ``layers.3.up.weight``, ``head`` of ``head.weight``."""
-    words = name.split(".")
-    numbers = [index for index, word in enumerate(words) if word.isdecimal()]
-    return ".".join(words[: numbers[0] + 1] if numbers else words[:-1] or words)
 
 
 def _folded(parts: Mapping[tuple[str, str], int]) -> Iterator[tuple[str, str, str]]:

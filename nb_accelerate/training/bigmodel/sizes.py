@@ -130,11 +130,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def as_dtype(given: torch.dtype | str) -> torch.dtype:
-    """Return a dtype, which may be given by its name, with or without ``torch.``.
-
-    Raises:
-        ConfigError: torch has no such dtype.
-    """
+    """Return a dtype, which may be given by its name, with or without ``torch.``."""
     if not isinstance(given, str):
         return given
     found = getattr(torch, given.removeprefix("torch."), None)

@@ -30,17 +30,11 @@ _ALIGNMENT = 256
 
 @dataclass
 class Resting:
-    """What is in the place of a parameter or buffer at rest.
-
-    Args:
-        slot: the place: a module and a name there.
-        tensor: the numbers.
-        mark: changes if the user changes or replaces them, but for changes in place through ``.data``.
-    """
+    """What is in the place of a parameter or buffer at rest."""
 
     slot: Slot
     tensor: Tensor
-    mark: tuple[int, int]
+    mark: tuple[int, int]  # changes if the user changes or replaces the tensor, but for changes through ``.data``
 
 
 def unchanged(before: Sequence[Resting], now: Sequence[Resting]) -> bool:
@@ -139,15 +133,10 @@ def put(owner: nn.Module, name: str, tensor: Tensor) -> None:
 
 @dataclass
 class DeviceCopies:
-    """The weights of a block on a device.
+    """The weights of a block on a device."""
 
-    Args:
-        tensors: one for each place of the block; the same one where they are tied.
-        event: after the copy, on the stream that copies. None where the host has waited for it.
-    """
-
-    tensors: list[Tensor]
-    event: Any
+    tensors: list[Tensor]  # one for each place; the same one where they are tied
+    event: Any  # after the copy, on the stream that copies; None where the host has waited for it
 
 
 class Staging:
@@ -204,18 +193,15 @@ class Staging:
         for tensor, offset in zip(tensors, offsets, strict=True):
             _view(buffer, tensor, offset).copy_(tensor)
         event = self._events[self._turn] = self._module.Event()
-        with self._module.stream(self._copying_stream()):
+        if self._stream is None:
+            self._stream = self._module.Stream(self.device)
+        with self._module.stream(self._stream):
             on_device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             try:
                 on_device.copy_(buffer[:nbytes], non_blocking=True)
             finally:
                 event.record(self._stream)
         return DeviceCopies([_view(on_device, *each) for each in zip(tensors, offsets, strict=True)], event)
-
-    def _copying_stream(self) -> Any:
-        if self._stream is None:
-            self._stream = self._module.Stream(self.device)
-        return self._stream
 
     def _free_buffer(self, nbytes: int) -> Tensor:
         event, buffer = self._events[self._turn], self._buffers[self._turn]

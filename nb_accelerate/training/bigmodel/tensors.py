@@ -1,13 +1,18 @@
-"""Put parameters and buffers of modules on devices, one by one or for a while."""
+"""Put parameters and buffers of modules on devices: one by one, for a while, or when they are made."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.sizes import as_dtype
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Device = int | str | torch.device
+
 
 QUANTISED = {"Int8Params", "FP4Params", "Params4bit"}
 """Parameters of bitsandbytes, by name: importing it takes seconds. They are quantised when they leave a CPU."""
@@ -187,3 +193,49 @@ def _parameters_on(module: nn.Module, device: Device) -> Iterator[None]:
             now, parameter.data = parameter.data, resting
             if not torch.equal(back := now.to(resting.device), resting):  # pages of a mapped file stay shared
                 resting.copy_(back)
+
+
+@contextlib.contextmanager
+def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
+    """Make models whose parameters have shapes and take no memory, on the device ``meta``.
+
+    Args:
+        include_buffers: buffers too. Their values are lost, also of buffers that no checkpoint has.
+
+    Examples:
+        ```python
+        with init_empty_weights():
+            model = nn.Linear(10_000, 10_000)
+        model.weight.device  # meta
+        ```
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextlib.contextmanager
+def init_on_device(device: torch.device | str, include_buffers: bool = False) -> Iterator[None]:
+    """Make models whose parameters are on a device. For modules that this thread makes.
+
+    Args:
+        device: of the parameters.
+        include_buffers: buffers too, and all tensors that a module makes without naming a device.
+    """
+    device, thread = torch.device(device), threading.get_ident()
+
+    def parameter(_module: nn.Module, _name: str, made: nn.Parameter | None) -> nn.Parameter | None:
+        if made is None or thread != threading.get_ident() or made.device == device:
+            return None
+        # Subclasses, of quantised weights say, take what they hold as arguments.
+        arguments: dict[str, Any] = {**made.__dict__, "requires_grad": made.requires_grad}
+        return type(made)(made.to(device), **arguments)
+
+    def buffer(_module: nn.Module, _name: str, made: torch.Tensor | None) -> torch.Tensor | None:
+        return None if made is None or thread != threading.get_ident() else made.to(device)
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(register_module_parameter_registration_hook(parameter).remove)  # type: ignore[arg-type]
+        if include_buffers:
+            hooks.callback(register_module_buffer_registration_hook(buffer).remove)  # type: ignore[arg-type]
+            hooks.enter_context(device)
+        yield

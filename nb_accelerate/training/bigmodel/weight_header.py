@@ -34,21 +34,13 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a weight is.
-
-    Args:
-        file: the safetensors file.
-        dtype: of its numbers.
-        shape: of the tensor.
-        start: byte of the file at which it begins.
-        end: byte of the file after its last.
-    """
+    """Where a weight is."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    end: int
+    start: int  # byte of the file at which it begins
+    end: int  # byte after its last
 
 
 def read_header(file: Path, descriptor: int) -> dict[str, TensorEntry]:
@@ -56,9 +48,6 @@ def read_header(file: Path, descriptor: int) -> dict[str, TensorEntry]:
 
     The format ([safetensors](https://github.com/huggingface/safetensors#format)): the length of the header in 8 bytes,
     a header in JSON, and the numbers of all weights without gaps.
-
-    Raises:
-        CheckpointError: the header is not what the format says, or the file is shorter or longer than it says.
     """
     try:
         size = os.fstat(descriptor).st_size

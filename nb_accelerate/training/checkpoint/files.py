@@ -78,13 +78,7 @@ def _write_to(obj: Any, file: Any, *, safe_serialization: bool) -> None:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: Any, get: Callable[[str], Tensor]) -> None:
-    """Write tensors one by one, straight from where they are: the library makes a copy of all of them first.
-
-    Args:
-        tensors: their shapes and dtypes; may be on ``meta``.
-        file: is open for writing.
-        get: returns a tensor when it is written.
-    """
+    """Write tensors one by one, straight from where they are: the library makes a copy of all of them first."""
     unknown = {tensor.dtype for tensor in tensors.values()} - _SAFETENSORS_DTYPES.keys()
     if unknown or sys.byteorder != "little":
         from safetensors.torch import save

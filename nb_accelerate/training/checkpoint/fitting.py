@@ -94,11 +94,7 @@ def check_scheduler(file: str, state: Any, scheduler: Any) -> None:
 
 
 def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module, now: Mapping[str, Any] | None = None) -> None:
-    """Compare the saved shapes of weights with the model's, by name; the shape is None for what is no tensor.
-
-    Args:
-        now: the state dict of the model, which takes long to make for each of many files.
-    """
+    """Compare the saved shapes of weights with the model's, by name; the shape is None for what is no tensor."""
     now = model.state_dict() if now is None else now
     for name, shape in shapes.items():
         there = now.get(name)
@@ -148,10 +144,7 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
 
 
 def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
-    """Look whether a loader in the middle of an epoch still reads as many rows: it shuffles others in another order.
-
-    Rows may have been appended where they are read in order.
-    """
+    """Look whether a loader in the middle of an epoch still reads as many rows: it shuffles others in another order."""
     before = manifest.num_rows[number] if number < len(manifest.num_rows) else None
     now = number_of(loader, "total_dataset_length")
     if before is None or now is None or before == now:

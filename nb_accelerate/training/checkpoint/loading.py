@@ -314,10 +314,7 @@ def check_no_engine(checkpoint: Checkpoint) -> None:
 def read_weights(
     checkpoint: Checkpoint, models: Sequence[nn.Module], *, map_location: str | torch.device, strict: bool
 ) -> list[dict[str, Any]]:
-    """Read the weights of models, under the names that these have for them, and look whether they fit.
-
-    Models may be wrapped or compiled otherwise than when they were saved.
-    """
+    """Read the weights of models, under the names that these have for them, and look whether they fit."""
     found = []
     for number, model in enumerate(models):
         names = _weight_names(number)

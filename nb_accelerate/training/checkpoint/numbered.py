@@ -126,9 +126,6 @@ def remove_old(
 
 
 def _manifest_if_whole(folder: Path) -> Manifest | None:
-    """Return what is known about a checkpoint if all files are there and none is cut off, without reading them.
-
-    It says nothing for one of accelerate's, which nobody can know to be whole or not.
-    """
+    """Return what is known about a checkpoint if all files are there and none is cut off, without reading them."""
     _, manifest, damage = examine(folder)
     return None if damage else manifest or Manifest(step=0, num_processes=0, ranks=[], epochs=[], seeds=[])

@@ -62,27 +62,16 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be done with one weight.
-
-    Args:
-        device: its place in the device map.
-        dtype: of the numbers it is to have.
-        nbytes: what it takes in that dtype.
-        way: how it gets there.
-    """
+    """What is to be done with one weight."""
 
     device: Device
-    dtype: torch.dtype
-    nbytes: int
+    dtype: torch.dtype  # that it is to have
+    nbytes: int  # in that dtype
     way: Way
 
 
 class Checkpoint:
-    """The files of one checkpoint. Those of safetensors are mapped; others are read one by one.
-
-    Args:
-        files: as `weight_files` returns them.
-    """
+    """The files of one checkpoint. Those of safetensors are mapped; others are read one by one."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.mapped = WeightFiles(file for file in files if file.suffix == ".safetensors")
@@ -151,12 +140,7 @@ def _dtype_of(
 
 
 def check_folder(steps: Iterable[Step], folder: str | os.PathLike[str] | None) -> None:
-    """Check that there is room for what is to be written, before anything is.
-
-    Raises:
-        ConfigError: no folder is given.
-        CheckpointError: the disk has too little space.
-    """
+    """Check that there is room for what is to be written, before anything is."""
     needed = sum(step.nbytes for step in steps if step.way is Way.WRITE)
     if not needed:
         return

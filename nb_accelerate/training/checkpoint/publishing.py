@@ -58,10 +58,7 @@ class Staging:
 
     @classmethod
     def begin(cls, folder: str | os.PathLike[str], kind: Kind) -> Staging:
-        """Make an empty folder to write to, and remove what saves that were killed have left.
-
-        ``kind`` tells the files of a save before from others.
-        """
+        """Make an empty folder to write to, and remove what saves that were killed have left."""
         _refuse_planted(Path(folder).expanduser())
         target = Path(os.path.realpath(Path(folder).expanduser()))
         if target.exists() and not target.is_dir():

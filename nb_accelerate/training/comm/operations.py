@@ -52,7 +52,13 @@ def communicate_packed(
                 row = row.clone()  # broadcast overwrites its argument, gather does not
             results[index] = _from_bytes(collective(row), tensor, leading)
     for indices in small_by_device.values():
-        _replace_packed(results, indices, collective, leading)
+        # Replace ``tensors[index]`` for each of ``indices`` by its result, with one collective. Each begins at a
+        # multiple of `_ALIGNMENT`, so that its bytes can be viewed as numbers of any dtype.
+        rows = [_bytes_of(results[index]) for index in indices]
+        padded = [functional.pad(row, (0, -len(row) % _ALIGNMENT)) for row in rows]
+        parts = torch.split(collective(torch.cat(padded)), [len(row) for row in padded], dim=-1)
+        for index, row, part in zip(indices, rows, parts, strict=True):
+            results[index] = _from_bytes(part[..., : len(row)], results[index], leading)
     return results
 
 
@@ -61,20 +67,6 @@ def _from_bytes(received: Tensor, tensor: Tensor, leading: tuple[int, ...]) -> T
     if not tensor.numel():  # torch cannot view 0 bytes as another dtype
         return tensor.new_empty((*leading, *tensor.shape))
     return received.view(tensor.dtype).reshape((*leading, *tensor.shape))
-
-
-def _replace_packed(
-    tensors: list[Tensor], indices: list[int], collective: Callable[[Tensor], Tensor], leading: tuple[int, ...]
-) -> None:
-    """Replace ``tensors[index]`` for each of ``indices`` by its result, with one collective.
-
-    Each begins at a multiple of `_ALIGNMENT`, so that its bytes can be viewed as numbers of any dtype.
-    """
-    rows = [_bytes_of(tensors[index]) for index in indices]
-    padded = [functional.pad(row, (0, -len(row) % _ALIGNMENT)) for row in rows]
-    parts = torch.split(collective(torch.cat(padded)), [len(row) for row in padded], dim=-1)
-    for index, row, part in zip(indices, rows, parts, strict=True):
-        tensors[index] = _from_bytes(part[..., : len(row)], tensors[index], leading)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -88,7 +88,12 @@ class SharedModels:
         if is_trained:
             self._trained.add(model)
             self.unshared.pop(id(model), None)
-        self._note_rules(model, calls.trial, norms)
+        rules = ["batch norm uses the rows of its rank"] if norms else []
+        if calls.trial.draws:
+            rules.append("each rank draws random numbers (of dropout, say) for its own rows")
+        if rules and id(model) not in self.rules:
+            text = f"{' and '.join(rules)}, so losses are near those of one process, and not equal"
+            self.rules[id(model)] = type(model).__name__, line_here(), text
         args, kwargs = cut.own_part(arguments, self._collectives)
         self._num_calls += 1
         devices = [] if self._device.index is None else [self._device.index]
@@ -105,14 +110,6 @@ class SharedModels:
         except PartsDiffer:
             calls.trial = Trial(None, "an output was equal for all rows, and is not any more")
             return self.call(model, plain, *arguments)
-
-    def _note_rules(self, model: nn.Module, trial: Trial, norms: Sequence[nn.Module]) -> None:
-        rules = ["batch norm uses the rows of its rank"] if norms else []
-        if trial.draws:
-            rules.append("each rank draws random numbers (of dropout, say) for its own rows")
-        if rules and id(model) not in self.rules:
-            text = f"{' and '.join(rules)}, so losses are near those of one process, and not equal"
-            self.rules[id(model)] = type(model).__name__, line_here(), text
 
     def _find(self, model: nn.Module, arguments: Any) -> _Calls:
         """Return how a call is cut, which is tried once for calls that are alike but for the number of rows."""
@@ -225,11 +222,7 @@ def _leaves_of(losses: Sequence[Tensor]) -> set[int]:
 
 
 def refuse_wrapper(model: nn.Module, *_: object, **__: object) -> NoReturn:
-    """Refuse a wrapper that shares out rows: its exchanges would meet those of a converted cell.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse a wrapper that shares out rows: its exchanges would meet those of a converted cell."""
     raise ConfigError(
         f"line {line_here()}: the model is in {type(model).__name__}, which shares out rows itself (a Trainer does "
         "that). Run the cell without --convert, or leave it out"

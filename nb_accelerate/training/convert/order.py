@@ -54,15 +54,7 @@ class Order:
         return threading.get_ident() != self._thread and getpid() == self._pid
 
     def meet(self, what: str, tensors: Sequence[Tensor] = (), *, value: float = 0.0) -> list[float]:
-        """Wait until all ranks are here, and return the values that they give.
-
-        Args:
-            what: what is exchanged, in words that an error has.
-            tensors: what has to hold the same on all ranks.
-
-        Raises:
-            ConfigError: ranks are at different places, or have different tensors. All ranks raise it.
-        """
+        """Wait until all ranks are here, and return the values that they give."""
         line = line_here()
         sums = [_sums(tensor) for tensor in tensors if tensor.numel()]
         code = zlib.crc32(repr((what, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])).encode())

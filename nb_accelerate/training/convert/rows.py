@@ -14,7 +14,7 @@ import torch
 from torch.autograd import Function
 from typing_extensions import override
 
-from nb_accelerate.training.data.plan.split import bounds
+from nb_accelerate.training.data.plan.plan import bounds
 from nb_accelerate.training.pytree import map_tensors
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from nb_accelerate.training.convert.rows import Cut, narrowed
-from nb_accelerate.training.data.plan.split import bounds
+from nb_accelerate.training.data.plan.plan import bounds
 from nb_accelerate.training.process import rng
 from nb_accelerate.training.pytree import children_of, tensors_in
 
@@ -54,19 +54,12 @@ _ROWS = 17  # that are tried at most: a whole batch may need more memory than on
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial has found.
+    """What a trial has found."""
 
-    Attributes:
-        cut: how calls are cut; None if they cannot be, or it is not known yet.
-        why: the reason why they are not cut.
-        is_decided: False if another trial, with other numbers, may find a cut.
-        draws: random numbers are drawn, as by dropout.
-    """
-
-    cut: Cut | None
-    why: str = ""
-    is_decided: bool = True
-    draws: bool = False
+    cut: Cut | None  # how calls are cut; None if they cannot be, or it is not known yet
+    why: str = ""  # they are not cut
+    is_decided: bool = True  # no other trial, with other numbers, may find a cut
+    draws: bool = False  # random numbers, as by dropout
 
 
 def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind, variables: dict[str, Any]) -> Trial:
@@ -341,11 +334,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes random numbers equal, so that they do not differ between all rows and parts. Dropout drops nothing.
-
-    Attributes:
-        draws: whether some were drawn.
-    """
+    """Makes random numbers equal, so that they do not differ between all rows and parts. Dropout drops nothing."""
 
     draws = False
 

@@ -25,11 +25,7 @@ and without state of the optimizer."""
 
 
 class StepEnd:
-    """Submits the operations of a step, and warns once if steps are compiled again and again.
-
-    The progress page says that a step is compiled where that is to be expected: at the first one with batches of a
-    shape, and after one of that shape that was compiled.
-    """
+    """Submits the operations of a step, and warns once if steps are compiled again and again."""
 
     def __init__(self) -> None:
         self._num_compiled = _num_compiled()

@@ -51,17 +51,6 @@ class Window:
 class AccumulationState:
     """The position of a loop in its accumulation window."""
 
-    __slots__ = (
-        "__weakref__",
-        "adjust_scheduler",
-        "loaders",
-        "num_steps",
-        "step",
-        "sync_each_batch",
-        "sync_with_dataloader",
-        "window",
-    )
-
     def __init__(
         self, options: GradientAccumulationPlugin, loaders: LoaderProgress, window: Window | None = None
     ) -> None:

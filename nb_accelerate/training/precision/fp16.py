@@ -104,10 +104,7 @@ class ScaledStep(OptimizerStep):
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's scaler, shared by the prepared optimizers of all `Accelerator` objects of this process.
-
-    `num_scaled` counts losses; those of `models` are scaled.
-    """
+    """torch's scaler, shared by the prepared optimizers of all `Accelerator` objects of this process."""
 
     def __init__(self, device: str, **options: Any) -> None:
         self.device_type = device

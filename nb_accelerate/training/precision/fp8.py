@@ -26,9 +26,6 @@ class FP8Precision(AutocastPrecision):
     """Compute linear layers in 8-bit numbers and the rest in bfloat16; weights and optimizer state stay in float32.
 
     Layers are replaced in place by torchao's, which have the same weights under the same names.
-
-    Raises:
-        MissingDependencyError: torchao is not installed.
     """
 
     name = "fp8"

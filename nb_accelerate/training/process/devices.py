@@ -69,11 +69,7 @@ def choose_device(topology: Topology, *, cpu: bool, name: str | None = None) -> 
 def device_of_group(
     bound: torch.device | None, topology: Topology, *, guessed: bool, cpu: bool
 ) -> tuple[DeviceKind, torch.device]:
-    """Find the device that a process uses in a group that others made.
-
-    Args:
-        guessed: whether its local rank is a guess.
-    """
+    """Find the device that a process uses in a group that others made."""
     if bound is not None and not cpu:
         return device_kind(bound.type), bound
     if not guessed:

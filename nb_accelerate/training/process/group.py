@@ -160,19 +160,13 @@ def close() -> None:
         except Exception:  # at the end of the process nobody can handle it
             logger.debug("a process group could not be destroyed", exc_info=True)
     if dist.is_available() and not dist.is_initialized():
-        _forget_unfinished()
-
-
-def _forget_unfinished() -> None:
-    """Forget groups whose creation was interrupted, as `destroy_process_group` forgets complete ones.
-
-    Ranks meet under the name of a group, which is its number. torch keeps the number and the name of one that failed:
-    this rank would wait for the others under another number than they do, or find the name taken.
-    """
-    for group in list(dist.distributed_c10d._world.pg_names):  # noqa: SLF001 - there is no public list of groups
-        with contextlib.suppress(Exception):
-            group.shutdown()
-    _clear()
+        # Forget groups whose creation was interrupted, as `destroy_process_group` forgets complete ones. Ranks meet
+        # under the name of a group, which is its number. torch keeps the number and the name of one that failed: this
+        # rank would wait for the others under another number than they do, or find the name taken.
+        for group in list(dist.distributed_c10d._world.pg_names):  # noqa: SLF001 - there is no public list of groups
+            with contextlib.suppress(Exception):
+                group.shutdown()
+        _clear()
 
 
 def _clear() -> None:

@@ -102,12 +102,7 @@ def _checked(original: Any) -> Any:
 
 
 def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a group with the other ranks; again if a stranger came between on any of them.
-
-    Raises:
-        DistBackendError: a stranger came between in every attempt.
-        RuntimeError: as torch raises it.
-    """
+    """Make a group with the other ranks; again if a stranger came between on any of them."""
     limit = min(_TIMEOUT, timeout.total_seconds())
     began = time.monotonic()
     barrier_options = dist.BarrierOptions()
@@ -144,7 +139,11 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
         if rank == 0:
             part.set("is over", "yes" if time.monotonic() - began >= limit else "")
         if part.get("is over"):
-            raise _disturbed(found)
+            who = ", ".join(map(str, sorted(found - {_UNKNOWN, _UNCONNECTED}))) or "not known"
+            raise dist.DistBackendError(
+                f"The ranks cannot be connected: processes of another user of this machine (user id: {who}) connect to "
+                "each of their ports and take themselves for a rank. Ask the administrator of the machine to end them."
+            )
         group = None
     raise AssertionError
 
@@ -175,20 +174,8 @@ def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) ->
     return set(map(int, store.get(f"{what}, say all").split()))
 
 
-def _disturbed(uids: set[int]) -> Exception:
-    who = ", ".join(map(str, sorted(uids - {_UNKNOWN, _UNCONNECTED}))) or "not known"
-    return dist.DistBackendError(
-        f"The ranks cannot be connected: processes of another user of this machine (user id: {who}) connect to each of "
-        "their ports and take themselves for a rank. Ask the administrator of the machine to end them."
-    )
-
-
 def _listen(original: Any) -> tuple[list[Any], list[socket.socket], set[str]]:
-    """Make gloo's devices, as torch chooses them.
-
-    Returns:
-        The devices, copies of the sockets on which they listen, and the descriptors that were open before.
-    """
+    """Make gloo's devices, as torch chooses them."""
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - pathlib takes ten times as long
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     devices = [original.create_device(interface=name) for name in names] or [original.create_default_device()]
@@ -210,11 +197,7 @@ def _sockets(before: Collection[str]) -> Iterator[socket.socket]:
 
 
 def _strangers(listeners: Sequence[socket.socket], before: Collection[str]) -> set[int]:
-    """Return the user ids of those who are connected to a port of ours and are not this user.
-
-    Args:
-        before: descriptors that were open before these, and that are no connections to them.
-    """
+    """Return the user ids of those who are connected to a port of ours and are not this user."""
     ports = {listener.getsockname()[:2] for listener in listeners}
     accepted = []
     for opened in _sockets(before):

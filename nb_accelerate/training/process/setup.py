@@ -36,9 +36,6 @@ def setup_process(
     """Return the context of this process; the first call makes it, and later calls return the same.
 
     A process group that exists already is adopted and never destroyed by us.
-
-    Args:
-        needs_group: make a process group also where this process is alone, for an engine that wants one.
     """
     environment = environment or Environment()
     # This process is set up already; an engine may want a group that it has not needed so far.

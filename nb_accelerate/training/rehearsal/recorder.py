@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Watch the calls of a prepared model."""
         if hasattr(model, "_orig_mod"):
             self.note("torch.compile: the model was rehearsed without being compiled")
-        # What torch calls in place of a model; see `training.accelerator.phases`.
+        # What torch calls in place of a model; see `training.accelerator.losses`.
         vars(model)["_compiled_call_impl"] = WatchedCall(model, self, is_sharded=is_sharded)
 
     def note(self, text: str) -> None:

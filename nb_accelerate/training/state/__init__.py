@@ -10,8 +10,7 @@ Their attributes cannot be set, and a state that is unpickled shows the process 
 """
 
 from nb_accelerate.base.config.distributed import DistributedType
-from nb_accelerate.training.state.accelerator import AcceleratorState, is_initialized
-from nb_accelerate.training.state.gradient import GradientState
+from nb_accelerate.training.state.accelerator import AcceleratorState, GradientState, is_initialized
 from nb_accelerate.training.state.partial import PartialState, ThreadLocalSharedDict, do_nothing
 
 __all__ = [

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from nb_accelerate.base.config.distributed import DistributedType
-from nb_accelerate.training.data.plan.split import split_between
+from nb_accelerate.training.data.plan.plan import split_between
 from nb_accelerate.training.process import main_process
 
 if TYPE_CHECKING:

@@ -104,7 +104,14 @@ class GradientAverage:
 
         Without ``steps``, they are clipped next.
         """
-        if not self._knows_all():
+        groups = self._optimizer.param_groups
+        if not (
+            len(groups) == len(self._known)
+            and all(
+                len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
+                for group, known in zip(groups, self._known, strict=True)
+            )
+        ):
             self._classify()
         averaged = set(self._left_alone)
         covered: set[int] = set()  # by wrappers whose backward averages where their forward was called
@@ -143,13 +150,6 @@ class GradientAverage:
         average(
             self._collectives,
             [parameter for parameter in parameters if parameter.requires_grad and id(parameter) in left],
-        )
-
-    def _knows_all(self) -> bool:
-        groups = self._optimizer.param_groups
-        return len(groups) == len(self._known) and all(
-            len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
-            for group, known in zip(groups, self._known, strict=True)
         )
 
     def _classify(self) -> None:

@@ -51,15 +51,17 @@ def measure(
         own = tensors_in(list(optimizer.state.values()))
         states += own
         if not own:
-            pending += _expected(optimizer)
+            # The bytes of the state that an optimizer will make at its first step, if it is of a well-known kind.
+            total = 0
+            for group in optimizer.param_groups:
+                copies = 2 + bool(group.get("amsgrad")) if "betas" in group else 1 if group.get("momentum") else 0
+                total += copies * _bytes([weight for weight in group["params"] if weight.requires_grad], set())
+            pending += total
     return RankMemory(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(states, seen), pending=pending)
 
 
 def describe_sharding(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Return the axes of the mesh that models are sharded over: ``FSDP, dp_replicate 2 x dp_shard 4``; "" if none is.
-
-    Optimizers know the shards also while a model is gathered.
-    """
+    """Return the axes of the mesh of sharded models: ``FSDP, dp_replicate 2 x dp_shard 4``; "" if none is sharded."""
     for tensor in itertools.chain(*map(parameters_of, optimizers), *(model.parameters() for model in models)):
         if _is_shard(tensor):
             mesh: Any = tensor.device_mesh
@@ -109,12 +111,3 @@ def _is_shard(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, without importing that class, which takes a good part of a second."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _expected(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the state that an optimizer will make at its first step, if it is of a well-known kind."""
-    total = 0
-    for group in optimizer.param_groups:
-        copies = 2 + bool(group.get("amsgrad")) if "betas" in group else 1 if group.get("momentum") else 0
-        total += copies * _bytes([weight for weight in group["params"] if weight.requires_grad], set())
-    return total

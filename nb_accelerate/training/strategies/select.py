@@ -47,10 +47,7 @@ ENGINE_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The options of engines that can train a model, by which `select_strategy` chooses; None if nobody asks for one.
-
-    Plugins of DeepSpeed have names of the user's.
-    """
+    """The options of engines, by which `select_strategy` chooses; None if nobody asks for one."""
 
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     fsdp: FullyShardedDataParallelPlugin | None = None

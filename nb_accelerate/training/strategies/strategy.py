@@ -90,10 +90,7 @@ class Strategy:
     # -- preparation
 
     def adapt_precision(self, precision: Precision) -> Precision:
-        """Return the precision as this strategy computes in it. Called once, when the `Accelerator` is made.
-
-        An engine with a loss scaler or a ``backward`` of its own returns a `Precision` that calls them.
-        """
+        """Return the precision as this strategy computes in it. Called once, when the `Accelerator` is made."""
         return precision
 
     def prepare(

@@ -125,11 +125,7 @@ class XLAStrategy(Strategy):
 
 
 class _SubmitsSteps:
-    """Submits the program of a step where no loader has done so since the step before.
-
-    XLA counts for the process. Where threads are ranks, each submits all its steps: programs have to be those of the
-    others.
-    """
+    """Submits the program of a step where no loader has done so since the step before."""
 
     def __init__(self) -> None:
         self._seen = -1

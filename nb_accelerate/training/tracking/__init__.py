@@ -1,7 +1,6 @@
 """Experiment trackers: an adapter for each library, imported when it is used, and two that need none."""
 
 from nb_accelerate.base.records import RunRecord, read_run
-from nb_accelerate.training.tracking.jsonl import JSONLinesTracker
 from nb_accelerate.training.tracking.libraries import (
     AimTracker,
     ClearMLTracker,
@@ -13,7 +12,7 @@ from nb_accelerate.training.tracking.libraries import (
     TrackioTracker,
     WandBTracker,
 )
-from nb_accelerate.training.tracking.notebook import NotebookTracker
+from nb_accelerate.training.tracking.notebook import JSONLinesTracker, NotebookTracker
 from nb_accelerate.training.tracking.select import (
     Recording,
     filter_trackers,

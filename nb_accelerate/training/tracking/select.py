@@ -57,7 +57,7 @@ TRACKERS = {
     "clearml": TrackerEntry("libraries", "ClearMLTracker", ("clearml",)),
     "dvclive": TrackerEntry("libraries", "DVCLiveTracker", ("dvclive",)),
     "swanlab": TrackerEntry("libraries", "SwanLabTracker", ("swanlab",)),
-    "jsonl": TrackerEntry("jsonl", "JSONLinesTracker"),
+    "jsonl": TrackerEntry("notebook", "JSONLinesTracker"),
     "notebook": TrackerEntry("notebook", "NotebookTracker"),
 }
 

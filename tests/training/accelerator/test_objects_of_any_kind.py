@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from nb_accelerate.training.accelerator import Accelerator
+from nb_accelerate.training.data.plan.plan import split_between
 from nb_accelerate.training.data.plan.samplers import BatchSamplerShard
-from nb_accelerate.training.data.plan.split import split_between
 from nb_accelerate.training.pytree import send_to_device
 
 

@@ -6,7 +6,7 @@ import torch
 from fixtures.placed_models import Placed
 from torch import nn
 
-from nb_accelerate.training.bigmodel.blocks import find_blocks
+from nb_accelerate.training.bigmodel.attach import find_blocks
 from nb_accelerate.training.bigmodel.moving import tensor_names
 
 CPU = torch.device("cpu")

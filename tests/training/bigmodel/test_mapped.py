@@ -25,8 +25,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.bigmodel import mapped, pages
-from nb_accelerate.training.bigmodel.mapped import WeightFiles, files_of
+from nb_accelerate.training.bigmodel import mapped
+from nb_accelerate.training.bigmodel.mapped import WeightFiles, are_present, around, files_of, make_present
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which pages are in memory")
 
@@ -227,10 +227,10 @@ def test_an_older_system_reads_what_is_fetched(
         pytest.skip("this file system is memory")
     with monkeypatch.context() as patch:
         if error is None:
-            patch.setattr(pages, "_LIBC", None)
+            patch.setattr(mapped, "_LIBC", None)
             assert not files.is_present(files)
         else:
-            patch.setattr(pages, "_POPULATE_READ", 99)
+            patch.setattr(mapped, "_POPULATE_READ", 99)
         files.fetch(files)
     assert files.is_present(files)
 
@@ -247,7 +247,7 @@ def test_what_a_system_hides_is_fetched(tmp_path: Path, monkeypatch: pytest.Monk
 CUT_OFF = """
 import os, sys
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.bigmodel import mapped, pages
+from nb_accelerate.training.bigmodel import mapped
 file = sys.argv[1]
 files = mapped.WeightFiles([file], mmap=True)
 names = list(files)
@@ -414,9 +414,9 @@ def test_pages_that_no_file_has_any_more_are_an_error(tmp_path: Path) -> None:
     with file.open("rb") as opened:
         memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    assert pages.make_present(begin, begin + 4 * mmap.PAGESIZE)
+    assert make_present(begin, begin + 4 * mmap.PAGESIZE)
     os.truncate(file, 0)
     with pytest.raises(OSError, match="Bad address"):
-        pages.make_present(begin, begin + 4 * mmap.PAGESIZE)
-    assert not pages.are_present(begin, begin + 4 * mmap.PAGESIZE)
-    assert pages.around(begin + 1, begin + mmap.PAGESIZE + 1) == (begin, begin + 2 * mmap.PAGESIZE)
+        make_present(begin, begin + 4 * mmap.PAGESIZE)
+    assert not are_present(begin, begin + 4 * mmap.PAGESIZE)
+    assert around(begin + 1, begin + mmap.PAGESIZE + 1) == (begin, begin + 2 * mmap.PAGESIZE)

@@ -81,7 +81,7 @@ def test_pages_are_looked_at_again_only_if_some_were_missing_or_the_process_wait
 ) -> None:
     faults = 3
     seconds = 0.0
-    monkeypatch.setattr("nb_accelerate.training.bigmodel.pages._major_faults", lambda: faults)
+    monkeypatch.setattr("nb_accelerate.training.bigmodel.mapped._major_faults", lambda: faults)
     monkeypatch.setattr("time.monotonic", lambda: seconds)
     files = CountedFiles([path])
     files.absent = 2
@@ -109,7 +109,7 @@ def test_all_blocks_of_the_same_files_ask_the_system_for_page_faults_once(
         questions.append(1)
         return 0
 
-    monkeypatch.setattr("nb_accelerate.training.bigmodel.pages._major_faults", answer)
+    monkeypatch.setattr("nb_accelerate.training.bigmodel.mapped._major_faults", answer)
     monkeypatch.setattr("time.monotonic", lambda: 1.0)
     files = WeightFiles([path])
     placements = [_map(nn.Linear(4, 4), files) for _ in range(3)]

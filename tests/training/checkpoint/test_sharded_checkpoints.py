@@ -13,7 +13,7 @@ from torch import nn
 from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.checkpoint.merging import merge_weights
+from nb_accelerate.training.checkpoint.sharded import merge_weights
 from nb_accelerate.training.process import context
 
 ROWS = 8

@@ -11,9 +11,8 @@ from hypothesis import example, given, settings, strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.training.data.plan.plan import GroupRows, ShardPlan
+from nb_accelerate.training.data.plan.plan import GroupRows, ShardPlan, split_between
 from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.training.data.plan.split import split_between
 from nb_accelerate.training.data.reading.iterable import IterableDatasetShard, LastRow, MarkingShard
 
 CASES = {

@@ -350,7 +350,6 @@ def test_a_schedule_records_the_steps_it_names():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"activities": "cpu"}, r"activities=\['cpu'\]"),
         ({"activities": ["gpu"]}, "Write one of: 'cpu'"),
         ({"schedule_option": {"activ": 1}}, "Did you mean 'active'"),
         ({"with_stack": "no"}, "with_stack='no'"),

@@ -51,11 +51,7 @@ class AmbiguousError(CannotCutError):
 
 
 def count_rows(batch: Any) -> int | None:
-    """Return how many rows a batch seems to have, or None if nothing in it has rows.
-
-    Those of its first tensor; without tensors, those of its first array; without these, those of its first list of
-    other things, such as texts.
-    """
+    """Return how many rows a batch seems to have, or None if nothing in it has rows."""
     arrays = list(_arrays(batch))
     tensors = [array for array in arrays if isinstance(array, Tensor)]
     for array in tensors or arrays:

@@ -244,10 +244,7 @@ class DispatchingReader(CollectiveReader):
             super().restore(saved)
 
     def _send(self, source: Iterator[Any], numbers: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
-        """Read groups, send the other ranks their parts, and yield the part of rank 0. Runs on rank 0.
-
-        Inside of the block ``numbers``, random numbers are drawn that the others do not draw.
-        """
+        """Read groups, send the other ranks their parts, and yield the part of rank 0. Runs on rank 0."""
         collectives = self.collectives
         groups = self._groups(source)
         with numbers:

@@ -67,7 +67,13 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         if obj.is_nested and obj.layout is torch.strided:  # pickled, its parts would be read at wrong places
             return obj.unbind()
-        if not _is_dense(obj):
+        # Whether a tensor is its numbers, shape and dtype, besides its class and attributes.
+        if not (
+            obj.layout is torch.strided
+            and not obj.is_nested
+            and not obj.is_quantized
+            and type(obj).__torch_dispatch__ is Tensor.__torch_dispatch__
+        ):
             return None
         index = len(self.tensors)
         kind = type(obj)
@@ -151,16 +157,6 @@ def _in_containers(batch: Any) -> set[int]:
 
     map_tensors(note, batch, movable=True)
     return found
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor is its numbers, shape and dtype, besides its class and attributes."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    )
 
 
 def _view(slot: TensorSlot, buffer: Tensor) -> Tensor:

@@ -71,10 +71,7 @@ def _shards(dataset: Any) -> int:
 
 
 def shuffled_without_seed(dataset: Any) -> bool:
-    """Return whether a random generator in a ``datasets.IterableDataset`` was seeded by the operating system.
-
-    Then its shards are in another order on each rank.
-    """
+    """Return whether a random generator in a ``datasets.IterableDataset`` was seeded by the operating system."""
     return any(_entropy(generator).bit_length() > 64 for generator in _generators(dataset))
 
 

@@ -90,10 +90,7 @@ class EpochCounter:
         self._told = [_epochs_in(listener) for listener in self._listeners]
 
     def follow(self, whole: Any, part: Any) -> None:
-        """Keep this rank's part of a dataset in the epoch of the whole one. Users may call ``set_epoch`` of either.
-
-        Nothing is done if one of them does not say in which epoch it is.
-        """
+        """Keep this rank's part of a dataset in the epoch of the whole one. Users may call ``set_epoch`` of either."""
         if part is not whole and all(hasattr(data, "set_epoch") and hasattr(data, "epoch") for data in (whole, part)):
             self.listen(*(whole if listener is part else listener for listener in self._listeners))
             self._part = _Part(whole, part)

@@ -95,10 +95,7 @@ def note_step(engine: Any) -> None:
 
 
 def norm_of_gradients(engine: Any) -> Tensor:
-    """Return the norm of the gradients that an engine has averaged, without the loss scale. Collective.
-
-    It is NaN if gradients are infinite or not complete.
-    """
+    """Return the norm of the gradients that an engine has averaged, without the loss scale. Collective."""
     from deepspeed.runtime import utils
 
     optimizer = engine.optimizer

@@ -48,10 +48,7 @@ def engine_config(
     optimizer: torch.optim.Optimizer | None,
     schedulers: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return the configuration for one engine: a copy of the user's, checked and completed.
-
-    Without an optimizer the model is only evaluated.
-    """
+    """Return the configuration for one engine: a copy of the user's, checked and completed."""
     given = dict(plugin.deepspeed_config)
     if optimizer is None:
         given.pop("optimizer", None)
