@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 _SECONDS = 60.0  # that the function has; as many more are for starting, and for code in C that cannot be ended
 
+_MEMORY = dict.fromkeys(("A100-80GB", "H100"), 85_000_000_000) | {
+    "A10": 23_700_000_000,
+    "A100": 42_400_000_000,
+    "L4": 23_600_000_000,
+    "P100": 17_000_000_000,
+    "T4": 15_800_000_000,
+    "V100": 16_900_000_000,
+}
+"""Bytes that torch can have of each accelerator."""
+
 
 def rehearse(
     function: Callable[..., Any],
@@ -28,6 +38,8 @@ def rehearse(
     num_processes: int = 8,
     ranks: str | Sequence[int] = "ends",
     num_machines: int = 1,
+    device: str | None = None,
+    memory: int | str | None = None,
 ) -> Rehearsal:
     """Run a function as some ranks of many on this machine's CPU, and say what would happen in the run.
 
@@ -49,18 +61,27 @@ def rehearse(
         ranks: which of them to rehearse: ``"ends"``, the first and the last of each machine, or all if there are at
             most 8; ``"all"``; or their numbers.
         num_machines: machines of the run.
+        device: an accelerator of the run, "T4" or "A100" say: whether it has room for what a rank holds.
+        memory: its bytes, or a text such as "24GB", if it is not one of the known.
 
     Raises:
-        ConfigError: there are no such ranks, or they cannot be shared out evenly to the machines.
+        ConfigError: there are no such ranks, they cannot be shared out evenly to the machines, or nobody knows how much
+            memory the device has.
         ShippingError: the function cannot be sent to another process.
         DeadlineError: the function is stuck in code that cannot be interrupted.
     """
     bound = functools.partial(function, *args, **(kwargs or {}))
-    return run_rehearsal(bound, num_processes, ranks, num_machines)
+    return run_rehearsal(bound, num_processes, ranks, num_machines, device, memory)
 
 
 def run_rehearsal(
-    function: Callable[[], Any], num_processes: int = 8, ranks: Any = "ends", num_machines: int = 1, **of_launch: Any
+    function: Callable[[], Any],
+    num_processes: int = 8,
+    ranks: Any = "ends",
+    num_machines: int = 1,
+    device: str | None = None,
+    memory: int | str | None = None,
+    **of_launch: Any,
 ) -> Rehearsal:
     """Do what `rehearse` does, with options of a launch too: the environment and precision of the ranks."""
     check_whole("num_processes", num_processes, at_least=1)
@@ -83,13 +104,17 @@ def run_rehearsal(
         Topology.of_machine(rank % local, local, node_rank=rank // local, num_nodes=num_machines)
         for rank in sorted(set(ranks))
     ]
-    from nb_accelerate.training.rehearsal.rank import rehearse_ranks  # which imports torch
+    from nb_accelerate.training.bigmodel.sizes import convert_file_size_to_int  # which imports torch
+    from nb_accelerate.training.rehearsal.rank import rehearse_ranks
 
+    capacity = _MEMORY.get((device or "").upper(), 0) if memory is None else convert_file_size_to_int(memory)
+    if device is not None and not capacity:
+        raise ConfigError(f"device={device!r} is none of {', '.join(_MEMORY)}. Give its memory too: memory='24GB'.")
     options: dict[str, Any] = {"devices": "cpu", "progress": "off", "timeout": 2 * _SECONDS, "engine": "auto"}
     with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
         job = (function, topologies, folder, _SECONDS)
         (traces,) = notebook_launcher(rehearse_ranks, job, 1, **options, **of_launch)
-    return Rehearsal(tuple(traces), num_processes, _SECONDS)
+    return Rehearsal(tuple(traces), num_processes, _SECONDS, device or "given", capacity)
 
 
 def rehearse_cell(function: Callable[[], None], *, wants_accelerator: bool, **options: Any) -> Rehearsal:

@@ -133,6 +133,8 @@ _TO_RUN = (
     Flag("quiet", "show the script's output and nothing else", short="q"),
     Flag("timeout", "seconds after which the launch is ended", float, "S"),
     Flag("rehearse", "run the script as processes of many on this CPU, each alone, and say where they part"),
+    Flag("rehearse_device", "whether a process of --rehearse fits this accelerator: T4, A100 ...", str, "NAME"),
+    Flag("rehearse_memory", "the memory of the accelerator, if its name is not known", str, "24GB"),
 )
 
 HOW_TO_RUN = "how to run"

@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with errors_in_flags():
         function, args = job.call
         if arguments.rehearse:
-            return _rehearse(job, chosen)
+            return _rehearse(job, chosen, arguments.rehearse_device, arguments.rehearse_memory)
         options = LaunchOptions(function=function, args=args, **chosen)
         from nb_accelerate.notebook.launch.machine import facts_here
 
@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return run(job, options, plan)
 
 
-def _rehearse(job: Job, chosen: dict[str, Any]) -> int:
+def _rehearse(job: Job, chosen: dict[str, Any], device: str | None, memory: str | None) -> int:
     """Rehearse a script as it would be launched, and return 1 if it would not come to its end."""
     if job.kind == "program":
         raise ConfigError(f"{job.target} is a program of any kind. --rehearse is for scripts and modules of Python.")
@@ -114,7 +114,8 @@ def _rehearse(job: Job, chosen: dict[str, Any]) -> int:
     if chosen["num_processes"] is not None:
         of_launch["num_processes"] = chosen["num_processes"] * machines
     function, args = job.call
-    found = run_rehearsal(functools.partial(function, *args), num_machines=machines, **of_launch)
+    bound = functools.partial(function, *args)
+    found = run_rehearsal(bound, num_machines=machines, device=device, memory=memory, **of_launch)
     print(found)
     return 0 if found.ok else 1
 

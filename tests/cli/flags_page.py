@@ -37,7 +37,7 @@ DIFFERENT = {
 }
 """How a flag differs from accelerate's of the same name."""
 
-OURS = ("timeout", "rehearse")
+OURS = ("timeout", "rehearse", "rehearse_device", "rehearse_memory")
 
 
 def render() -> str:

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.bigmodel.sizes import calculate_maximum_sizes
+from nb_accelerate.training.process.live_bytes import FusedAttention, LiveBytes
 from nb_accelerate.training.pytree import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
@@ -152,58 +150,31 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    own = [*model.parameters(), *model.buffers(), *gradients]
-    watch = _LiveBytes(own)
-    with watch, _FusedAttention():
+    live = LiveBytes([*model.parameters(), *model.buffers(), *gradients])
+    with _Watch(live), FusedAttention():
         output = model(**inputs)
         loss = getattr(output, "loss", None)
         if loss is None:
             loss = torch.stack([tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]).sum()
         del output
         loss.backward()
-    return watch.peak
+    return live.peak
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes of the storages that operations make, as long as these live.
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Show `LiveBytes` all operations."""
 
-    Attributes:
-        peak: the most bytes at once.
-    """
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, live: LiveBytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in known}  # type: ignore[no-untyped-call]
-        self._live: dict[int, tuple[Any, int]] = {}
+        self._live = live
 
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                if reference.cdata not in self._known:
-                    self._live[reference.cdata] = reference, storage.nbytes()
-        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        self._live.see((), result, counts=True)
         return result
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Leave dropout out of attention: with it the CPU keeps all scores, which the kernels of GPUs do not."""
-
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**(kwargs or {})}
-            kwargs.pop("dropout_p", None)
-        return func(*args, **(kwargs or {}))
 
 
 def token_inputs(batch_size: int, sequence_length: int) -> Callable[[nn.Module], Mapping[str, Any]]:

@@ -143,7 +143,7 @@ class Collective:
         return is_whole and not self.name.startswith(("send", "recv"))
 
 
-def averaging_nothing(plain: Callable[..., None], tell: Callable[[str], None]) -> Callable[..., None]:
+def averaging_nothing(plain: Callable[..., None], recorder: Any) -> Callable[..., None]:
     """Return ``__init__`` of torch's DistributedDataParallel for wrappers that tell of exchanges, and make none."""
 
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -151,13 +151,14 @@ def averaging_nothing(plain: Callable[..., None], tell: Callable[[str], None]) -
 
         def exchange(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, here texts
             if bucket.is_last():
-                tell(f"the gradients of {name}")
+                recorder.tell(f"the gradients of {name}")
             done: Any = torch.futures.Future()
             done.set_result(bucket.buffer())
             return done
 
-        tell(f"the weights of {name}")
-        plain(self, module, *args, **kwargs)
+        recorder.tell(f"the weights of {name}")
+        with recorder.phase("prepare"):
+            plain(self, module, *args, **kwargs)
         self.register_comm_hook(None, exchange)
         self.register_comm_hook = lambda *_: None  # for the user's, of which torch takes no second
 
@@ -201,7 +202,8 @@ class WatchedCall:
             if exchanges and not self._is_sharded:
                 wrapped.note_prepared()
             return self._remembered(*self._known[key], [tensor for tensor in given if tensor.requires_grad])
-        outputs = wrapped._call_impl(*args, **kwargs)  # noqa: SLF001 - what torch calls otherwise
+        with self._recorder.phase("the forward"):
+            outputs = wrapped._call_impl(*args, **kwargs)  # noqa: SLF001 - what torch calls otherwise
         made = tensors_in(outputs)
         self._known[key] = map_tensors(Tensor.detach, outputs), [tensor.requires_grad for tensor in made]
         for tensor in made:

@@ -98,7 +98,7 @@ def _rehearse_rank(
         raise TimeIsUpError
 
     signal.signal(signal.SIGALRM, end)
-    init = averaging_nothing(DistributedDataParallel.__init__, recorder.tell)
+    init = averaging_nothing(DistributedDataParallel.__init__, recorder)
     try:
         with (
             mock.patch.object(dist, "init_process_group"),

@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -14,14 +16,14 @@ from nb_accelerate.training.comm import torch_distributed
 from nb_accelerate.training.data.dispatching.batch_parts import count_rows
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.precision import OptimizerStep
+from nb_accelerate.training.process.live_bytes import FusedAttention, LiveBytes
 from nb_accelerate.training.rehearsal.exchanges import Collective, RehearsedCollectives, WatchedCall, described
 from nb_accelerate.training.rehearsal.files import frames, user_call
-from nb_accelerate.training.rehearsal.report import Exchange, Pass
+from nb_accelerate.training.rehearsal.report import Exchange, Memory, Pass
+from nb_accelerate.training.strategies.model_memory import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    import torch
 
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.rehearsal.exchanges import Tape
@@ -44,6 +46,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pass = Pass(("", 0))
         self._is_apart = False
         self._saved = set[str]()
+        self._models: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._live = LiveBytes()
+        self._phase = ""
 
     @property
     def is_fast(self) -> bool:
@@ -57,6 +63,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "aten::_local_scalar_dense":
             self._read()
         result = func(*args, **(kwargs or {}))
+        if not self.is_fast and self._live.see((args, kwargs), result, counts=bool(self._phase)):
+            step = len(max(self.trace.rates, key=len, default=())) + 1
+            backward = "the backward" if torch._C._current_graph_task_id() >= 0 else ""  # noqa: SLF001 - nothing else tells
+            self.trace.peak_at = f"{backward or self._phase or 'what follows the forward'} of step {step}"
         if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
             given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
             self._exchanged(Collective(name.rpartition("::")[2].strip("_"), given))
@@ -129,7 +139,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             begun.rows.append(rows)
             begun.since_step += rows
             self._pass = begun
-            return batch if place is None else place(batch)
+            batch = batch if place is None else place(batch)
+            self._live.see((), batch, counts=not self.is_fast)
+            return batch
 
         return placed
 
@@ -137,6 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what takes the steps of a prepared optimizer. Asked in place of ``step`` alone."""
         rates: list[float] = []
         self.trace.rates.append(rates)
+        self._optimizers.append(step.optimizer)
         return _WatchedStep(step, rates, self)
 
     def stepped(self, rates: list[float], rate: float) -> None:
@@ -146,11 +159,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.step_rows.append(self._pass.since_step)
             self._pass.since_step = 0
         self._pass.steps += 1
+        if self.is_fast and self.trace.memory is None and self._models:
+            held = measure(self._models, self._optimizers)
+            wrappers = [model for model in self._models if isinstance(model, DistributedDataParallel)]
+            buckets = held.gradients if any(not wrapper.gradient_as_bucket_view for wrapper in wrappers) else 0
+            rest = max(0, self._live.peak - held.gradients - held.optimizer - buckets)
+            self.trace.memory = Memory(held.parameters, held.gradients, buckets, held.optimizer, rest)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what is made in a block, also of nothing, as on the device."""
+        before, self._phase = self._phase, name
+        try:
+            with FusedAttention():
+                yield
+        finally:
+            self._phase = before
 
     def watch_model(self, model: Any, *, is_sharded: bool) -> None:
         """Watch the calls of a prepared model."""
-        if hasattr(model, "_orig_mod"):
+        wrapped = getattr(model, "_orig_mod", model)
+        if wrapped is not model:
             self.note("torch.compile: the model was rehearsed without being compiled")
+        if not is_sharded:  # those gather weights where no mode of torch sees it
+            self._models.append(wrapped)
+            self._live.know([*wrapped.parameters(), *wrapped.buffers()])
         # What torch calls in place of a model; see `training.accelerator.losses`.
         vars(model)["_compiled_call_impl"] = WatchedCall(model, self, is_sharded=is_sharded)
 
@@ -200,7 +233,8 @@ class _WatchedStep(OptimizerStep):
             self._recorder.note("an optimizer with a closure, such as LBFGS: it was called once a step, and took none")
             taken: Any = closure()
         else:
-            taken = None if self._recorder.is_fast else self._step()
+            with self._recorder.phase("the optimizer's step"):
+                taken = None if self._recorder.is_fast else self._step()
         self._recorder.stepped(self._rates, rate)
         return taken
 

@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.base.table import Table
 from nb_accelerate.base.topology.rank_lists import named, ranges
-from nb_accelerate.base.words import brief
+from nb_accelerate.base.words import brief, size
 from nb_accelerate.errors.traceback_lines import line_in_cell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
 Line = tuple[str, int]  # file and number of a line of the user's; the file is "" where there is none
-_STOPS = ("hang", "error")  # kinds of findings with which a run does not come to its end
+_TOO_MUCH = "it does not fit"
+_STOPS = ("hang", "error", "memory")  # kinds of findings with which a run does not come to its end
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,16 @@ class Pass:
     since_step: int = 0  # rows since the last step
 
 
+class Memory(NamedTuple):
+    """Bytes of one rank when it has most: what stays, and what forward, backward and step hold beside it."""
+
+    weights: int
+    gradients: int
+    buckets: int  # in which DistributedDataParallel exchanges gradients
+    optimizer: int
+    activations: int  # and temporaries
+
+
 @dataclass
 class Trace:
     """What one rank did."""
@@ -52,6 +63,8 @@ class Trace:
     files: dict[str, Line] = field(default_factory=dict)  # written by this rank
     invented: dict[Line, None] = field(default_factory=dict)  # lines that read a number that was not computed
     notes: dict[str, None] = field(default_factory=dict)  # what could not be rehearsed
+    memory: Memory | None = None  # of the first two steps
+    peak_at: str = ""  # "the backward of step 2"
     failure: str = ""  # the text of the exception that ended it
     failed_at: Line = ("", 0)
     ended: bool = False  # came to its end, in the given time
@@ -67,7 +80,7 @@ class Trace:
 class Finding:
     """What is wrong, or worth a look."""
 
-    kind: str  # "hang", "error", "file", "rate", "invented" or "note"
+    kind: str  # "hang", "error", "file", "rate", "memory", "invented" or "note"
     text: str  # with the lines of the ranks
 
 
@@ -79,18 +92,23 @@ class Rehearsal:
         traces: what each rehearsed rank did, in their order.
         world_size: ranks of the run.
         seconds: that each rank had.
+        device: name of the accelerator that the run is to have; "" for none.
+        capacity: its bytes.
     """
 
     traces: Sequence[Trace]
     world_size: int
     seconds: float
+    device: str = ""
+    capacity: int = 0
 
     @cached_property
     def findings(self) -> list[Finding]:
         """What is wrong or worth a look, the gravest first."""
         traces = self.traces
         found = (_failures(traces), _hang(traces), _files(traces), _rates(traces), _invented(traces))
-        return [finding for some in found for finding in some]
+        too_much = [Finding("memory", self.memory)] if self.memory.endswith(_TOO_MUCH) else []
+        return [*too_much, *(finding for some in found for finding in some)]
 
     @property
     def ok(self) -> bool:
@@ -102,8 +120,30 @@ class Rehearsal:
         """A row for each kind of rank; notes below it say what was found, and how far the rehearsal came."""
         alike = _alike(self.traces, lambda trace: (self._row([trace])[1:], trace.failure, trace.ended))
         signs = [f"{'!' if finding.kind in _STOPS else '*'} {finding.text}" for finding in self.findings]
+        memory = [self.memory] if self.memory and not self.memory.endswith(_TOO_MUCH) else []
+        notes = (*signs, *memory, self._how_far())
         titles = ("ranks", "epochs", "batches", "rows", "evaluated", "steps", "rows a step", "learning rate")
-        return Table(titles, [self._row(group) for group in alike], right=titles[1:-1], notes=(*signs, self._how_far()))
+        return Table(titles, [self._row(group) for group in alike], right=titles[1:-1], notes=notes)
+
+    @cached_property
+    def memory(self) -> str:
+        """What the rank with most memory holds in the first two steps, and whether the device has room for it."""
+        held = [(sum(trace.memory), trace.memory, trace) for trace in self.traces if trace.memory is not None]
+        if not held:
+            return "memory is not counted: models are sharded, or no two steps were taken" if self.capacity else ""
+        most, memory, trace = max(held, key=lambda each: each[0])
+        names = (name if name != "activations" else "activations and temporaries" for name in Memory._fields)
+        parts = ", ".join(f"{name} {size(part)}" for name, part in zip(names, memory, strict=True) if part)
+        text = f"memory of a rank: {size(most)} in {trace.peak_at} ({parts})"
+        if trace.trained:
+            text += f"; a row of the batch costs at most {size(memory.activations / max([1, *trace.trained[0].rows]))}"
+        # Not in these numbers: the context of CUDA and buffers of NCCL, and fragmentation of 5 to 15 %.
+        least, greatest = 1.05 * most + 0.5e9, 1.15 * most + 1e9
+        text += f". With CUDA, NCCL and fragmentation {size(least)} to {size(greatest)}"
+        if not self.capacity:
+            return text
+        fits = "it fits" if greatest < 0.9 * self.capacity else "too close to say"
+        return f"{text} of {size(self.capacity)} ({self.device}): {_TOO_MUCH if least > self.capacity else fits}"
 
     def _how_far(self) -> str:
         ranks = f"ranks {ranges([trace.rank for trace in self.traces])} of {self.world_size}"

@@ -137,7 +137,7 @@ if accelerator.is_main_process and arguments.bad:
 def test_a_script_is_rehearsed_with_the_flags_of_its_launch(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(dedent(SCRIPT).replace("from accelerate", "from nb_accelerate"))
-    flags = ["--rehearse", "--num_processes", "4", "--gradient_accumulation_steps", "2"]
+    flags = ["--rehearse", "--num_processes", "4", "--gradient_accumulation_steps", "2", "--rehearse_device", "T4"]
     command = [sys.executable, "-m", "nb_accelerate", "launch", *flags, str(script)]
     ended = {
         words: subprocess.run([*command, *words], check=False, capture_output=True, text=True, cwd=tmp_path)
@@ -145,5 +145,6 @@ def test_a_script_is_rehearsed_with_the_flags_of_its_launch(tmp_path: Path):
     }
     assert [one.returncode for one in ended.values()] == [0, 1, 1]
     assert " 32 " in ended[()].stdout  # rows a step
+    assert "15.8 GB (T4): it fits" in ended[()].stdout
     assert "train.py line 19" in ended[("--bad",)].stdout
     assert "unrecognized arguments: --wrong" in ended[("--wrong",)].stdout

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.rehearsal.rehearsing import rehearsed
 
 from nb_accelerate import Accelerator, ConfigError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, rehearse
+from nb_accelerate.training.rehearsal.report import Memory, Rehearsal, Trace
 
 
 class Count(nn.Module):
@@ -118,6 +119,50 @@ def test_models_that_train_each_other_exchange_as_in_a_run(tmp_path: Path):
     first, computed, walked, *_ = [at for at, what in enumerate(exchanges) if what == "the gradients of Sequential"]
     assert exchanges[first + 1 : computed] == ["the gradients of Linear"] * 2
     assert exchanges[first + 1 : computed + 1] == exchanges[computed + 1 : walked + 1]
+
+
+def train_wide(rows: int) -> None:
+    accelerator = Accelerator()
+    layers = [nn.Linear(64, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 64, bias=False)]
+    model = nn.Sequential(*layers)
+    loader = torch.utils.data.DataLoader(torch.ones(40 * rows, 64), batch_size=rows)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_memory_is_what_stays_and_what_backward_holds_at_most(tmp_path: Path):
+    weights = 2 * 64 * 1024 * 4
+    for ranks in (1, 4):
+        for rows in (512, 1024):
+            folder = tmp_path / f"{ranks}-{rows}"
+            folder.mkdir()
+            found = rehearsed(train_wide, rows, folder=folder, world_size=ranks, ranks=(0,))
+            (trace,) = found.traces
+            assert trace.memory is not None
+            buckets = weights if ranks > 1 else 0
+            assert trace.memory[:3] == (weights, weights, buckets)
+            assert trace.memory.optimizer == pytest.approx(2 * weights, rel=0.001)
+            # At the backward of ReLU: its output, which was kept, the gradients of both its sides, and the batch.
+            hidden = rows * 1024 * 4
+            assert 3 * hidden < trace.memory.activations + 0.6 * weights < 3.6 * hidden
+            assert trace.peak_at == "the backward of step 2"
+            assert found.memory in repr(found)
+            assert found.ok
+
+
+@pytest.mark.parametrize(
+    ("capacity", "verdict"), [(10**7, "does not fit"), (2 * 10**9, "it fits"), (11 * 10**8, "close")]
+)
+def test_whether_it_fits_is_said_with_a_margin(capacity: int, verdict: str):
+    memory = Memory(weights=10**6, gradients=10**6, buckets=0, optimizer=2 * 10**6, activations=10**6)
+    trace = Trace(0, memory=memory, peak_at="the backward of step 2", ended=True)
+    found = Rehearsal((trace,), 1, 60.0, "T4", capacity)
+    assert verdict in found.memory
+    assert found.ok is (verdict != "does not fit")
+    assert [finding.kind for finding in found.findings] == ([] if found.ok else ["memory"])
 
 
 def shard() -> None:
@@ -301,6 +346,8 @@ def test_ranks_that_do_not_exist_are_refused():
             rehearse(train, ranks=ranks)
     with pytest.raises(ConfigError, match="multiple"):
         rehearse(train, num_processes=8, num_machines=3)
+    with pytest.raises(ConfigError, match="memory="):
+        rehearse(train, device="Voodoo2")
 
 
 @pytest.mark.slow
