@@ -46,18 +46,14 @@ def attach(package: str, *, advice: str = "") -> tuple[Callable[[str], Any], Cal
 
 
 def _unknown(package: str, name: str, advice: str) -> AttributeError:
-    """Return the error for a name that is not in the table. Of this package it shows no frames, as our other errors."""
     from nb_accelerate.base.config.checks import suggest  # when a name is asked for, as above
-    from nb_accelerate.errors.traceback_lines import short_lines, show_instead
 
-    text = f"module {package!r} has no attribute {name!r}{advice}"
-    if name.startswith("__"):  # which Python and its tools look for
-        return AttributeError(text)
-    hint = suggest(name, public_names(package))
+    # Names such as __path__ are what Python and its tools look for.
+    hint = "" if name.startswith("__") else suggest(name, public_names(package))
     # With an object given, newer versions of Python add no suggestion of their own.
-    error = AttributeError(f"{text}.{hint}" if hint else text, obj=None)
-    show_instead(error, functools.partial(short_lines, error))
-    return error
+    return AttributeError(
+        f"module {package!r} has no attribute {name!r}{advice}" + (f".{hint}" if hint else ""), obj=None
+    )
 
 
 def public_names(package: str) -> list[str]:

@@ -106,19 +106,16 @@ def ask_config(num_gpus: int = 0, num_xla_devices: int = 0) -> dict[str, Any]:
     return config
 
 
-def _ask_until_answered(question: str, default: Any, how: Callable[[str], Any] | dict[Any, str]) -> Any:
+def _ask_until_answered(question: str, default: Any, how: Callable[[str], Any] | tuple[str, ...]) -> Any:
     """Return the value of an answer; an empty one is the default.
 
     Args:
-        how: makes a value of text, and raises ValueError where it cannot; or the label of each value that there is.
+        how: makes a value of text, and raises ValueError where it cannot; or the words of which one is to be chosen.
     """
-    options = how if isinstance(how, dict) else {}
-    lines = [f"  {number}. {label}" for number, label in enumerate(options.values(), start=1)]
-    shown = options.get(default, default)
-    prompt = "\n".join((f"{question}{f' [{shown}]' if shown != '' else ''}:", *lines, ""))
+    words = "" if callable(how) else f" ({', '.join(how)})"
     while True:
         try:
-            answer = input(prompt).strip()
+            answer = input(f"{question}{words}{f' [{default}]' if default != '' else ''}: ").strip()
         except EOFError:
             raise ConfigError(
                 "the input ended before the last question; nothing was written. "
@@ -126,22 +123,12 @@ def _ask_until_answered(question: str, default: Any, how: Callable[[str], Any] |
             ) from None
         if not sys.stdin.isatty():
             print(answer)  # nobody has typed it, and without it the questions would run together
-        if not answer and (options or default != ""):
+        if not answer and default != "":
             return default
         try:
-            return how(answer) if callable(how) else _chosen(answer, how)
+            return how(answer) if callable(how) else how[[word.lower() for word in how].index(answer.lower())]
         except ValueError as error:
-            print(f"  {error}")
-
-
-def _chosen(answer: str, options: dict[Any, str]) -> Any:
-    """Return the option whose number, value, label or first letters were typed."""
-    if answer.isdecimal() and 0 < int(answer) <= len(options):
-        return list(options)[int(answer) - 1]
-    for value, label in options.items():
-        if answer.lower() == str(value).lower() or label.lower().startswith(answer.lower()):
-            return value
-    raise ValueError(f"{answer!r} is none of them. Write a number from 1 to {len(options)}.")
+            print(f"  {error}" if callable(how) else f"  {answer!r} is none of them")
 
 
 def _checked(key: str) -> Callable[[str], Any]:
@@ -164,39 +151,22 @@ def _below(number: int) -> Callable[[str], int]:
     return convert
 
 
-def _number_of_processes(a: dict[str, Any]) -> tuple[int, Callable[[str], Any]]:
-    usual = {"NO": 1, "MULTI_CPU": 2, "MULTI_GPU": max(1, a["_gpus"]), "XLA": a["_chips"] or 8}
-    return usual[a["_kind"]] * a["_most"], _checked("num_processes")
+def _backend(text: str) -> str:
+    from nb_accelerate.base.config.dynamo import DynamoBackend
+
+    return text and str(DynamoBackend(text.upper()))
 
 
-_YES_OR_NO = {False: "no", True: "yes"}
-_KINDS = {
-    "NO": "in one process",
-    "MULTI_CPU": "in several processes on CPUs",
-    "MULTI_GPU": "on several GPUs",
-    "XLA": "on a TPU",
-}
-_ENGINES = {
-    "": "whole on each GPU",
-    "FSDP": "in shards, by PyTorch (FSDP)",
-    "TENSOR_PARALLEL": "each layer split (tensor parallel)",
-    "DEEPSPEED": "by DeepSpeed (pip install deepspeed)",
-}
-_BLOCKS = {
-    "TRANSFORMER_BASED_WRAP": "each block of a transformer, by its class",
-    "SIZE_BASED_WRAP": "each module with enough parameters",
-    "NO_WRAP": "the model as a whole",
-}
-_SAVED = {
-    "FULL_STATE_DICT": "one file with the whole model",
-    "SHARDED_STATE_DICT": "a file from each process: faster, and needs less memory",
-}
-_PLACES = {"none": "on the GPUs", "cpu": "in the memory of the host"}
-_BACKENDS = {"": "do not compile", "INDUCTOR": "inductor", "CUDAGRAPHS": "cudagraphs", "AOT_EAGER": "aot_eager"}
+_USUAL = {"MULTI_CPU": 2, "MULTI_GPU": 1, "XLA": 8}
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "XLA")
+_ENGINES = ("NONE", "FSDP", "TENSOR_PARALLEL", "DEEPSPEED")
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_PLACES = ("none", "cpu")
 
 # fmt: off
 _QUESTIONS: tuple[tuple[str, str, str, Any], ...] = (
-    ("_kind", "", "How do you want to train?", lambda a: (a["distributed_type"], _KINDS)),
+    ("_kind", "", "Train in one process (NO), several on CPUs or GPUs, or on a TPU (XLA)?",
+     lambda a: (a["distributed_type"], _KINDS)),
     ("distributed_type", "", "", lambda a: a["_kind"]),
     ("use_cpu", "", "", lambda a: a["_kind"] == "MULTI_CPU" or (a["_kind"] == "NO" and not a["_gpus"])),
     ("num_machines", "_kind=MULTI_CPU,MULTI_GPU",
@@ -208,17 +178,19 @@ _QUESTIONS: tuple[tuple[str, str, str, Any], ...] = (
      lambda a: (0, _below(a["_most"]))),
     ("main_process_ip", "_several=True", "Address of machine 0, as the others see it", ("", _not_empty)),
     ("main_process_port", "_several=True", "Port on machine 0", (29500, _checked("main_process_port"))),
-    ("_engine", "_kind=MULTI_GPU", "How is the model kept?", ("", _ENGINES)),
+    ("_engine", "_kind=MULTI_GPU", "How is the model kept: whole, in shards (FSDP), in parts of layers, by DeepSpeed?",
+     ("NONE", _ENGINES)),
     ("fsdp_config.fsdp_version", "_engine=FSDP", "", 2),
     ("fsdp_config.fsdp_offload_params", "_engine=FSDP",
-     "Keep parameters and gradients in the memory of the host?", (False, _YES_OR_NO)),
-    ("fsdp_config.fsdp_auto_wrap_policy", "_engine=FSDP", "What is gathered at a time?",
-     ("TRANSFORMER_BASED_WRAP", _BLOCKS)),
+     "Keep parameters and gradients in the memory of the host, yes or no", (False, _checked("use_cpu"))),
+    ("fsdp_config.fsdp_auto_wrap_policy", "_engine=FSDP",
+     "What is gathered at a time: blocks of a transformer, modules of a size, all?", (_POLICIES[0], _POLICIES)),
     ("fsdp_config.fsdp_min_num_params", "fsdp_config.fsdp_auto_wrap_policy=SIZE_BASED_WRAP",
      "Parameters of such a module, at least", (100_000_000, int)),
-    ("fsdp_config.fsdp_state_dict_type", "_engine=FSDP", "What is saved?", ("FULL_STATE_DICT", _SAVED)),
+    ("fsdp_config.fsdp_state_dict_type", "_engine=FSDP", "What is saved: one file, or one from each process?",
+     ("FULL_STATE_DICT", ("FULL_STATE_DICT", "SHARDED_STATE_DICT"))),
     ("fsdp_config.fsdp_activation_checkpointing", "_engine=FSDP",
-     "Compute activations again in the backward? It needs less memory, and is slower", (False, _YES_OR_NO)),
+     "Compute activations again in the backward (less memory, and slower), yes or no", (False, _checked("use_cpu"))),
     # accelerate would ask on which machines to start processes; here the command is started on each.
     ("deepspeed_config.deepspeed_multinode_launcher", "_engine=DEEPSPEED _several=True", "", "standard"),
     ("deepspeed_config.deepspeed_config_file", "_engine=DEEPSPEED",
@@ -227,16 +199,19 @@ _QUESTIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("deepspeed_config.zero_stage", "_has_json=False",
      "Stage of ZeRO: 0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too", (2, _below(4))),
     ("deepspeed_config.offload_optimizer_device", "deepspeed_config.zero_stage=2,3",
-     "Where is the state of the optimizer?", ("none", _PLACES)),
-    ("deepspeed_config.offload_param_device", "deepspeed_config.zero_stage=3", "Where are parameters?",
-     ("none", _PLACES)),
+     "Where is the state of the optimizer, if not on the GPUs?", ("none", _PLACES)),
+    ("deepspeed_config.offload_param_device", "deepspeed_config.zero_stage=3",
+     "Where are parameters, if not on the GPUs?", ("none", _PLACES)),
     ("deepspeed_config.zero3_init_flag", "_engine=DEEPSPEED", "", False),
-    ("num_processes", "", "Number of processes, on all machines together", _number_of_processes),
+    ("num_processes", "_kind=NO", "", 1),
+    ("num_processes", "_kind=MULTI_CPU,MULTI_GPU,XLA", "Number of processes, on all machines together",
+     lambda a: ((a["_gpus"] or a["_chips"] or _USUAL[a["_kind"]]) * a["_most"], _checked("num_processes"))),
     ("parallelism_config.parallelism_config_tp_size", "_engine=TENSOR_PARALLEL", "", lambda a: a["num_processes"]),
     ("gpu_ids", "_kind=MULTI_GPU", "GPUs of this machine, such as 0,1", ("all", _checked("gpu_ids"))),
-    ("dynamo_config.dynamo_backend", "", "How does torch.compile compile models?", ("", _BACKENDS)),
+    ("dynamo_config.dynamo_backend", "", "Backend of torch.compile, such as inductor; nothing to compile no models",
+     ("", _backend)),
     ("mixed_precision", "_has_json=True", "", ""),  # that file says it
-    ("mixed_precision", "_has_json=False,None", "Mixed precision?", ("no", {name: name for name in _PRECISIONS})),
+    ("mixed_precision", "_has_json=False,None", "Mixed precision?", ("no", _PRECISIONS)),
     ("distributed_type", "_engine=FSDP,DEEPSPEED", "", lambda a: a["_engine"]),
 )
 # fmt: on

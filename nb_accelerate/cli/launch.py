@@ -81,7 +81,6 @@ def _run(arguments: argparse.Namespace) -> int:
     file = read_config(arguments.config_file) or NO_FILE
     if not arguments.quiet and name_unknown(file):
         print(name_unknown(file), file=sys.stderr)
-    _refuse_engine(arguments.target, file)
     chosen = launch_options(arguments, file)
     with errors_in_flags():
         function, args = job.call
@@ -118,21 +117,6 @@ def _rehearse(job: Job, chosen: dict[str, Any], device: str | None, memory: str 
     found = run_rehearsal(bound, num_machines=machines, device=device, memory=memory, **of_launch)
     print(found)
     return 0 if found.ok else 1
-
-
-def _refuse_engine(target: str, file: ConfigFile) -> None:
-    from nb_accelerate.base.config.engine import VARIABLES
-    from nb_accelerate.base.config.env import Environment
-
-    variable = VARIABLES["engine"]
-    said = Environment(os.environ).text(variable)
-    engine = (said or file.section("engine_config").get("engine", "auto")).lower()
-    if engine != "auto":
-        raise ConfigError(
-            f"engine={engine!r}, from {variable if said else file.path}, is for notebooks, and the ranks of a script "
-            f"are on this machine. Write {variable}=auto nb-accelerate launch {target}. For several machines, start it "
-            "on each with --num_machines"
-        )
 
 
 def _job(arguments: argparse.Namespace) -> Job:
@@ -180,8 +164,6 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
     on_cpu = arguments.cpu or (not given and (file.get("use_cpu") or kind == "MULTI_CPU"))
     # Machines, and how many processes each of them has.
     fewest, machines = said["num_machines"] or file.machines
-    if not 1 <= fewest <= machines:
-        raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
     total = choose("num_processes", -1)
     total = None if total == -1 else total
     if total is not None and total % machines:
@@ -206,15 +188,11 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
     port = choose("main_process_port", None)
     # Files of accelerate always say static, with which there are no ranges.
     backend = choose("rdzv_backend", "static") if fewest == machines else arguments.rdzv_backend or "c10d"
-    if machines > 1 and not address:
-        raise ConfigError(
-            f"num_machines={machines}, but nobody says where machine 0 is. Write --main_process_ip ADDRESS"
-        )
     meeting = {"use_port": port}
-    if machines > 1 and backend == "c10d":
+    if machines > 1 and address and backend == "c10d":
         host = f"[{address}]" if ":" in address else address
         meeting = {"rdzv_endpoint": f"{host}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
-    elif machines > 1:
+    elif machines > 1 and address:
         meeting["master_addr"] = address
     return {
         "num_processes": processes,

@@ -224,7 +224,7 @@ def test_config_default_writes_once(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_one_gpu_machine_after_another_is_asked_what_matters_there(monkeypatch: pytest.MonkeyPatch):
     on_cpu = Scripted(monkeypatch)
     assert ask_config() == default_config()
-    assert not any("GPU" in question for question in on_cpu.asked)
+    assert not any("GPU" in question for question in on_cpu.asked[1:])
     Scripted(monkeypatch, ("GPUs of this machine", "0,2"))
     assert ask_config(num_gpus=4)["gpu_ids"] == "0,2"
 
@@ -234,7 +234,7 @@ def test_several_machines_are_asked_for_where_they_meet_and_mistakes_are_asked_a
 ):
     asker = Scripted(
         monkeypatch,
-        ("How do you want", "MULTI_CPU"),
+        ("Train in one", "MULTI_CPU"),
         ("Number of machines", "two"),
         ("Number of machines", "2"),
         ("Number of this machine", "2"),
@@ -263,7 +263,7 @@ def test_several_machines_are_asked_for_where_they_meet_and_mistakes_are_asked_a
 def test_a_range_of_machines_finds_itself(monkeypatch: pytest.MonkeyPatch):
     asker = Scripted(
         monkeypatch,
-        ("How do you want", "MULTI_GPU"),
+        ("Train in one", "MULTI_GPU"),
         ("Number of machines", "4:1"),
         ("Number of machines", "1:4"),
         ("Address", "10.0.0.1"),
@@ -271,7 +271,7 @@ def test_a_range_of_machines_finds_itself(monkeypatch: pytest.MonkeyPatch):
     found = ask_config(num_gpus=2)
     assert asker.answers == []
     assert [found[name] for name in ("num_machines", "rdzv_backend", "num_processes")] == ["1:4", "c10d", 8]
-    assert not any("Number of this machine" in question for question in asker.asked)
+    assert not any("Number of this machine" in question for question in asker.asked[1:])
 
 
 ENGINES = [
@@ -280,7 +280,11 @@ ENGINES = [
         [("What is gathered", "SIZE_BASED_WRAP"), ("Parameters of such", "2000")],
         {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "2000"},
     ),
-    ("FSDP", [("What is saved", "2"), ("Compute act", "y")], {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}),
+    (
+        "FSDP",
+        [("What is saved", "sharded_state_dict"), ("Compute act", "yes")],
+        {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"},
+    ),
     (
         "DEEPSPEED",
         [("Stage", "3"), ("state of the optimizer", "cpu"), ("Where are param", "cpu")],
@@ -304,7 +308,7 @@ def test_answers_about_an_engine_make_a_file_that_accelerate_reads(
 ):
     from accelerate.commands.config.config_args import ClusterConfig
 
-    asker = Scripted(monkeypatch, ("How do you want", "MULTI_GPU"), ("How is the model kept", engine), *answers)
+    asker = Scripted(monkeypatch, ("Train in one", "MULTI_GPU"), ("How is the model kept", engine), *answers)
     path = write_config(ask_config(num_gpus=4), tmp_path / "a.yaml")
     assert asker.answers == []
     file = read_config(path)
@@ -318,7 +322,7 @@ def test_answers_about_an_engine_make_a_file_that_accelerate_reads(
 
 
 def test_layers_are_split_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    Scripted(monkeypatch, ("How do you want", "MULTI_GPU"), ("How is the model kept", "TENSOR_PARALLEL"))
+    Scripted(monkeypatch, ("Train in one", "MULTI_GPU"), ("How is the model kept", "TENSOR_PARALLEL"))
     file = read_config(write_config(ask_config(num_gpus=4), tmp_path / "a.yaml"))
     assert file is not None
     variables = file.as_variables()
@@ -331,8 +335,8 @@ def test_a_tpu_that_is_there_is_used_by_default(monkeypatch: pytest.MonkeyPatch)
     asker = Scripted(monkeypatch, ("Mixed", "bf16"))
     for found in (default_config(0, 1), ask_config(0, 1)):
         assert (found["distributed_type"], found["num_processes"], found["use_cpu"]) == ("XLA", 1, False)
-    assert not any("model kept" in question or "GPU" in question for question in asker.asked)
-    Scripted(monkeypatch, ("How do you want", "XLA"))
+    assert not any("model kept" in question or "GPU" in question for question in asker.asked[1:])
+    Scripted(monkeypatch, ("Train in one", "XLA"))
     assert ask_config()["num_processes"] == 8
     both = default_config(2, 8)
     assert (both["distributed_type"], both["num_processes"]) == ("MULTI_GPU", 2)
@@ -340,8 +344,8 @@ def test_a_tpu_that_is_there_is_used_by_default(monkeypatch: pytest.MonkeyPatch)
 
 def test_answers_can_be_piped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "a.json"
-    # Several processes on CPUs; one machine; two processes; an answer that is none; then the default.
-    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n\n2\nperhaps\n\nbf16\n"))
+    # Several processes on CPUs; one machine; two processes; nothing is compiled; an answer that is none.
+    monkeypatch.setattr(sys, "stdin", io.StringIO("MULTI_CPU\n\n2\n\nperhaps\nbf16\n"))
     assert main(["config", "--config_file", str(path)]) == 0
     written = json.loads(path.read_text())
     assert (written["distributed_type"], written["num_processes"]) == ("MULTI_CPU", 2)
@@ -354,7 +358,7 @@ def test_answers_can_be_piped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_input_that_ends_too_early_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("MULTI_CPU\n"))
     assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 2
     assert "nothing was written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -202,10 +201,7 @@ class PageReader:
             self._memory = mmap.mmap(-1, layout.SIZE)
             return
         os.ftruncate(fd, layout.SIZE)
-        if sys.version_info >= (3, 13):
-            self._memory = mmap.mmap(fd, layout.SIZE, trackfd=False)
-        else:  # keeps a copy of the descriptor
-            self._memory = mmap.mmap(fd, layout.SIZE)
+        self._memory = mmap.mmap(fd, layout.SIZE)
 
     def detach(self) -> int:
         """Return the descriptor, which the caller closes. The memory stays."""

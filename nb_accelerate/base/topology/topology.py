@@ -32,18 +32,16 @@ class Topology:
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
-        for number, total in (
-            ("rank", "world_size"),
-            ("local_rank", "local_world_size"),
-            ("node_rank", "num_nodes"),
-            ("local_world_size", "world_size"),
+        for number, most, total in (
+            ("rank", self.world_size - 1, "world_size"),
+            ("local_rank", self.local_world_size - 1, "local_world_size"),
+            ("node_rank", self.num_nodes - 1, "num_nodes"),
+            ("local_world_size", self.world_size, "world_size"),
         ):
-            below, above = getattr(self, number), getattr(self, total)
-            fits = below <= above if number == "local_world_size" else below < above
-            if below < 0 or not fits:
+            if not 0 <= getattr(self, number) <= most:
                 raise ConfigError(
-                    f"{number}={below} does not fit {total}={above}. Check the variables that the launcher "
-                    "sets: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."
+                    f"{number}={getattr(self, number)} does not fit {total}={getattr(self, total)}. Check the "
+                    "variables that the launcher sets: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."
                 )
 
     @classmethod
