@@ -63,14 +63,16 @@ from nb_accelerate.notebook.magics import (
 from nb_accelerate.notebook.ranks.attach import attach as attach
 from nb_accelerate.rehearsing import rehearse as rehearse
 from nb_accelerate.training.accelerator import Accelerator as Accelerator
-from nb_accelerate.training.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
+from nb_accelerate.training.bigmodel.device_map import (
+    infer_auto_device_map as infer_auto_device_map,
+    show_map as show_map,
+)
 from nb_accelerate.training.bigmodel.dispatch import (
     cpu_offload as cpu_offload,
     disk_offload as disk_offload,
     dispatch_model as dispatch_model,
 )
 from nb_accelerate.training.bigmodel.module_hooks import cpu_offload_with_hook as cpu_offload_with_hook
-from nb_accelerate.training.bigmodel.shown_map import show_map as show_map
 from nb_accelerate.training.bigmodel.tensors import (
     init_empty_weights as init_empty_weights,
     init_on_device as init_on_device,

@@ -29,9 +29,8 @@ from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
 from nb_accelerate.training.accelerator.communication import CommunicationMixin
 from nb_accelerate.training.accelerator.core import Core, Handlers
-from nb_accelerate.training.accelerator.identity import IdentityMixin
 from nb_accelerate.training.accelerator.losses import LossReport, MemoryReport
-from nb_accelerate.training.accelerator.options import OptionsMixin
+from nb_accelerate.training.accelerator.options import IdentityMixin, OptionsMixin
 from nb_accelerate.training.accelerator.preparing import PreparingMixin
 from nb_accelerate.training.accelerator.recording import RecordingMixin
 from nb_accelerate.training.accelerator.resuming import ResumingMixin

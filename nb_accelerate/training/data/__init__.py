@@ -14,8 +14,7 @@ A batch goes from the top to the bottom::
 from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher
 from nb_accelerate.training.data.loader import DataLoaderShard
 from nb_accelerate.training.data.loops import RunningLoops
-from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SeedableRandomSampler
-from nb_accelerate.training.data.plan.skipping import SkipBatchSampler
+from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
 from nb_accelerate.training.data.prepare import check_lengths, prepare_data_loader, skip_first_batches
 
 __all__ = [

@@ -29,9 +29,8 @@ from nb_accelerate.training.data.dispatching.batch_parts import CountingCollate
 from nb_accelerate.training.data.dispatching.dispatcher import DataLoaderDispatcher, DispatchingReader
 from nb_accelerate.training.data.loader import DataLoaderShard
 from nb_accelerate.training.data.plan.plan import rows_per_rank
-from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, split_skip
 from nb_accelerate.training.data.plan.shuffling import EpochStart, sampler_sync
-from nb_accelerate.training.data.plan.skipping import split_skip
 from nb_accelerate.training.data.reading.iterable import MarkingCollate, MarkingShard
 from nb_accelerate.training.data.reading.reader import Reader
 from nb_accelerate.training.data.reading.source import settings_of

@@ -21,8 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.data.plan.samplers import SHUFFLING, BatchSamplerShard
-from nb_accelerate.training.data.plan.skipping import skipping
+from nb_accelerate.training.data.plan.samplers import SHUFFLING, BatchSamplerShard, skipping
 from nb_accelerate.training.data.resuming.positions import SavedPosition
 
 if TYPE_CHECKING:

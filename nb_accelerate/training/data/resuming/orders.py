@@ -26,9 +26,13 @@ from torch.utils.data import (
 )
 
 from nb_accelerate.errors import CheckpointError
-from nb_accelerate.training.data.plan.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.training.data.plan.samplers import (
+    BatchSamplerShard,
+    SamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
 from nb_accelerate.training.data.plan.shuffling import SeededGenerator
-from nb_accelerate.training.data.plan.skipping import SkipBatchSampler
 from nb_accelerate.training.data.resuming.stateful import is_stateful
 
 if TYPE_CHECKING:
