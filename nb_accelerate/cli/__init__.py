@@ -7,6 +7,7 @@ and returns the exit code. Importing it costs nothing: what a command needs is i
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,19 +23,13 @@ from nb_accelerate.cli import (
     to_fsdp2,
 )
 from nb_accelerate.cli.closed_output import discard_stdout
-from nb_accelerate.cli.flags import name_here, why_refused
+from nb_accelerate.cli.flags import why_refused
 from nb_accelerate.errors import ConfigError, NbAccelerateError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _COMMANDS = (config, launch, test, running, estimate_memory, merge_weights, to_fsdp2, env)
-
-_INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
-
-_NOT_READ = 141
-"""Exit code of a command whose output nobody reads any more: 128 + SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         discard_stdout()
-        return _NOT_READ
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("nb-accelerate: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return 128 + signal.SIGINT
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -85,8 +80,6 @@ class _Parser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             if why := why_refused(flag):
                 raise ConfigError(f"{flag}: {why}.")
-            if name := name_here(flag):
-                raise ConfigError(f"{flag} is called --{name} here.")
             command: _Parser = parsed.command
             known = [name for action in command._actions for name in action.option_strings]
             below = [name for action in command._actions for name in action.choices or () if not action.option_strings]

@@ -39,7 +39,7 @@ class FlagGroup(NamedTuple):
 def _machines(text: str) -> tuple[int, int]:
     """Return the fewest and the most machines: ``2`` or ``1:2``."""
     fewest, _, most = text.partition(":")
-    if not fewest.isdecimal() or not (most or fewest).isdecimal():
+    if not fewest.isdecimal() or not (most or fewest).isdecimal() or "0" in (fewest, most):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number, such as 2, nor a range, such as 1:2")
     return int(fewest), int(most or fewest)
 
@@ -167,16 +167,6 @@ REFUSED = {
 }
 """Patterns of flags of accelerate and torchrun that are none here, and why. A flag in `GROUPS` is none of them."""
 
-_NAMES_HERE = {
-    "nproc_per_node": "num_processes",
-    "nnodes": "num_machines",
-    "node_rank": "machine_rank",
-    "master_addr": "main_process_ip",
-    "rdzv_endpoint": "main_process_ip HOST --main_process_port PORT --rdzv_backend c10d",
-    "master_port": "main_process_port",
-}
-"""What flags of torchrun are called here."""
-
 
 def add_flags(parser: argparse.ArgumentParser, *, without: str = "") -> None:
     """Add all flags to a parser, in groups.
@@ -202,11 +192,6 @@ def why_refused(flag: str) -> str:
     """Return why a flag of accelerate is none here; "" if it is no such flag."""
     name = flag.lstrip("-").replace("-", "_")
     return next((why for names, why in REFUSED.items() if any(fnmatch(name, known) for known in names.split())), "")
-
-
-def name_here(flag: str) -> str:
-    """Return what a flag of torchrun is called here; "" if it is none of these."""
-    return _NAMES_HERE.get(flag.lstrip("-").replace("-", "_"), "")
 
 
 _FLAGS = {

@@ -236,15 +236,13 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
     path = Path(arguments.target)
     if not path.is_file():
         raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")
-    from nb_accelerate.cli.parameters import read_parameters, set_parameters
-
-    values = read_parameters(arguments.parameter or ())
     # Where JupyterLab is installed, jsonschema builds a parser for IRIs with it, which takes two seconds. Notebooks
     # have no field of that format.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     from nb_accelerate.cli import notebook
 
-    change = partial(set_parameters, values=values) if values else None
+    values = notebook.read_parameters(arguments.parameter or ())
+    change = partial(notebook.set_parameters, values=values) if values else None
     run = notebook.execute(path, progress=sys.stdout, change=change)
     folder = arguments.output_dir or Path()
     written = [notebook.write_notebook(run, folder)]

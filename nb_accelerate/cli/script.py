@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.worker.script import Job
 
-_FAILED = 1
-"""Exit code of a script that raised."""
-
 _SIGNALLED = 128
 """What a shell adds to the number of the signal that ended a command."""
 
@@ -117,7 +114,7 @@ def _exit_code(error: BaseException) -> int:
         return _SIGNALLED + signal.SIGINT
     if isinstance(error, RankDiedError) and error.exitcode is not None:
         return _SIGNALLED - error.exitcode if error.exitcode < 0 else error.exitcode
-    return _FAILED
+    return 1
 
 
 def tell(error: BaseException) -> None:

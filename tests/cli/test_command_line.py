@@ -122,10 +122,6 @@ def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, cap
         (["launch"], "the following arguments are required: TARGET. All there is: nb-accelerate launch --help\n"),
         (["launch", "-np", "2", "train.py"], "-n/--num_processes: invalid int value: 'p'"),
         (["test", "-x"], "unknown: -x."),
-        # What torchrun calls it.
-        (["launch", "--nproc_per_node=2", "train.py"], "--nproc_per_node is called --num_processes"),
-        (["launch", "--nnodes", "2", "train.py"], "--nnodes is called --num_machines"),
-        (["launch", "--master-port", "2", "train.py"], "--master-port is called --main_process_port"),
         (["launch", "--standalone", "train.py"], "machine unless --num_machines"),
         (["launch", "{notebook}", "-p", "lr"], "Write -p lr=VALUE"),
         (["launch", "{notebook}", "--num_procs", "2"], "unknown: --num_procs 2"),

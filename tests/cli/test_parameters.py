@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from nb_accelerate.cli import main
-from nb_accelerate.cli.parameters import read_parameters, set_parameters
+from nb_accelerate.cli.notebook import read_parameters, set_parameters
 from nb_accelerate.errors import ConfigError
 
 DEFAULTS = "lr = 0.1\nname, epochs = 'a', 3\nsizes: list = [1]"

@@ -32,14 +32,6 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_NOT_USED = (
-    # For TPU pods that accelerate reaches through gcloud: what would use them is refused, see `_not_of_pods`.
-    *("command_file", "commands", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone"),
-    # Written by older versions of accelerate, and not used by 1.15 either.
-    *("ipex_config", "use_mps_device", "use_xpu"),
-)
-"""Keys that are accepted and not used."""
-
 NO_WORDS = ("0", "false", "no", "n", "off", "f")
 """How an environment variable says no."""
 
@@ -136,26 +128,27 @@ KEYS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys((*SECTIONS, "fp8_config", "megatron_lm_config", "mpirun_config"), _section),
 }
 
-KNOWN = {*KEYS, *_NOT_USED}
-"""Keys that accelerate 1.15 or this package knows."""
+_NOT_USED = (
+    # For TPU pods that accelerate reaches through gcloud: what would use them is refused, see `_not_of_pods`.
+    *("command_file", "commands", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone"),
+    # Written by older versions of accelerate, and not used by 1.15 either.
+    *("ipex_config", "use_mps_device", "use_xpu", "fsdp_config.fsdp_backward_prefetch_policy"),
+    *("deepspeed_config.deepspeed_multinode_launcher", "deepspeed_config.deepspeed_hostfile"),
+    *("deepspeed_config.deepspeed_exclusion_filter", "deepspeed_config.deepspeed_inclusion_filter"),
+)
+"""Keys that are accepted and not used."""
 
-_ALSO_IN = {
-    "fsdp_config": ("fsdp_backward_prefetch_policy",),
-    "deepspeed_config": tuple(
-        f"deepspeed_{name}" for name in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
+KNOWN = {
+    *KEYS,
+    *_NOT_USED,
+    *(
+        f"{section}.{start}{key.removeprefix(prefix)}"
+        for section, (prefix, names) in SECTIONS.items()
+        for key in names
+        for start in ("", prefix)
     ),
 }
-"""Keys of sections that accelerate knows and that say nothing here."""
-
-KNOWN_IN = {
-    section: {
-        f"{section}.{start}{key.removeprefix(prefix)}"
-        for key in (*names, *_ALSO_IN.get(section, ()))
-        for start in ("", prefix)
-    }
-    for section, (prefix, names) in SECTIONS.items()
-}
-"""Keys of sections as ``fsdp_config.KEY``, with and without the prefix that they may lack."""
+"""Keys that accelerate 1.15 or this package knows: of sections as ``fsdp_config.KEY``, whose prefix may be missing."""
 
 
 CONFIG_FILE = "NB_ACCELERATE_CONFIG_FILE"
@@ -358,10 +351,8 @@ def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:
             values[key] = check(key, value)
         except ConfigError as error:
             raise ConfigError(f"In the configuration file {str(file)!r}: {error}") from None
-    unknown = [key for key in values if key not in KNOWN]
-    for name, known in KNOWN_IN.items():
-        section = values.get(name) or {}
-        unknown += [f"{name}.{key}" for key in section if f"{name}.{key}" not in known]
+    of_sections = [f"{name}.{key}" for name in SECTIONS for key in values.get(name) or {}]
+    unknown = [key for key in (*values, *of_sections) if key not in KNOWN]
     return {"values": values, "unknown": tuple(unknown)}
 
 
@@ -369,8 +360,7 @@ def name_unknown(file: ConfigFile) -> str:
     """Return a sentence about the unknown keys of a file; empty if there are none."""
     if not file.unknown:
         return ""
-    known = KNOWN.union(*KNOWN_IN.values())
-    listed = "; ".join(f"{key!r}.{suggest(key, known)}".removesuffix(".") for key in file.unknown)
+    listed = "; ".join(f"{key!r}.{suggest(key, KNOWN)}".removesuffix(".") for key in file.unknown)
     return f"{file.path} has unknown keys, which are kept and not used: {listed}"
 
 

@@ -130,11 +130,19 @@ class LaunchOptions:
                 f"node_rank={self.node_rank}, but of num_nodes={self.num_nodes} machines the first is number 0 and "
                 f"the last is number {self.num_nodes - 1}"
             )
-        if not self.engine.is_local:
-            _check_placed(self)
+        method = START_METHODS.get(self.start_method)
+        if not self.engine.is_local and self.num_nodes > 1:
+            raise ConfigError(
+                f"num_nodes={self.num_nodes} is for the same cell in a notebook on each machine. With engine="
+                f"{self.engine.engine!r} one notebook has all ranks: leave num_nodes out"
+            )
+        if not self.engine.is_local and method is not None and not method.serves_cells:
+            raise ConfigError(
+                f"start_method={method.name!r} needs the memory of this notebook, which other machines do not have. "
+                "Leave start_method out"
+            )
         if self.num_nodes == 1:
             return
-        method = START_METHODS.get(self.start_method)
         if method is not None and method.max_nodes is not None and self.num_nodes > method.max_nodes:
             raise ConfigError(
                 f"start_method={method.name!r} runs one rank in this process; num_nodes must be {method.max_nodes}"
@@ -156,21 +164,6 @@ class LaunchOptions:
                 f"{self.min_nodes} to {self.num_nodes} machines cannot be numbered beforehand. Write "
                 f"rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
             )
-
-
-def _check_placed(options: LaunchOptions) -> None:
-    """Check what goes together with an engine."""
-    if options.num_nodes > 1:
-        raise ConfigError(
-            f"num_nodes={options.num_nodes} is for the same cell in a notebook on each machine. With engine="
-            f"{options.engine.engine!r} one notebook has all ranks: leave num_nodes out"
-        )
-    method = START_METHODS.get(options.start_method)
-    if method is not None and not method.serves_cells:
-        raise ConfigError(
-            f"start_method={method.name!r} needs the memory of this notebook, which other machines do not have. Leave "
-            "start_method out"
-        )
 
 
 def check_start_method(value: object, names: Iterable[str]) -> str:

@@ -33,31 +33,23 @@ class ProgressPage:
 
     Args:
         memory: `layout.SIZE` bytes; by default some that nobody reads.
-
-    Attributes:
-        enter: takes the `Phase` that begins. A closure, since loops call it several times a step.
-        step: takes the number of batches that the current loop has handed out.
-        outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that another process keeps; None if there is none.
-        measure: notes with `rank_memory` what this process holds in memory now.
-        is_read: somebody may read it: it lies in memory that was given.
-        saw_forward: whether a prepared model has said, in this call or cell, that it was called; None if none is to.
-        looked_for_state: whether this call or cell has looked for a checkpoint to go on from.
-        trains: says that the current loop trains. Other loops evaluate, or do something else.
     """
 
     def __init__(self, memory: Buffer | None = None) -> None:
-        self.is_read = memory is not None
+        self.is_read = memory is not None  # somebody may read it
         self._memory = memoryview(memory if memory is not None else bytearray(layout.SIZE)).cast("B")
         self._words = self._memory[: 8 * layout.NUM_WORDS].cast("q")
         self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")
-        self.enter: Callable[[int], None]
+        self.enter: Callable[[int], None]  # a `Phase` begins. A closure, since loops call it several times a step.
         self.enter, self._forget_times = clock_of(self._words)
+        # The current loop has handed out so many batches; it trains. Other loops evaluate, or do something else.
         self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
-        self.outlet: Callable[[bytes], object] | None = None
-        self.measure: Callable[[], object] = lambda: None
+        self.outlet: Callable[[bytes], object] | None = None  # takes at most `MAX_RECORD` bytes of JSON, to be kept
+        self.measure: Callable[[], object] = lambda: None  # notes with `rank_memory` what this process holds now
+        # A prepared model has said, in this call or cell, that it was called; None if none is to.
         self.saw_forward: bool | None = None
-        self.looked_for_state = False
+        self.looked_for_state = False  # this call or cell has looked for a checkpoint to go on from
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
         self._kinds_of_bars: dict[int, tuple[str, float | None]] = {}  # by index: label without numbers, and total
