@@ -142,8 +142,8 @@ class CheckpointHandle:
     def join(self) -> None:
         """Wait until it has ended, well or not."""
         self._ended.wait()
-        assert self._thread is not None
-        self._thread.join()  # it still frees tensors, in C++ that Python's end would stop by an abort
+        if self._thread is not None:  # else it is that of a rehearsal
+            self._thread.join()  # it still frees tensors, in C++ that Python's end would stop by an abort
 
     def _run(self, write: Callable[[], object], ranks: SaveGroup, page: ProgressPage) -> None:
         if not self.claim():

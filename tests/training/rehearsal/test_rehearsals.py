@@ -217,6 +217,7 @@ def write_everything() -> None:
     accelerator.log({"loss": 1.0})
     accelerator.save_state("checkpoint")
     accelerator.load_state("checkpoint")
+    assert accelerator.save_state("later", async_save=True).wait() == Path("later")
     accelerator.save_model(model, "weights")
     accelerator.save({"a": 1}, "a.pt")
     if accelerator.is_main_process:
