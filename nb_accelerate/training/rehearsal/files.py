@@ -8,12 +8,15 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import glob
 import io
 import os
+import pathlib
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +79,12 @@ class Files:
         replace(self._save, torch, "save")
         replace(self._found, os, "stat", "scandir", "listdir")
         replace(self._changed, os, *_CHANGES)
+        # Classes that have bound functions before: of Python 3.10, of 3.13 and later.
+        bound = [getattr(pathlib, "_NormalAccessor", None), *map(vars(glob).get, ("_Globber", "_StringGlobber"))]
+        for owner in filter(None, bound):
+            for name in ("open", "stat", "scandir", "listdir", *_CHANGES):
+                if isinstance(getattr(owner, name, None), BuiltinFunctionType):
+                    setattr(owner, name, staticmethod(getattr(io if name == "open" else os, name)))
         with contextlib.suppress(ImportError):
             import safetensors.torch
 
@@ -167,4 +176,4 @@ def _passes_on(filename: str) -> bool:
     parts = Path(filename).parts
     if "site-packages" in parts:
         return parts[parts.index("site-packages") + 1] in _SAVERS
-    return filename.startswith((sysconfig.get_path("stdlib"), "<frozen"))
+    return filename.startswith((sysconfig.get_path("stdlib"), "<frozen", "<__array_function__"))  # of NumPy 1

@@ -258,7 +258,7 @@ def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> No
     if group is None or parse(torch.__version__).release >= (2, 9):
         return
     backend: Any = group._get_backend(device)  # noqa: SLF001 - the one for this device, of maybe several
-    if backend.name() == "gloo":
+    if type(backend).__name__ == "ProcessGroupGloo":  # the group of a rehearsal has no name
         raise ConfigError(
             f"FSDP was asked for (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) on CPUs with PyTorch "
             f"{torch.__version__}, which adds up the gradients of ranks there instead of averaging them, so the model "
