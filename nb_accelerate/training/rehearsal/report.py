@@ -121,7 +121,7 @@ class Rehearsal:
         alike = _alike(self.traces, lambda trace: (self._row([trace])[1:], trace.failure, trace.ended))
         signs = [f"{'!' if finding.kind in _STOPS else '*'} {finding.text}" for finding in self.findings]
         memory = [self.memory] if self.memory and not self.memory.endswith(_TOO_MUCH) else []
-        notes = (*signs, *memory, self._how_far())
+        notes = (*signs, *memory, *filter(None, [self.sent]), self._how_far())
         titles = ("ranks", "epochs", "batches", "rows", "evaluated", "steps", "rows a step", "learning rate")
         return Table(titles, [self._row(group) for group in alike], right=titles[1:-1], notes=notes)
 
@@ -135,15 +135,29 @@ class Rehearsal:
         names = (name if name != "activations" else "activations and temporaries" for name in Memory._fields)
         parts = ", ".join(f"{name} {size(part)}" for name, part in zip(names, memory, strict=True) if part)
         text = f"memory of a rank: {size(most)} in {trace.peak_at} ({parts})"
-        if trace.trained:
-            text += f"; a row of the batch costs at most {size(memory.activations / max([1, *trace.trained[0].rows]))}"
+        per_row = memory.activations / max([1, *(trace.trained[0].rows if trace.trained else ())])
+        text += f"; a row of the batch costs at most {size(per_row)}"
         # Not in these numbers: the context of CUDA and buffers of NCCL, and fragmentation of 5 to 15 %.
         least, greatest = 1.05 * most + 0.5e9, 1.15 * most + 1e9
         text += f". With CUDA, NCCL and fragmentation {size(least)} to {size(greatest)}"
         if not self.capacity:
             return text
-        fits = "it fits" if greatest < 0.9 * self.capacity else "too close to say"
+        room = (0.9 * self.capacity - 1e9) / 1.15 - (most - memory.activations)
+        rows = f", and so do batches of {int(room / per_row):,} rows" if room > per_row > 0 else ""
+        fits = f"it fits{rows}" if greatest < 0.9 * self.capacity else "too close to say"
         return f"{text} of {size(self.capacity)} ({self.device}): {_TOO_MUCH if least > self.capacity else fits}"
+
+    @property
+    def sent(self) -> str:
+        """What a rank sends in a step where DistributedDataParallel averages gradients, by all_reduce around a ring."""
+        gradients = max((trace.memory.gradients for trace in self.traces if trace.memory is not None), default=0)
+        averaged = any(exchange.what.startswith("the gradients") for exchange in self.traces[0].exchanges)
+        share = 2 * (self.world_size - 1) / self.world_size
+        return (
+            f"a rank sends {size(share * gradients)} in each step, to average gradients"
+            if averaged and gradients
+            else ""
+        )
 
     def _how_far(self) -> str:
         ranks = f"ranks {ranges([trace.rank for trace in self.traces])} of {self.world_size}"

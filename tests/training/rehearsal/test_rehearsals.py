@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.rehearsal.rehearsing import rehearsed
 
 from nb_accelerate import Accelerator, ConfigError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, rehearse
-from nb_accelerate.training.rehearsal.report import Memory, Rehearsal, Trace
+from nb_accelerate.training.rehearsal.report import Memory, Pass, Rehearsal, Trace
 
 
 class Count(nn.Module):
@@ -150,6 +150,7 @@ def test_memory_is_what_stays_and_what_backward_holds_at_most(tmp_path: Path):
             assert 3 * hidden < trace.memory.activations + 0.6 * weights < 3.6 * hidden
             assert trace.peak_at == "the backward of step 2"
             assert found.memory in repr(found)
+            assert found.sent == ("" if ranks == 1 else "a rank sends 786.4 kB in each step, to average gradients")
             assert found.ok
 
 
@@ -163,6 +164,13 @@ def test_whether_it_fits_is_said_with_a_margin(capacity: int, verdict: str):
     assert verdict in found.memory
     assert found.ok is (verdict != "does not fit")
     assert [finding.kind for finding in found.findings] == ([] if found.ok else ["memory"])
+
+
+def test_the_rows_that_have_room_are_counted():
+    trace = Trace(0, passes=[Pass(("", 0), rows=[4, 4], steps=2)], ended=True)
+    trace.memory = Memory(weights=10**9, gradients=10**9, buckets=0, optimizer=2 * 10**9, activations=10**9)
+    # (0.9 * 16 - 1) / 1.15 - 4 = 7.65 GB, and 0.25 GB a row
+    assert Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory.endswith("it fits, and so do batches of 30 rows")
 
 
 def shard() -> None:
