@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.errors import ConfigError
@@ -72,13 +71,9 @@ def check_options(name: str, value: T | None, kind: type[T]) -> T | None:
     """Return ``value`` if it is an options object of class ``kind``, or None, and not a dict of its fields, say."""
     if value is None or isinstance(value, kind):
         return value
-    known = getattr(kind, "__dataclass_fields__", ())
-    fields = "..."
-    if isinstance(value, Mapping) and all(field in known for field in value):
-        fields = ", ".join(f"{field}={item!r}" for field, item in value.items())
     raise ConfigError(
         f"{name}={shown(value)} is {described(value)}, not a {kind.__name__} of this package. Write "
-        f"{name}={kind.__name__}({fields}), with `from nb_accelerate.utils import {kind.__name__}`."
+        f"{name}={kind.__name__}(...), with `from nb_accelerate.utils import {kind.__name__}`."
     )
 
 

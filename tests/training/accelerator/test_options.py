@@ -62,7 +62,7 @@ from nb_accelerate.training.process.rng import set_seed
         ),
         (
             lambda: Accelerator(dataloader_config={"data_seed": 1}),
-            r"type dict.* Write dataloader_config=DataLoaderConfiguration\(data_seed=1\)",
+            r"type dict.* Write dataloader_config=DataLoaderConfiguration\(",
         ),
         (
             lambda: Accelerator(gradient_accumulation_plugin={"steps": 1}),
