@@ -47,13 +47,15 @@ def attach(package: str, *, advice: str = "") -> tuple[Callable[[str], Any], Cal
 
 def _unknown(package: str, name: str, advice: str) -> AttributeError:
     from nb_accelerate.base.config.checks import suggest  # when a name is asked for, as above
+    from nb_accelerate.errors.traceback_lines import short_lines, show_instead
 
     # Names such as __path__ are what Python and its tools look for.
     hint = "" if name.startswith("__") else suggest(name, public_names(package))
     # With an object given, newer versions of Python add no suggestion of their own.
-    return AttributeError(
-        f"module {package!r} has no attribute {name!r}{advice}" + (f".{hint}" if hint else ""), obj=None
-    )
+    text = f"module {package!r} has no attribute {name!r}{advice}" + (f".{hint}" if hint else "")
+    error = AttributeError(text, obj=None)
+    show_instead(error, functools.partial(short_lines, error))
+    return error
 
 
 def public_names(package: str) -> list[str]:

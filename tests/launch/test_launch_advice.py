@@ -99,12 +99,9 @@ def run(*words: str, answers: str = "\n" * 40) -> None:
         main([*words])
 
 
-def launch(folder: Path, *flags: str, **variables: str) -> None:
+def launch(folder: Path, *flags: str) -> None:
     (folder / "train.py").write_text("")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        run("launch", "--cpu", *flags, str(folder / "train.py"))
+    run("launch", "--cpu", *flags, str(folder / "train.py"))
 
 
 COMMANDS: dict[str, tuple[tuple[str, str], Callable[[Path], object]]] = {
@@ -113,10 +110,6 @@ COMMANDS: dict[str, tuple[tuple[str, str], Callable[[Path], object]]] = {
         lambda folder: launch(folder, f"--config_file={folder / 'none.yaml'}"),
     ),
     "no answers": (("cli/config.py", "nb-accelerate config"), lambda _: run("config", answers="")),
-    "an engine for a script": (
-        ("cli/launch.py", "nb-accelerate launch"),
-        lambda folder: launch(folder, NB_ACCELERATE_ENGINE="ray"),
-    ),
     "there already": (
         ("cli/config.py", "nb-accelerate config"),
         lambda _: (run("config", "default"), run("config", "default")),
@@ -125,11 +118,11 @@ COMMANDS: dict[str, tuple[tuple[str, str], Callable[[Path], object]]] = {
         ("compat/launching.py", "nb-accelerate config"),
         lambda _: (write_basic_config(), write_basic_config()),
     ),
-    "no such run": (("cli/stop.py", "nb-accelerate status"), lambda _: run("stop", "1")),
+    "no such run": (("cli/running.py", "nb-accelerate status"), lambda _: run("stop", "1")),
 }
 
 ELSEWHERE = {
-    ("cli/stop.py", "nb-accelerate stop"): "cli/test_running.py, with a run that does not end",
+    ("cli/running.py", "nb-accelerate stop"): "cli/test_running.py, with a run that does not end",
     ("compat/refused.py", "nb-accelerate launch"): "has FLAGS and script.py for what the user has",
     ("notebook/launch/engines/ray_driver.py", "num_processes"): "with_ray",
     ("training/process/xla.py", "num_processes"): "with_xla",
