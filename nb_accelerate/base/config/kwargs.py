@@ -216,7 +216,7 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of `torch.profiler.profile`, and where `Accelerator.profile` writes the trace.
 
     Attributes:
-        activities: what to record: ``["cpu"]``, ``["cpu", "cuda"]``; None records all there is.
+        activities: what to record: ``["cpu"]``, ``["cpu", "cuda"]``, or one of them; None records all there is.
         schedule_option: which steps to record: a dict of ``wait``, ``warmup``, ``active``, ``repeat`` and
             ``skip_first``, the arguments of `torch.profiler.schedule`. Call ``step()`` on the profiler at each step.
         on_trace_ready: called with the profiler when a cycle of the schedule is complete.
@@ -245,6 +245,8 @@ class ProfileKwargs(KwargsHandler):
     @override
     def _check(self) -> None:
         super()._check()
+        if isinstance(self.activities, str):
+            self.activities = [self.activities]
         for activity in self.activities or ():
             check_choice("activities", activity, _activities())
         for name in self.schedule_option or ():

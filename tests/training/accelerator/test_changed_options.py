@@ -70,7 +70,7 @@ def test_fields_stand_in_accelerates_order(kind):
         (GradScalerKwargs(), "backoff_factor", 0.25, 1.0, "does not shrink"),
         (InitProcessGroupKwargs(), "timeout", timedelta(seconds=9), 9, "not a datetime.timedelta"),
         (GradientAccumulationPlugin(), "num_steps", 2, 0, "too small"),
-        (ProfileKwargs(), "activities", ["cpu"], "cpu", "is not a choice"),
+        (ProfileKwargs(), "activities", ["cpu"], "gpu", "is not a choice"),
         (ProjectConfiguration(), "total_limit", 3, 0, "too small"),
         (TorchDynamoPlugin(options={"a": 1}), "fullgraph", True, None, "fullgraph=None is None"),
         (TorchDynamoPlugin(options={"a": 1}), "dynamic", True, 3, "dynamic=3 is of type"),

@@ -350,6 +350,7 @@ def test_a_schedule_records_the_steps_it_names():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
+        ({"activities": "gpu"}, "'gpu' is not a choice"),
         ({"activities": ["gpu"]}, "Write one of: 'cpu'"),
         ({"schedule_option": {"activ": 1}}, "Did you mean 'active'"),
         ({"with_stack": "no"}, "with_stack='no'"),
