@@ -43,7 +43,7 @@ class SimulatedRank:
         self._host, self._key, self._rank = host, key, rank
         self.handle = self  # of which nothing is to be killed
         reader = PageReader()
-        self.page, self._writes = PageWatch(reader), ProgressPage(reader._memory)
+        self.page, self._writes = PageWatch(reader), ProgressPage(reader.buffer)
         self._steps, self._until = 0, 0.0
 
     def told(self, message: object) -> None:

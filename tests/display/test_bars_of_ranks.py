@@ -23,7 +23,7 @@ def _bars() -> list[tuple[str, float, float | None, bool, int]]:
     from nb_accelerate.base.progress_page import here
     from nb_accelerate.base.progress_page.sample import read
 
-    return [(bar.label, bar.count, bar.total, bar.ended, bar.level) for bar in read(here()._memory).bars]
+    return [(bar.label, bar.count, bar.total, bar.ended, bar.level) for bar in read(here().buffer).bars]
 
 
 def _forms(path: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _texts() -> list[str]:
         with tqdm(desc="a", mininterval=0, **options) as bar:
             bar.update(1500)
             bar.set_postfix(loss=0.5, lr="1e-3")
-            (seen,) = read(here()._memory).bars
+            (seen,) = read(here().buffer).bars
         return seen.text
 
     return [

@@ -29,7 +29,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 @pytest.fixture
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_records", {})
+    monkeypatch.setattr(kept, "records", {})
 
 
 def log(name: str, *losses: float) -> NotebookTracker:

@@ -25,7 +25,7 @@ NOISY: Points = tuple((10.0 * step, 2 * math.exp(-step / 40) + 0.05 * (-1) ** st
 @pytest.fixture(autouse=True)
 def no_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logged_values, "_earlier", [])
-    monkeypatch.setattr(kept, "_records", {})
+    monkeypatch.setattr(kept, "records", {})
 
 
 def loss_chart(points: Points, earlier: Sequence[Curve] = ()) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_records", {})
+    monkeypatch.setattr(kept, "records", {})
 
 
 def note(*losses: float, ended: str = "done", name: str = "train", **config: Any) -> None:
@@ -93,7 +93,7 @@ def test_what_is_constant_has_no_column_and_accuracies_are_best_when_high() -> N
             run.add(
                 {"step": step, "epoch": step, "accuracy": accuracy, "val_loss": 1.0 / (step + 1), "zero": 0, "lr": lr}
             )
-        kept._records[str(lr)] = run
+        kept.records[str(lr)] = run
     assert [*table(kept.runs())[0]][3:-2] == ["lr", "accuracy", "highest accuracy", "val_loss"]
     assert repr(kept.runs()).splitlines()[-1] == "The same in all: zero=0"
 
@@ -102,7 +102,7 @@ def test_of_many_values_some_have_columns_and_the_others_are_named() -> None:
     run = RunRecord(name="run")
     for step in (1, 2):
         run.add({"step": step, **{f"value{number}": step for number in range(6)}, "loss": 1 / step})
-    kept._records["run"] = run
+    kept.records["run"] = run
     assert [*table(kept.runs())[0]][3:-2] == ["loss", "value0", "value1", "value2"]
     assert "Also logged: value3, value4, value5" in repr(kept.runs())
 
@@ -119,7 +119,7 @@ def test_a_name_or_a_folder_without_runs_is_named(tmp_path: Path) -> None:
     note(1.0, name="train")
     assert repr(kept.runs("trian")) == "No run is called 'trian'. There are: train."
     assert repr(kept.runs(project_dir=tmp_path / "lgs")).splitlines()[-1] == f"There is no folder {tmp_path / 'lgs'}."
-    kept._records.clear()
+    kept.records.clear()
     assert kept.runs(project_dir=tmp_path)._repr_html_() == f"<p>No runs in {tmp_path}.</p>"
 
 
@@ -143,7 +143,7 @@ def test_secrets_are_not_shown() -> None:
 def test_one_chart_has_all_runs_called_by_what_differs() -> None:
     for lr in (0.1, 0.5):
         note(*(100 * lr / step for step in range(1, 101)), lr=lr, depth=3)
-    kept._records["other"] = RunRecord(name="without a loss")
+    kept.records["other"] = RunRecord(name="without a loss")
     axes = kept.runs().plot("loss")
     assert [(line.get_label(), len(line.get_xdata())) for line in axes.lines] == [("lr=0.1", 100), ("lr=0.5", 100)]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr=0.1", "lr=0.5"]
@@ -194,7 +194,7 @@ def write_run(folder: Path, name: str, *losses: float, ends: bool = True, **conf
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a restart of the kernel does."""
-    monkeypatch.setattr(kept, "_records", {})
+    monkeypatch.setattr(kept, "records", {})
 
 
 def test_files_are_found_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_two_trackers_of_a_run_are_one_run(tmp_path: Path) -> None:
 
 def test_whoever_started_the_ranks_writes_how_they_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path, "digits", 2.0, ends=False, lr=0.1)
-    (key,) = kept._records
+    (key,) = kept.records
     kept.note_run(
         "train", config={"lr": 9, "depth": 3}, values={}, began=0.0, ended="failed: ValueError", logged_as=[key]
     )
@@ -249,7 +249,7 @@ def test_a_loss_that_was_only_seen_is_beside_what_the_file_has(tmp_path: Path) -
     tracker.log({"accuracy": 0.9}, step=1)
     tracker.finish()
     kept.note_run(
-        "f", config={}, values={"loss": ((1, 2.0), (2, 1.0))}, began=0.0, ended="stopped", logged_as=[*kept._records]
+        "f", config={}, values={"loss": ((1, 2.0), (2, 1.0))}, began=0.0, ended="stopped", logged_as=[*kept.records]
     )
     (run,) = kept.runs()
     assert (run.column("loss"), run.column("accuracy")) == ([(1, 2.0), (2, 1.0)], [(1, 0.9)])
@@ -262,7 +262,7 @@ def test_a_tracker_that_goes_on_after_a_failed_cell_is_ended_by_the_next(tmp_pat
     for ended in ("failed: ValueError", "interrupted"):
         tracker.log({"loss": 1.0})
         assert kept.runs()[0].ended == ""
-        kept.note_run("cell 3", config={}, values={}, began=0.0, ended=ended, logged_as=list(kept._records))
+        kept.note_run("cell 3", config={}, values={}, began=0.0, ended=ended, logged_as=list(kept.records))
         assert kept.runs()[0].ended == ended
 
 

@@ -90,7 +90,7 @@ def test_an_address_and_a_store_of_the_ranks_own_work_beside_it(run_ranks: RunRa
             ones = torch.ones(1)
             dist.all_reduce(ones)
             found.append(ones.item())
-            others.append(here()._words[layout.OTHER_GROUP])
+            others.append(here().words[layout.OTHER_GROUP])
             dist.destroy_process_group()
         store: Any = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)  # type: ignore[attr-defined]
         store.set(f"{rank}", "there")

@@ -47,7 +47,7 @@ def train(folder: str) -> list[list[tuple[Any, ...]]]:
             self.seen: list[tuple[Any, ...]] = []
 
         def note(self, event: str) -> None:
-            one = read(here()._memory)  # what the kernel maps
+            one = read(here().buffer)  # what the kernel maps
             self.seen.append((event, one.step, one.total, one.epoch, one.epochs, one.phase.name, one.spans_epochs))
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -60,7 +60,7 @@ def train(folder: str) -> list[list[tuple[Any, ...]]]:
             self.note("predicts")
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
-            one = read(here()._memory)
+            one = read(here().buffer)
             self.seen.append(("end", one.steps, one.in_loop, "loss" in one.scalars, "eval_runtime" in one.scalars))
 
     def run(rows: Any, *, resume: str | None = None, **options: Any) -> list[tuple[Any, ...]]:

@@ -258,7 +258,7 @@ class TestThreadThatFails:
 
         def start() -> None:
             group.loop.post(fail)
-            assert group.loop._posted.ended.wait(20)
+            assert group.loop.posted.ended.wait(20)
 
         return start
 

@@ -105,7 +105,7 @@ def train(slow: int) -> dict[str, float]:
         accelerator.backward(model(batch).mean())
         optimizer.step()
         optimizer.zero_grad()
-    return {phase.name: spent for phase, spent in read(here()._memory).seconds.items()}
+    return {phase.name: spent for phase, spent in read(here().buffer).seconds.items()}
 
 
 def test_who_waits_for_the_gradients_of_another_rank_waits_and_does_not_compute() -> None:
@@ -168,7 +168,7 @@ def work_before_forward(kind: str) -> dict[str, float]:
         accelerator.backward(model(batch).mean())
         optimizer.step()
         optimizer.zero_grad()
-    return {phase.name: spent for phase, spent in read(here()._memory).seconds.items()}
+    return {phase.name: spent for phase, spent in read(here().buffer).seconds.items()}
 
 
 @pytest.mark.parametrize(

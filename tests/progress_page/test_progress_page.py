@@ -213,8 +213,8 @@ def own_page(reader: PageReader) -> Iterator[ProgressPage]:
     one.begin_request()
     yield one
     pages.page._page = before
-    memory = one._memory.obj
-    for view in (one._words, one._reals, one._memory):
+    memory = one.buffer.obj
+    for view in (one.words, one._reals, one.buffer):
         view.release()
     del one
     gc.collect()

@@ -100,7 +100,7 @@ def test_an_interrupt_leaves_ranks_the_time_to_save_unless_the_user_insists(
     loop: RankLoop, steps: Any, last: list[str], insists: bool
 ) -> None:
     handle = ActorRank(0, None, ends_on=["kill"])
-    saves = ProgressPage(handle.page._memory)
+    saves = ProgressPage(handle.page.buffer)
     saves.begin_request()
     saves.enter(Phase.SAVING)
     said: list[str] = []
@@ -119,7 +119,7 @@ def test_an_interrupt_leaves_ranks_the_time_to_save_unless_the_user_insists(
 @pytest.mark.parametrize("insists", [False, True])
 def test_a_failure_leaves_ranks_the_time_to_save_in_the_background(loop: RankLoop, insists: bool) -> None:
     fails, saves = ActorRank(1, failure("First", 1.0)), ActorRank(2, None, ends_on=["terminate"])
-    page = ProgressPage(saves.page._memory)
+    page = ProgressPage(saves.page.buffer)
     page.begin_request()
     page.save_in_background(True)
     del page  # it holds on to the memory, which is closed at the end
@@ -130,7 +130,7 @@ def test_a_failure_leaves_ranks_the_time_to_save_in_the_background(loop: RankLoo
         loop.post((lambda: loop.interrupt(request)) if insists else end_of_save)
 
     def end_of_save() -> None:
-        ProgressPage(saves.page._memory).save_in_background(False)
+        ProgressPage(saves.page.buffer).save_in_background(False)
 
     request = begin(loop, [ActorRank(0, RESULT), fails, saves], call_steps(SOON), say=say)
     loop.run(request)
@@ -248,7 +248,7 @@ def test_a_loop_that_is_closed_while_a_deadline_is_due_ends(caplog: pytest.LogCa
     cell = ClosesLoop()
     loop.output = RequestOutput([0], cell)
     loop.start()
-    assert loop._posted.ended.wait(20)
+    assert loop.posted.ended.wait(20)
     closing[0].join()
     assert not caplog.records
 
@@ -292,6 +292,6 @@ def test_an_interrupt_just_before_a_rank_is_read_closes_it_and_leaves_the_loop_w
         loop._do(lambda: None)
     else:
         while handle.channel.fileno() >= 0:
-            loop._wait_once()
+            loop.wait_once()
     assert handle.channel.fileno() < 0
     assert loop.failure is None

@@ -115,7 +115,7 @@ def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(lo
         loop.add(rank)
         rank.ask_for_stacks()
     while not all(rank.has_stacks.is_set() for rank in ranks):
-        loop._wait_once()
+        loop.wait_once()
     assert [one.verbs for one in handles] == [["request"], ["request", "signal"]]
 
 
@@ -243,7 +243,7 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     page.note_other_group()
     page.begin_request()
     assert watch().measure(both) is None  # perhaps for processes of another launch
-    page._words[layout.OTHER_GROUP] = 0
+    page.words[layout.OTHER_GROUP] = 0
 
     one = watch()
     one.measure(both)

@@ -228,7 +228,7 @@ def test_the_error_of_a_stream_that_has_ended_is_told(sent: Sent) -> None:
 
 def test_both_copies_of_a_page_say_what_rank_and_notebook_have_written() -> None:
     there = PageReader()
-    page, watch = ProgressPage(there._memory), PageWatch(there)
+    page, watch = ProgressPage(there.buffer), PageWatch(there)
     mirror = PageMirror(lambda pieces: watch.write(unpack_pieces(pack_pieces(pieces))))
 
     def pass_on() -> int:
@@ -256,7 +256,7 @@ def test_both_copies_of_a_page_say_what_rank_and_notebook_have_written() -> None
 
 def test_times_of_another_clock_are_those_of_this_one() -> None:
     there = PageReader()
-    page, watch = ProgressPage(there._memory), PageWatch(there)
+    page, watch = ProgressPage(there.buffer), PageWatch(there)
     mirror = PageMirror(lambda pieces: None)
     page.begin_request()
     began: Sequence[int] = layout.WORD.unpack_from(there.copy(), 8 * layout.SINCE)

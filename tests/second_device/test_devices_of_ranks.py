@@ -81,7 +81,7 @@ def test_the_figures_of_a_step_are_those_of_the_own_device_when_they_have_arrive
             accelerator.backward(loss)
             computed.append(loss.detach())
         page.loss = plain  # type: ignore[method-assign]
-        return reported, torch.stack(computed).tolist(), accelerator.core.memory._measured().used > 0
+        return reported, torch.stack(computed).tolist(), accelerator.core.memory.measured().used > 0
 
     for reported, computed, is_measured in run_ranks(train):
         assert reported

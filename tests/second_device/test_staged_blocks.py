@@ -169,7 +169,7 @@ def test_no_memory_is_written_to_again_before_its_event(in_rank) -> None:
         log: list[str] = []
         model = _model()
         schedule = _stage(model)
-        schedule._staging._module = Logged(torch.simgpu, log)
+        schedule.staging._module = Logged(torch.simgpu, log)
         model(torch.ones(1, WIDTH, device="simgpu"))
         schedule.close()
         return log
@@ -272,7 +272,7 @@ def test_threads_share_blocks_and_tied_weights(in_rank) -> None:
             raise errors[0]
         assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
         assert model[4].linear.weight is model[0].linear.weight
-        assert not schedule._staging.swaps
+        assert not schedule.staging.swaps
         inner = model[4]  # is now inside of another block, with the same weight
         model[0].linear.register_forward_hook(lambda _, args, output: output + inner(args[0]))
         plain[0].linear.register_forward_hook(lambda _, args, output: output + plain[4](args[0]))
@@ -330,13 +330,13 @@ def test_an_interrupt_while_a_block_arrives_leaves_its_weights_at_rest(in_rank) 
 
         model, inputs = _model(), torch.ones(1, WIDTH, device="simgpu")
         schedule = _stage(model)
-        wait_for = schedule._staging.wait_for
-        schedule._staging.wait_for = lambda _: signal.raise_signal(signal.SIGINT)
+        wait_for = schedule.staging.wait_for
+        schedule.staging.wait_for = lambda _: signal.raise_signal(signal.SIGINT)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
             model(inputs)
         assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
-        schedule._staging.wait_for = wait_for
+        schedule.staging.wait_for = wait_for
         assert torch.equal(model(inputs), _model().to("simgpu")(inputs))
         assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
         schedule.close()

@@ -37,14 +37,14 @@ class ProgressPage:
 
     def __init__(self, memory: Buffer | None = None) -> None:
         self.is_read = memory is not None  # somebody may read it
-        self._memory = memoryview(memory if memory is not None else bytearray(layout.SIZE)).cast("B")
-        self._words = self._memory[: 8 * layout.NUM_WORDS].cast("q")
-        self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")
+        self.buffer = memoryview(memory if memory is not None else bytearray(layout.SIZE)).cast("B")
+        self.words = self.buffer[: 8 * layout.NUM_WORDS].cast("q")
+        self._reals = self.buffer[: 8 * layout.NUM_WORDS].cast("d")
         self.enter: Callable[[int], None]  # a `Phase` begins. A closure, since loops call it several times a step.
-        self.enter, self._forget_times = clock_of(self._words)
+        self.enter, self._forget_times = clock_of(self.words)
         # The current loop has handed out so many batches; it trains. Other loops evaluate, or do something else.
-        self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
-        self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
+        self.step: Callable[[int], None] = functools.partial(operator.setitem, self.words, layout.STEP)
+        self.trains: Callable[[], None] = functools.partial(operator.setitem, self.words, layout.TRAINS, 1)
         self.outlet: Callable[[bytes], object] | None = None  # takes at most `MAX_RECORD` bytes of JSON, to be kept
         self.measure: Callable[[], object] = lambda: None  # notes with `rank_memory` what this process holds now
         # A prepared model has said, in this call or cell, that it was called; None if none is to.
@@ -60,49 +60,49 @@ class ProgressPage:
     @property
     def request(self) -> int:
         """Number of the call or cell."""
-        return self._words[layout.REQUEST]
+        return self.words[layout.REQUEST]
 
     @property
     def interrupt(self) -> tuple[int, int]:
         """Number of the call or cell that SIGINT is meant for, and how often that was said of any."""
-        return divmod(self._words[layout.INTERRUPT], layout.INTERRUPTS)
+        return divmod(self.words[layout.INTERRUPT], layout.INTERRUPTS)
 
     @property
     def phase(self) -> int:
         """Number of the `Phase` that is on."""
-        return self._words[layout.PHASE]
+        return self.words[layout.PHASE]
 
     @property
     def moment(self) -> tuple[int, Activity]:
         """When the phase that is on began, and what this process does."""
-        return layout.entered(self._words), layout.activity_of(self._words)
+        return layout.entered(self.words), layout.activity_of(self.words)
 
     def save_in_background(self, begins: bool) -> None:
         """Note that a checkpoint begins to be written in a thread, or that it is written. Any thread."""
-        self._words[layout.SAVES] = begins
+        self.words[layout.SAVES] = begins
 
     def note_choices(self, *, precision: str, accumulation: int) -> None:
         """Note what the newest `Accelerator` trains with; in later calls and cells too."""
-        self._words[layout.PRECISION] = layout.PRECISIONS.index(precision)
-        self._words[layout.ACCUMULATION] = accumulation
+        self.words[layout.PRECISION] = layout.PRECISIONS.index(precision)
+        self.words[layout.ACCUMULATION] = accumulation
 
     def note_resumed(self) -> None:
         """Note that this call or cell has loaded the state of a checkpoint."""
-        self._words[layout.RESUMED] = 1
+        self.words[layout.RESUMED] = 1
 
     def note_other_group(self) -> None:
         """Note that this process makes a process group whose ranks may be processes outside of its launch."""
-        self._words[layout.OTHER_GROUP] = 1
+        self.words[layout.OTHER_GROUP] = 1
 
     def begin_request(self) -> None:
         """Begin a call or a cell, and clear what the page says about the one before."""
-        words = self._words
+        words = self.words
         request = words[layout.REQUEST] + 1
         for index in range(layout.PHASE, layout.NUM_WORDS):
             if index not in _STAY:
                 words[index] = 0
-        self._memory[layout.SCALARS_AT : layout.MEMORY_AT] = bytes(layout.MEMORY_AT - layout.SCALARS_AT)
-        self._memory[layout.ANSWER_AT :] = bytes(layout.SIZE - layout.ANSWER_AT)
+        self.buffer[layout.SCALARS_AT : layout.MEMORY_AT] = bytes(layout.MEMORY_AT - layout.SCALARS_AT)
+        self.buffer[layout.ANSWER_AT :] = bytes(layout.SIZE - layout.ANSWER_AT)
         self._scalars.clear()
         self._loops.clear()
         self._guesses = False
@@ -133,7 +133,7 @@ class ProgressPage:
         spans_epochs: bool = False,
     ) -> Loop:
         """Begin a loop over a loader, perhaps inside another one; see `Sample`. Give the result to `end_loop`."""
-        words = self._words
+        words = self.words
         if self._loops:
             outer = self._loops[-1]
             outer.words = _loop_words(words)
@@ -157,7 +157,7 @@ class ProgressPage:
 
         One that was compiled afterwards does not say it. A loop that trains it is in forward, as far as is known.
         """
-        is_unsaid = self.saw_forward is False and self._words[layout.TRAINS]
+        is_unsaid = self.saw_forward is False and self.words[layout.TRAINS]
         self.enter(Phase.FORWARD if is_unsaid else Phase.RUNNING)
 
     def end_loop(self, loop: Loop) -> None:
@@ -168,7 +168,7 @@ class ProgressPage:
         """
         if loop not in self._loops:
             return
-        words, is_innermost = self._words, loop is self._loops[-1]
+        words, is_innermost = self.words, loop is self._loops[-1]
         self._loops.remove(loop)
         if not is_innermost:
             return
@@ -186,14 +186,14 @@ class ProgressPage:
     def _count(self, loop: Loop) -> None:
         """Add the steps of a loop that ends, or that waits for another one inside it, to those of all loops."""
         if loop.trained:
-            self._words[layout.STEPS_BEFORE] += loop.trained
-            self._words[layout.TRAINED_EPOCH] = self._words[layout.EPOCH]
+            self.words[layout.STEPS_BEFORE] += loop.trained
+            self.words[layout.TRAINED_EPOCH] = self.words[layout.EPOCH]
 
     def tell_epoch(self, number: int, epochs: int) -> None:
         """Note that an epoch of the whole run begins, as the program says: its number, from 1, of how many, or of 0."""
         self._guesses = False
-        self._words[layout.EPOCHS] = epochs
-        self._words[layout.EPOCH_OF_RUN] = number
+        self.words[layout.EPOCHS] = epochs
+        self.words[layout.EPOCH_OF_RUN] = number
 
     def guess_epoch(self, epoch: tuple[int, int] | None) -> None:
         """Note an epoch, of how many, that the code shows; None is not known, and then what the program says stays."""
@@ -207,27 +207,27 @@ class ProgressPage:
     @property
     def asks_to_save(self) -> bool:
         """Whether a checkpoint is asked for that was not answered."""
-        return self._words[layout.SAVE] not in (0, self._words[layout.SAVED] // 2)
+        return self.words[layout.SAVE] not in (0, self.words[layout.SAVED] // 2)
 
     @property
     def asks_to_stop(self) -> bool:
         """Whether training is to end after this epoch."""
-        return bool(self._words[layout.STOP])
+        return bool(self.words[layout.STOP])
 
     def answer(self, text: str, *, failed: bool) -> None:
         """Say where the checkpoint is that was asked for, or why there is none."""
         if self.asks_to_save:
-            layout.ANSWER.pack_into(self._memory, layout.ANSWER_AT, _cut(text, layout.ANSWER.size))
-            self._words[layout.SAVED] = 2 * self._words[layout.SAVE] + failed
+            layout.ANSWER.pack_into(self.buffer, layout.ANSWER_AT, _cut(text, layout.ANSWER.size))
+            self.words[layout.SAVED] = 2 * self.words[layout.SAVE] + failed
 
     def note_obeying(self, obeys: int) -> None:
         """Note that a loop over epochs obeys: 0 for none, 2 for one that can save too."""
-        self._words[layout.OBEYS] = obeys
+        self.words[layout.OBEYS] = obeys
 
     def note_end(self, after: int, epochs: int) -> None:
         """Note that a loop over epochs was ended as asked, after an epoch (from 1) that is not its last one."""
-        self._words[layout.ENDED_OF] = epochs
-        self._words[layout.ENDED_AFTER] = after
+        self.words[layout.ENDED_OF] = epochs
+        self.words[layout.ENDED_AFTER] = after
 
     # Values.
 
@@ -237,26 +237,26 @@ class ProgressPage:
 
     def memory(self, used: int) -> None:
         """Note how many bytes of the device are in use."""
-        words = self._words
+        words = self.words
         words[layout.MEMORY] = used
         words[layout.MEMORY_PEAK] = max(words[layout.MEMORY_PEAK], used)
 
     def rank_memory(self, memory: RankMemory) -> None:
         """Note what of its memory is parameters, gradients, optimizer states and the rest."""
-        memory.write(self._memory, layout.MEMORY_AT)
+        memory.write(self.buffer, layout.MEMORY_AT)
 
     def utilisation(self, percent: int) -> None:
         """Note the utilisation of the device, in percent."""
-        self._words[layout.UTILISATION] = percent
+        self.words[layout.UTILISATION] = percent
 
     def compiled(self, programs: int, seconds: float) -> None:
         """Note that programs were compiled for the device, and how long that took."""
-        self._words[layout.COMPILED] += programs
-        self._words[layout.COMPILING_MS] += round(1000 * seconds)
+        self.words[layout.COMPILED] += programs
+        self.words[layout.COMPILING_MS] += round(1000 * seconds)
 
     def warn(self, sentence: str) -> None:
         """Note what is wrong, for the panel. A later sentence takes the place of an earlier one."""
-        layout.WARNING.pack_into(self._memory, layout.WARNING_AT, _cut(sentence, layout.WARNING.size))
+        layout.WARNING.pack_into(self.buffer, layout.WARNING_AT, _cut(sentence, layout.WARNING.size))
 
     def log(self, values: Mapping[str, object]) -> None:
         """Note numbers that were logged, by name. Only the first sixteen names are kept."""
@@ -270,7 +270,7 @@ class ProgressPage:
                     continue
                 self._scalars[name] = index
             at = layout.SCALARS_AT + index * layout.SCALAR.size
-            layout.SCALAR.pack_into(self._memory, at, _cut(str(name), 24), value)
+            layout.SCALAR.pack_into(self.buffer, at, _cut(str(name), 24), value)
 
     def note_line(self, moment: tuple[int, Activity], *, filename: str, lineno: int, called: str, inside: str) -> None:
         """Note the line of the user's code at which the main thread was at a `moment`. One other thread calls this."""
@@ -284,13 +284,13 @@ class ProgressPage:
             called=called,
             inside=inside,
         )
-        line.write(self._memory, layout.LINE_AT)
+        line.write(self.buffer, layout.LINE_AT)
 
     # Waiting.
 
     def wait_in(self, collective: Collective) -> int:
         """Begin a collective. Returns the phase before it, to be given to `enter` when it is over."""
-        words = self._words
+        words = self.words
         before = words[layout.PHASE]
         words[layout.WAITS_IN] = collective
         words[layout.COLLECTIVES] += 1
@@ -299,7 +299,7 @@ class ProgressPage:
 
     def wait_after_backward(self) -> None:
         """Begin to wait for the exchange of gradients; not in another backward through the same loss, of the user."""
-        if self._words[layout.PHASE] == Phase.BACKWARD:
+        if self.words[layout.PHASE] == Phase.BACKWARD:
             self.wait_in(Collective.backward)
 
     # Bars.
@@ -307,7 +307,7 @@ class ProgressPage:
     @property
     def wants_rows(self) -> bool:
         """Whether the notebook shows progress bars in a panel, so that they need not be printed."""
-        return bool(self._words[layout.ROWS_WANTED])
+        return bool(self.words[layout.ROWS_WANTED])
 
     def new_bar(self, label: str, total: float | None) -> int | None:
         """Return the index of a slot for a progress bar, or None if all of them move.
@@ -315,7 +315,7 @@ class ProgressPage:
         A bar replaces an ended bar whose label differs in numbers only, such as the bar of the epoch before.
         """
         kind = (_NUMBER.sub("#", label), total)
-        states = [row[0] for row in layout.BAR.iter_unpack(self._memory[layout.BARS_AT :])]
+        states = [row[0] for row in layout.BAR.iter_unpack(self.buffer[layout.BARS_AT :])]
         free, ended = ([index for index, state in enumerate(states) if state == wanted] for wanted in (0, 2))
         alike = [index for index in ended if self._kinds_of_bars.get(index) == kind]
         for index in (*alike, *free, *ended):
@@ -340,14 +340,14 @@ class ProgressPage:
         at = layout.BARS_AT + index * layout.BAR.size
         whole = -1.0 if total is None else float(total)
         texts = _cut(label, 56), _cut(text, 152)
-        layout.BAR.pack_into(self._memory, at, state, level, count, whole, began, time.monotonic(), *texts)
-        self._words[layout.BARS_SEEN] += 1
+        layout.BAR.pack_into(self.buffer, at, state, level, count, whole, began, time.monotonic(), *texts)
+        self.words[layout.BARS_SEEN] += 1
 
     def drop_bar(self, index: int) -> None:
         """Remove a progress bar."""
         at = layout.BARS_AT + index * layout.BAR.size
-        self._memory[at : at + layout.BAR.size] = bytes(layout.BAR.size)
-        self._words[layout.BARS_SEEN] += 1
+        self.buffer[at : at + layout.BAR.size] = bytes(layout.BAR.size)
+        self.words[layout.BARS_SEEN] += 1
 
 
 class Loop:

@@ -198,10 +198,10 @@ class PageReader:
     def __init__(self, fd: int = -1) -> None:
         self.fd = fd
         if fd < 0:
-            self._memory = mmap.mmap(-1, layout.SIZE)
+            self.buffer = mmap.mmap(-1, layout.SIZE)
             return
         os.ftruncate(fd, layout.SIZE)
-        self._memory = mmap.mmap(fd, layout.SIZE)
+        self.buffer = mmap.mmap(fd, layout.SIZE)
 
     def detach(self) -> int:
         """Return the descriptor, which the caller closes. The memory stays."""
@@ -210,27 +210,27 @@ class PageReader:
 
     def read(self) -> Sample:
         """Return what the page says now."""
-        return read(self._memory)
+        return read(self.buffer)
 
     @property
     def request(self) -> int:
         """Return the number of the call or cell, see `Sample`."""
-        number: int = layout.WORD.unpack_from(self._memory, 8 * layout.REQUEST)[0]
+        number: int = layout.WORD.unpack_from(self.buffer, 8 * layout.REQUEST)[0]
         return number
 
     def copy(self) -> bytes:
         """Return what is on the page now."""
-        return self._memory[:]
+        return self.buffer[:]
 
     def write(self, pieces: Iterable[tuple[int, bytes]]) -> None:
         """Write bytes, each at its place, in this order."""
         for at, data in pieces:
-            self._memory[at : at + len(data)] = data
+            self.buffer[at : at + len(data)] = data
 
     def want_rows(self, wanted: bool) -> None:
         """Ask for progress bars in a panel, or as text; see `base.progress_page.ProgressPage.wants_rows`."""
         word, place = layout.WORD.pack(wanted), 8 * layout.ROWS_WANTED
-        if self._memory[place : place + len(word)] != word:  # a page of another machine is not sent it for each cell
+        if self.buffer[place : place + len(word)] != word:  # a page of another machine is not sent it for each cell
             self.write([(place, word)])
 
     def interrupt(self, number: int, count: int) -> None:
@@ -248,6 +248,6 @@ class PageReader:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._memory.close()
+        self.buffer.close()
         if self.fd >= 0:
             os.close(self.detach())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.records.curves import Points
 
-_records: dict[str, RunRecord] = {}
+records: dict[str, RunRecord] = {}
 """By the id their trackers gave them, in the order in which they began."""
 
 
@@ -46,7 +46,7 @@ def runs(name: str = "", *, project_dir: str | os.PathLike[str] | None = None) -
         project_dir: a folder with files of the JSON lines tracker, read as well.
     """
     folders = {Path(project_dir): None} if project_dir is not None else {}
-    kept = list(_records.values())
+    kept = list(records.values())
     folders |= {Path(record.file).parent: None for record in kept if record.file}
     files: dict[str, RunRecord] = {}
     problems: list[str] = []
@@ -76,9 +76,9 @@ def take(data: bytes) -> str | None:
         key, config = str(entry["run"]), dict(entry.get("config", {}))
     except (ValueError, KeyError, TypeError):
         return None
-    record = _records.get(key)
+    record = records.get(key)
     if record is None:
-        record = _records[key] = RunRecord(name=_free_name(str(entry.get("name", "run"))), began=time.time())
+        record = records[key] = RunRecord(name=_free_name(str(entry.get("name", "run"))), began=time.time())
     record.file = str(entry.get("file", record.file))
     record.config = {**record.config, **config}  # another thread may read it
     record.ended = ""
@@ -106,10 +106,10 @@ def note_run(
         ended: see `RunRecord`.
         logged_as: ids of runs that trackers have told of meanwhile: these are completed. Without any, one is added.
     """
-    told = [_records[key] for key in logged_as]
+    told = [records[key] for key in logged_as]
     if not told:
         told = [RunRecord(name=_free_name(name), began=began)]
-        _records[uuid.uuid4().hex] = told[0]
+        records[uuid.uuid4().hex] = told[0]
     for record in told:
         if Path(record.file).is_file():
             added = {key: value for key, value in config.items() if key not in record.config}
@@ -122,13 +122,13 @@ def note_run(
 
 def record_of(key: str) -> RunRecord:
     """Return a run by its id."""
-    return _records[key]
+    return records[key]
 
 
 def earlier(key: str) -> list[RunRecord]:
     """Return the runs before one (by id) that are called alike but for numbers."""
-    older = list(_records)[: list(_records).index(key)]
-    return [_records[old] for old in older if kind_of(_records[old].name) == kind_of(_records[key].name)]
+    older = list(records)[: list(records).index(key)]
+    return [records[old] for old in older if kind_of(records[old].name) == kind_of(records[key].name)]
 
 
 def kind_of(name: str) -> str:
@@ -137,7 +137,7 @@ def kind_of(name: str) -> str:
 
 
 def _free_name(name: str) -> str:
-    names = {record.name for record in list(_records.values())}
+    names = {record.name for record in list(records.values())}
     number, free = 1, name
     while free in names:
         number += 1

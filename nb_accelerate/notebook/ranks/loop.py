@@ -145,7 +145,7 @@ class RankLoop(RankReader):
         on_rank_end: Callable[[RankProxy], object] = lambda _: None,
     ) -> None:
         super().__init__()
-        self._sources = Sources(lambda: self._posted.run())  # noqa: PLW0108 - which it has not yet
+        self._sources = Sources(lambda: self.posted.run())  # noqa: PLW0108 - which it has not yet
         self.ranks: dict[int, RankProxy] = {}
         self.requests: list[Request] = []
         self.failure: BaseException | None = None
@@ -158,8 +158,8 @@ class RankLoop(RankReader):
         self._oom_kills = 0
         self._oom_kills_read_at = -NEVER
         self._thread: HelperThread | None = None
-        self._posted = PostedActions(self._sources.ring)
-        self.post = self._posted.post
+        self.posted = PostedActions(self._sources.ring)
+        self.post = self.posted.post
 
     # For other threads.
 
@@ -171,7 +171,7 @@ class RankLoop(RankReader):
     def run(self, request: Request) -> None:
         """Run until a request, which was begun, is done: in the calling thread, until that has to ask the user."""
         while self._thread is None and not request.done.is_set():
-            self._wait_once()
+            self.wait_once()
             if request.input_requests.is_asked:
                 self.start()
         if self._thread is not None:
@@ -266,14 +266,14 @@ class RankLoop(RankReader):
         if self._thread is None:
             action()
         else:
-            self._posted.do(action, lambda: self.why_it_ended)
+            self.posted.do(action, lambda: self.why_it_ended)
 
     # The thread.
 
     def _run(self) -> None:
         try:
             while not self._ending:
-                self._wait_once()
+                self.wait_once()
         except BaseException as error:
             logger.exception("The thread that listens to the ranks has failed; they are ended.")
             self.failure = error
@@ -282,9 +282,9 @@ class RankLoop(RankReader):
         finally:
             for request in self.requests:
                 request.fail(self.why_it_ended)
-            self._posted.end()
+            self.posted.end()
 
-    def _wait_once(self) -> None:
+    def wait_once(self) -> None:
         """Wait for one event or deadline, and handle it. It may end the loop, or the request that it runs for."""
         if any(request.is_being_ended for request in self.requests):
             self._check_at = min(self._check_at, time.monotonic() + _INTERVAL_WHILE_ENDING)

@@ -101,10 +101,10 @@ class PageMirror(PageReader):
             self._raw[at : at + len(data)] = data
             super().write([(at, data)])
         since: int = layout.WORD.unpack_from(self._raw, 8 * layout.SINCE)[0]
-        layout.WORD.pack_into(self._memory, 8 * layout.SINCE, since + int(ahead * 1e9) if since else 0)
+        layout.WORD.pack_into(self.buffer, 8 * layout.SINCE, since + int(ahead * 1e9) if since else 0)
         for place in range(layout.BARS_AT + _BAR_TIMES_AT, layout.SIZE, layout.BAR.size):
             began, changed = _BAR_TIMES.unpack_from(self._raw, place)
-            _BAR_TIMES.pack_into(self._memory, place, began + ahead, changed + ahead)
+            _BAR_TIMES.pack_into(self.buffer, place, began + ahead, changed + ahead)
 
     @override
     def write(self, pieces: Pieces) -> None:

@@ -188,7 +188,7 @@ class MemoryReport:
     @only_reports(_WHAT)
     def prepared(self) -> None:
         """Measure after models or optimizers were prepared, or freed: what is held besides them is the base."""
-        held = self._measured()
+        held = self.measured()
         self._base = max(0, held.used - held.states) if self._models else 0
         self._due, self._wait = 0.0, _FIRST_WAIT
         self.measure()
@@ -205,9 +205,10 @@ class MemoryReport:
     @only_reports(_WHAT)
     def measure(self) -> None:
         """Measure now."""
-        self._page.rank_memory(self._measured())
+        self._page.rank_memory(self.measured())
 
-    def _measured(self) -> RankMemory:
+    def measured(self) -> RankMemory:
+        """Return what this process holds now for models and optimizers, and what its device says."""
         optimizers: list[torch.optim.Optimizer] = [optimizer.optimizer for optimizer in self._optimizers]
         used = self._kind.memory_used()
         left = self._kind.memory_left(self._ranks)

@@ -60,9 +60,9 @@ class Schedule:
         self._fetching: Placement | None = None  # by the thread, now
         self._ahead: Placement | None = None  # the last one that was asked for, until it arrives
         self._failure: tuple[Placement | None, BaseException] | None = None
-        self._staging = Staging(self.device)
+        self.staging = Staging(self.device)
         for placement in self._added:
-            placement.join(self._staging)
+            placement.join(self.staging)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ class Schedule:
         if self._added:
             self._added[next(reversed(self._added))] = placement
         self._added[placement] = None
-        placement.join(self._staging)
+        placement.join(self.staging)
 
     def before(self, placement: Placement) -> None:
         """Let a block begin: its weights are on the device afterwards, and the next block is fetched meanwhile.
@@ -107,7 +107,7 @@ class Schedule:
             thread.join()
         self._is_closing = False
         self._drop_ahead()
-        self._staging.clear()
+        self.staging.clear()
 
     def _claim(self, placement: Placement) -> None:
         """Wait for the fetch of a block if it is under way, and drop what was fetched instead."""
@@ -171,7 +171,7 @@ class Schedule:
                 self._condition.notify_all()
             if is_late:
                 placement.drop()
-        if not self._staging.swaps:  # the model has ended, perhaps with another block than expected
+        if not self.staging.swaps:  # the model has ended, perhaps with another block than expected
             self._drop_ahead()
 
     def _next(self) -> Placement | None:

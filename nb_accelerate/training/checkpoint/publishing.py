@@ -63,7 +63,7 @@ class Staging:
         target = Path(os.path.realpath(Path(folder).expanduser()))
         if target.exists() and not target.is_dir():
             raise ConfigError(f"{folder} is a file. Give the name of a folder for the checkpoint.")
-        name = _new_name()
+        name = new_name()
         # In the target, where that is: it may be a mount, or in a folder that is read-only.
         path = target / name if target.is_dir() else target.parent / f".{target.name}{name}"
         try:
@@ -113,7 +113,7 @@ class Staging:
             raise IsADirectoryError(f"{self.target / in_the_way[0]} is a folder, and a file is to be saved there")
         before = [number for number, _ in _committed(self.target, self._kind)]
         committed = self.target / f".nb_accelerate-{self._kind}-{max(before, default=0) + 1}"
-        trash = self.target / _new_name()
+        trash = self.target / new_name()
         trash.mkdir()
         try:
             self.path.rename(committed)
@@ -203,7 +203,7 @@ def remove(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         folder.unlink(missing_ok=True)
         return
-    trash = folder.parent / f".{folder.name}{_new_name()}"
+    trash = folder.parent / f".{folder.name}{new_name()}"
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
 
@@ -274,7 +274,8 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
             os.fsync(file.fileno())
 
 
-def _new_name() -> str:
+def new_name() -> str:
+    """Return a name for a folder that is written: of this machine, and nobody else's."""
     return f".nb_accelerate-{_of_this_machine()}{secrets.token_hex(6)}"
 
 

@@ -45,7 +45,7 @@ def train_with_faults() -> tuple[list[float], list[float], list[str]]:
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("broken")
 
-    MemoryReport._measured = fail  # type: ignore[method-assign,assignment]
+    MemoryReport.measured = fail  # type: ignore[method-assign,assignment]
     LossReport._report_loss = fail  # type: ignore[method-assign,assignment]
     return expected, train(), [line for line in said if "Training goes on without" in line]
 

@@ -212,7 +212,7 @@ def test_that_a_loop_over_epochs_was_ended_before_its_last_is_noted(tmp_path: Pa
         here().begin_request()
         for number, _ in enumerate(epochs, start=1):
             accelerator.core.steering.stops = number == at
-        return read(here()._memory).ended_after
+        return read(here().buffer).ended_after
 
     assert ends(accelerator.epochs(25), 1) == (1, 25)
     assert ends(accelerator.epochs(25, start=4), 2) == (6, 25)

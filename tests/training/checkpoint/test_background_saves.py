@@ -246,7 +246,7 @@ def test_a_save_whose_thread_could_not_be_started_is_not_waited_for(tmp_path: Pa
         with pytest.raises(RuntimeError, match="can't start new thread"):
             accelerator.save_state(tmp_path / "state", async_save=True)
     assert accelerator.wait_for_checkpoint() is None
-    assert not here()._words[layout.SAVES]  # or a launcher would wait for it
+    assert not here().words[layout.SAVES]  # or a launcher would wait for it
     assert os.listdir(tmp_path) == []
 
 

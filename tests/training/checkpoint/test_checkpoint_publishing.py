@@ -157,9 +157,9 @@ def _let_go(staging: Staging) -> None:
 
 
 def test_a_save_that_another_process_is_at_is_left_alone(tmp_path: Path):
-    live = f".live{publishing._new_name()}"
+    live = f".live{publishing.new_name()}"
     (tmp_path / live).mkdir()
-    name = publishing._new_name()
+    name = publishing.new_name()
     (tmp_path / f".dead{name}").mkdir()
     elsewhere = f"{int(name[-16:-12], 16) ^ 1:04x}0123456789ab"
     for age in (0, 100_000):  # seconds: of another machine, whose locks are perhaps not seen

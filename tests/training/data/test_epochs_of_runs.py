@@ -25,7 +25,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def noted() -> tuple[int, int]:
-    sample: Sample = read(here()._memory)
+    sample: Sample = read(here().buffer)
     return sample.epoch, sample.epochs
 
 

@@ -26,7 +26,7 @@ WHOLE = 4 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of its parameters
 
 def held() -> RankMemory:
     here().measure()
-    return read(here()._memory).held
+    return read(here().buffer).held
 
 
 def train_and_measure(sharded: bool) -> list[RankMemory]:
