@@ -89,10 +89,10 @@ def draw(curve: Curve, earlier: Sequence[Curve] = (), *, width: str = "320px", m
         for index, one in enumerate(earlier)
     )
     legend = f'<p class="nba-legend"><span>{said}</span>{names}</p>'
-    return f'<div style="max-width:100%;width:{width}">{legend}{_picture(curve, earlier, most)}</div>'
+    return f'<div style="max-width:100%;width:{width}">{legend}{_picture(curve, earlier, most, said)}</div>'
 
 
-def _picture(curve: Curve, earlier: Sequence[Curve], most: int) -> str:
+def _picture(curve: Curve, earlier: Sequence[Curve], most: int, said: str) -> str:
     points = [point for one in (curve, *earlier) for point in one.points]
     finite = [value for _, value in points if math.isfinite(value)]
     if not finite:
@@ -123,7 +123,7 @@ def _picture(curve: Curve, earlier: Sequence[Curve], most: int) -> str:
     return (
         f'<div class="nba-plot" style="height:{total}px;margin:0 {_RIGHT}px 0 {_LEFT}px;font:11px sans-serif">'
         f'<svg viewBox="0 0 {_ACROSS} {total}" preserveAspectRatio="none" height="{total}" overflow="visible" '
-        f'role="img" aria-label="{escape(curve.name)}">'
+        f'role="img" aria-label="{said}">'
         f'<path d="{grid}" stroke="#8885" vector-effect="non-scaling-stroke"/>{lines}</svg>'
         f'<div aria-hidden="true">{"".join(labels)}</div></div>'
     )
