@@ -54,12 +54,13 @@ def test_a_chart_opens_and_stays_open(open_notebook: OpenNotebook) -> None:
     notebook.wait_until(f"() => {small} != null", timeout=90)
     notebook.evaluate(f"() => {{ window.first = {small}; window.first.click() }}")
     notebook.wait_until(f"() => {_SVG} != null && !window.first.isConnected", timeout=30)  # of a later drawing
-    notebook.wait_until(f"() => {_SVG}?.closest('.nba-charts').innerText.includes('val_loss')", timeout=60)
+    notebook.wait_until(f"() => {_SVG}?.querySelectorAll('.nba-c-validation').length > 3", timeout=60)
     notebook.scroll_to(2)
     notebook.screenshot("chart-running", cell=2)
     notebook.wait_until_done(90)
     notebook.wait_until(f"() => {_SVG} != null", timeout=30)
-    legend = notebook.evaluate(f"() => {_SVG}.closest('.nba-charts').querySelector('p').innerText")
+    legend = notebook.evaluate(f"() => {_SVG}.closest('.nba-big').querySelector('p').innerText")
+    assert "val_loss" in legend
     assert "lr=0.02, steps=60" in legend  # the run before
     notebook.scroll_to(2)
     notebook.screenshot("chart-done", cell=2)

@@ -90,5 +90,5 @@ def test_curves_of_a_chart_that_is_open_are_as_wide_as_its_axis(chromium: Chromi
     chart = html.render(dataclasses.replace(run.view, curve=curve, own_settings=settings))
     cells = in_cells(chromium, chart.replace('<details class="nba-chart"', '<details open class="nba-chart"'), PLOTS)
     assert [cell["width"] for cell in cells if any(abs(width - cell["plot"]) > 1 for width in cell["drawn"])] == []
-    assert [cell["width"] for cell in cells if not cell["drawn"]] == []
+    assert [cell["width"] for cell in cells if len(cell["drawn"]) < 2] == []
     assert [cell["width"] for cell in cells if cell["isCut"]] == []

@@ -87,3 +87,45 @@ def test_a_page_that_was_not_told_of_all_widgets_in_time_is_told_of_each_while_a
     assert told["content"]["data"]["state"]["_model_name"] == "VBoxModel"
     notebook.interrupt()
     assert notebook.finish(cell).error == "KeyboardInterrupt"
+
+
+def test_attach_shows_the_panel_in_another_cell_while_one_waits_for_the_run(notebook: Kernel) -> None:
+    client = notebook.client
+    notebook.run("attach = nb_accelerate = None").ok()
+    cell, _ = start_launch(notebook)
+
+    waits = client.execute("nb_accelerate.attach()  # the name is the user's, and not the package")
+    attached = start_in_lab(notebook, "import nb_accelerate\n\nnb_accelerate.attach()")
+    assert reply_before_the_end(notebook, attached, cell)["content"]["status"] == "ok"
+    drawn = message_until(
+        notebook,
+        lambda one: one["parent_header"].get("msg_id") == attached and "nba" in str(one["content"].get("data")),
+    )
+    assert drawn["msg_type"] == "display_data"
+    wrong = start_in_lab(notebook, "nb_accelerate.attach(name='trian')")
+    assert "There are: " in reply_before_the_end(notebook, wrong, cell)["content"]["evalue"]
+
+    notebook.interrupt()
+    last = message_until(
+        notebook,
+        lambda one: one["parent_header"].get("msg_id") == attached and "■" in str(one["content"].get("data")),
+    )
+    assert last["msg_type"] == "update_display_data"
+    assert notebook.finish(cell).error == "KeyboardInterrupt"
+    notebook.finish(waits)
+    assert notebook.run("nb_accelerate.__name__").ok().value == "'nb_accelerate'", "the import is one"
+
+
+def test_attach_is_a_cell_like_any_other_while_none_runs(notebook: Kernel) -> None:
+    start_in_lab(notebook, "launch = notebook_launcher(train, (600,), 2, progress='widget', block=False)")
+    view = "application/vnd.jupyter.widget-view+json"
+    message_until(notebook, lambda one: view in one["content"].get("data", {}))
+    counts = []
+    for _ in range(2):
+        asked = start_in_lab(notebook, "import nb_accelerate; nb_accelerate.attach()")
+        reply = notebook.client.get_shell_msg(timeout=10)
+        while reply["parent_header"]["msg_id"] != asked:
+            reply = notebook.client.get_shell_msg(timeout=10)
+        counts.append(reply["content"]["execution_count"])
+    assert counts[1] == counts[0] + 1, "only a cell that runs keeps another from being counted"
+    notebook.run("launch.stop()").ok()

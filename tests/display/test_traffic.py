@@ -44,7 +44,7 @@ def test_the_style_sheet_is_sent_once_and_widgets_are_made_when_they_are_used(ke
         return [one["content"] for one in messages if one["msg_type"] in kinds]
 
     def has_chart(content: dict[str, Any]) -> bool:
-        return 'class="nba-charts"' in content.get("data", {}).get("text/html", "")
+        return 'class="nba-big"' in content.get("data", {}).get("text/html", "")
 
     while sum(map(has_chart, of_kind("update_display_data"))) < 12:
         read()

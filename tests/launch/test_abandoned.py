@@ -1,8 +1,9 @@
-"""Folders of ranks, and how soon a server ends whose kernel was killed."""
+"""What is left of a server that was killed, and how soon one ends whose kernel was."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -10,13 +11,42 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nb_accelerate.notebook.launch.servers import ExecutedServer
-from nb_accelerate.notebook.worker.server.scratch import Scratch, new_path
+from nb_accelerate.notebook.worker.server import scratch
+from nb_accelerate.notebook.worker.server.scratch import Scratch, remove_abandoned
+
+LAUNCH = """
+import os, sys, time
+from nb_accelerate.notebook.launch import notebook_launcher
+
+def rank(waits):
+    # The server, and where multiprocessing would put its files.
+    import multiprocessing.util
+    print(os.getppid(), multiprocessing.util.get_temp_dir(), flush=True)
+    if waits:
+        time.sleep(600)
+
+notebook_launcher(rank, (bool(sys.argv[1:]),), 1, start_method="fork", progress="off")
+"""
+
+
+@contextlib.contextmanager
+def launched(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """A process with a rank that runs; its server's process and its rank's folder."""
+    command = [sys.executable, "-u", "-c", LAUNCH, *arguments]  # what a rank prints comes at once
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            server, folder = process.stdout.readline().split()
+            yield process, int(server), Path(folder)
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager
@@ -32,6 +62,24 @@ def watched(pid: int) -> Iterator[Callable[[float], bool]]:
 can_watch = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a process that is not a child cannot be watched")
 
 
+@pytest.mark.slow
+@can_watch
+def test_the_next_server_removes_the_folder_of_one_that_was_killed_and_of_no_other():
+    with launched("waits") as (_, _, living), launched("waits") as (kernel, server, left):
+        assert living.is_dir()
+        with watched(server) as has_ended:
+            os.kill(server, signal.SIGKILL)
+            kernel.kill()
+            assert has_ended(30.0)
+        assert left.is_dir()
+        assert living.parent != left.parent
+        with launched() as (next_one, _, own):
+            assert next_one.wait() == 0
+            assert not own.parent.exists()
+        assert not left.parent.exists()
+        assert living.is_dir()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files."""
@@ -40,9 +88,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_is_a_folder_as_long_as_there_are_ranks(folder: Path):
-    ranks = Scratch(new_path())
+    ranks = Scratch()
     first, second = (Path(ranks.make(name)) for name in "01")
     (first / "socket").touch()
+    remove_abandoned()
+    assert (first / "socket").exists()
+    assert second.is_dir()
     ranks.remove("0")
     assert not first.exists()
     assert second.is_dir()
@@ -53,13 +104,108 @@ def test_there_is_a_folder_as_long_as_there_are_ranks(folder: Path):
     assert list(folder.iterdir()) == []
 
 
+def test_what_is_not_a_servers_or_not_ours_stays(folder: Path):
+    (folder / "nb-ranks-file").touch()
+    (folder / "other").mkdir()
+    (folder / "nb-ranks-link").symlink_to(folder / "other")
+    there = set(folder.iterdir())
+    left_behind()
+    remove_abandoned()
+    assert set(folder.iterdir()) == there
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
+def test_what_belongs_to_another_user_stays(folder: Path):
+    theirs = left_behind()
+    os.chown(theirs, 12345, -1)
+    remove_abandoned()
+    assert theirs.is_dir()
+
+
+def test_a_folder_is_not_taken_for_an_abandoned_one_before_it_is_locked(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    make = tempfile.mkdtemp
+
+    def make_while_others_remove(**given: str) -> str:
+        made = make(**given)
+        remove_abandoned()
+        return made
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_while_others_remove)
+    ranks = Scratch()
+    assert Path(ranks.make("0")).is_dir()
+    ranks.remove("0")
+    assert list(folder.iterdir()) == []
+
+
+def left_behind() -> Path:
+    """What a server leaves that was killed."""
+    killed = Scratch()
+    path = Path(killed.make("0"))
+    killed.leave()
+    return path.parent
+
+
+def test_a_folder_of_the_users_own_stays_whatever_its_name(folder: Path):
+    own = folder / "nb-ranks-results"
+    own.mkdir()
+    (own / "numbers.csv").touch()
+    linked = folder / "nb-ranks-linked"
+    linked.mkdir()
+    (linked / scratch._MARKER).symlink_to(own / "numbers.csv")
+    left = left_behind()
+    remove_abandoned()
+    assert not left.exists()
+    assert (own / "numbers.csv").exists()
+    assert linked.is_dir()
+
+
+@pytest.mark.slow
+def test_many_who_remove_at_once_never_take_a_living_ones(folder: Path):
+    is_over = threading.Event()
+
+    def remove() -> None:
+        while not is_over.is_set():
+            remove_abandoned()
+
+    threads = [threading.Thread(target=remove) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(300):
+            ranks = Scratch()
+            path = Path(ranks.make("0"))
+            (path / "socket").touch()  # fails if the folder is not there
+            ranks.remove("0")
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    remove_abandoned()
+    assert list(folder.iterdir()) == []
+
+
+def test_where_folders_cannot_be_locked_they_are_used_and_nothing_is_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def cannot(_descriptor: int, _how: int) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", cannot)
+    ranks = Scratch()
+    path = Path(ranks.make("0"))
+    remove_abandoned()
+    assert path.is_dir()
+    ranks.remove("0")
+    assert list(folder.iterdir()) == []
+
+
 def test_sockets_of_multiprocessing_fit_into_it_however_long_the_path_of_the_temporary_folder_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     deep = folder / ("x" * 72)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    ranks = Scratch(new_path())
+    ranks = Scratch()
     path = ranks.make("1234")
     try:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -67,6 +213,9 @@ def test_sockets_of_multiprocessing_fit_into_it_however_long_the_path_of_the_tem
     finally:
         ranks.remove("1234")
     assert not Path(path).parent.exists()
+    left = left_behind()
+    remove_abandoned()
+    assert not left.exists()
 
 
 IMPORTS = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import shutil
 import sys
+import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,16 @@ from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.worker.server.forked import ForkedRank, serve_forked
 from nb_accelerate.notebook.worker.server.interpreter import own_path
 from nb_accelerate.notebook.worker.server.limits import why_no_room
-from nb_accelerate.notebook.worker.server.scratch import Scratch, new_path
+from nb_accelerate.notebook.worker.server.scratch import Scratch, remove_abandoned
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterable, Sequence
 
     from nb_accelerate.notebook.launch.local import LocalRank
+
+_STOPPED_INTERVAL = 0.1
+"""Seconds between two checks whether the server was stopped (SIGSTOP) while it is waited for."""
 
 
 class ForkedServer(RankServer):
@@ -56,8 +59,7 @@ class ForkedServer(RankServer):
         self.close()
         handles = list(handles)
         keys = [next(self._keys) for _ in handles]
-        self._folder = new_path()
-        scratch = Scratch(self._folder)
+        scratch = Scratch()
         with contextlib.ExitStack() as undo:
             for key in keys:
                 undo.callback(scratch.remove, str(key))
@@ -70,6 +72,7 @@ class ForkedServer(RankServer):
             with there, interrupts_later():
                 owner = self._fork(handles, ranks, there, scratch)
                 undo.pop_all()
+                scratch.leave()  # it is the server's
                 for key, handle in zip(keys, handles, strict=True):
                     self._tell(handle, key, owner)
 
@@ -101,6 +104,7 @@ class ForkedServer(RankServer):
         except RuntimeError as error:
             self._channel.close()  # it ends, with its ranks
             _reap(pid)
+            owner.close()
             raise StartError(f"there is no room for another thread: {error}") from error
         self._handles, self._reaper, self._owner = handles, reaper, owner
         return owner
@@ -117,14 +121,18 @@ class ForkedServer(RankServer):
         if self._reaper is None:
             return
         self._tell_to_quit()
-        is_needed = not all(handle.ended for handle in self._handles) or self._owner.is_given_up
-        # It answers when none of them is left.
-        if is_needed and self._reaper.is_alive() and not wait([self._channel.fileno()], CLOSE_TIMEOUT):
-            self._owner.kill()
+        if not all(handle.ended for handle in self._handles) or self._owner.is_given_up:
+            # It answers when none of them is left.
+            deadline = time.monotonic() + CLOSE_TIMEOUT
+            while self._reaper.is_alive() and not wait([self._channel.fileno()], _STOPPED_INTERVAL):
+                if self._owner.is_stopped() or time.monotonic() > deadline:
+                    self._owner.kill()
+                    break
         self._channel.close()
         if any(handle.exitcode is None for handle in self._handles):  # it was killed, or never told of them
             self._reaper.join(CLOSE_TIMEOUT)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_abandoned()
+        self._owner.close()
         self._reaper = None
 
 

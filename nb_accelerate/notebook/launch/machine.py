@@ -89,8 +89,7 @@ def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> l
         names = () if kind.is_host else kind.find(variables.get(kind.visibility), kind.visibility in changed)
         if names:
             in_use = kind.in_use()
-            # Threads that torch's engine has for devices, which forks lack, were started by a backward pass.
-            if not in_use and any(map(_is_autograds, Path("/proc/self/task").glob("*/comm"))):
+            if not in_use and _has_autograd_threads():
                 in_use = "a backward pass ran in this notebook"
             found.append(
                 VisibleDevices(
@@ -100,11 +99,16 @@ def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> l
     return found
 
 
-def _is_autograds(name: Path) -> bool:
+def _has_autograd_threads() -> bool:
+    """Return whether a backward pass has started the threads that torch's engine has for devices: forks lack them."""
+    return any(_text_of(name).startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def _text_of(file: Path) -> str:
     try:
-        return name.read_text(errors="replace").startswith("pt_autograd")
+        return file.read_text(errors="replace")
     except OSError:  # a thread that has just ended; or no /proc: not Linux, no CUDA either
-        return False
+        return ""
 
 
 @functools.cache

@@ -13,8 +13,10 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.records import LABELS, Curve, draw, pieces
+from nb_accelerate.base.records import LABELS, draw, pieces
 from nb_accelerate.base.records.curves import is_wide
+from nb_accelerate.notebook.display.drawing.fold import fold, open_again
+from nb_accelerate.notebook.display.drawing.loss_chart import with_chart
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:
@@ -35,8 +37,7 @@ _FEW_POINTS = 8
 _MOST_POINTS = 24
 _NOT_FINITE = ("nan", "inf")
 
-_MOST_CHARTS = 4
-"""Other values than the loss whose charts open with its own."""
+_SHEETS = ("style.css", "chart.css")
 
 _OF_TOTAL = re.compile(r"^\S+ / (.+)$")
 
@@ -50,8 +51,8 @@ _OF_EACH = ("loss", "memory", "gpu", "machine")
 @functools.cache
 def style() -> str:
     """Return the style sheet, as an element."""
-    sheet = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
-    return f'<style class="nba-sheet">{sheet}{LABELS}</style>'
+    sheets = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SHEETS)
+    return f'<style class="nba-sheet">{"".join(sheets)}{LABELS}</style>'
 
 
 def render(view: View, *, at: str = "") -> str:
@@ -84,7 +85,7 @@ def _header(view: View) -> str:
         f'<header><span role="img" aria-label="{view.state}" class="{mark}">{view.mark}</span> '
         f"<b>{escape(view.facts.name)}</b> "
         f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
-        f'<span class="nba-time">{times}</span> {_with_chart(view, _curve(view))}</header>'
+        f'<span class="nba-time">{times}</span> {with_chart(view, _curve(view))}</header>'
     )
 
 
@@ -119,20 +120,6 @@ def _curve(view: View) -> str:
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
         f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/></svg>'
     )
-
-
-def _with_chart(view: View, curve: str) -> str:
-    """Return the small curve, with charts that open when it is clicked on; the curve alone if there is none yet."""
-    if "<path" not in curve:
-        return curve
-    loss = Curve(f"loss, {view.own_settings}" if view.own_settings else "loss", view.curve)
-    most = 30 if view.state in ("starting", "running") else 240  # while it is on, it is sent with each drawing
-    charts = (
-        draw(loss, view.before, width="744px", most=most),
-        *(draw(one, most=most) for one in view.logged[:_MOST_CHARTS]),
-    )
-    inside = f'<div class="nba-charts">{"".join(charts)}</div>'
-    return fold(curve, inside, key=view.key, kind="nba-chart", hint="chart of the loss")
 
 
 def _body(view: View) -> str:
@@ -287,30 +274,3 @@ def _failure(view: View) -> str:
     if failure is None or not failure.details:
         return ""
     return f"<details><summary>{escape(failure.label)}</summary><pre>{escape(failure.details)}</pre></details>"
-
-
-def fold(summary: str, content: str, *, key: str, kind: str, hint: str = "") -> str:
-    """Return what unfolds, as HTML.
-
-    Args:
-        summary: what is there before, and is clicked on; HTML.
-        content: what appears below it; HTML.
-        key: of this part of this panel; "" if it is drawn once.
-        kind: its class.
-        hint: what appears over the summary, and is read in its place.
-    """
-    says = f' title="{hint}" aria-label="{hint}"' if hint else ""
-    keeps = f' data-nba="{key}" ontoggle="(window.nbaOpen=window.nbaOpen||{{}})[this.dataset.nba]=this.open"'
-    return f'<details class="{kind}"{keeps if key else ""}><summary{says}>{summary}</summary>{content}</details>'
-
-
-def open_again(key: str) -> str:
-    """Return a script, as HTML, that opens the parts of a panel that were open when it was drawn before.
-
-    Args:
-        key: with which the keys of the panel's parts begin.
-    """
-    return (
-        f"<script>document.querySelectorAll('details[data-nba^=\"{key}\"]').forEach("
-        "function(d){d.open=!!(window.nbaOpen||{})[d.dataset.nba]})</script>"
-    )

@@ -31,7 +31,7 @@ from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.rank import patch_libraries, prepare_process, run_rank
 from nb_accelerate.notebook.worker.server.interpreter import command
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, ending_with, join_group_of, set_name
-from nb_accelerate.notebook.worker.server.scratch import Scratch
+from nb_accelerate.notebook.worker.server.scratch import Scratch, remove_abandoned
 from nb_accelerate.notebook.worker.server.server import Server, Serves, refuse_rank
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ _MAX_IDLE = 8
 class _ExecutedServer(Server):
     """Forks a rank for each `StartRank`."""
 
-    def __init__(self, control: Channel, parent: int, scratch: Scratch, preload: tuple[str, ...]) -> None:
-        super().__init__(control, parent, scratch)
+    def __init__(self, control: Channel, parent: int, preload: tuple[str, ...]) -> None:
+        super().__init__(control, parent, Scratch())
         self._idle: dict[int, Channel] = {}
         # Nothing is gained by forking a process beforehand that becomes a fresh interpreter.
         self._keeps_idle = bool(preload)
@@ -77,6 +77,7 @@ class _ExecutedServer(Server):
         else:
             self._import_later()
             self._freeze()
+        remove_abandoned()
         with contextlib.suppress(OSError):  # the kernel has gone
             control.send(Serves())
 
@@ -199,8 +200,10 @@ class _ExecutedServer(Server):
         join_group_of(self._parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, self._former_hangup)
         self._selector.close()
         self._control.close()
+        self._scratch.leave()
         for fd in self._own_fds:
             os.close(fd)
         for channel in self._idle.values():
@@ -266,10 +269,10 @@ def _end_with_traceback(_: str, error: BaseException) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run the server. The command line has a descriptor, the kernel's id, a path for folders, modules to import."""
+    """Run the server. The command line has a descriptor, the kernel's process id, and the modules to import."""
     set_name("nb-server")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the kernel's group is not for us
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the kernel blocked it until this line; the user may have others
     tell_failures(_end_with_traceback)
-    control_fd, parent, scratch, *preload = sys.argv[1:]
-    _ExecutedServer(Channel.from_fd(int(control_fd)), int(parent), Scratch(scratch), tuple(preload)).run()
+    control_fd, parent, *preload = sys.argv[1:]
+    _ExecutedServer(Channel.from_fd(int(control_fd)), int(parent), tuple(preload)).run()

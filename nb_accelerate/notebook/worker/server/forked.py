@@ -76,6 +76,7 @@ def serve_forked(
             break
         if pid == 0:
             try:
+                scratch.leave()
                 for fd in {control_fd, *(fd for other in ranks for fd in other.fds)}.difference(rank.fds[1:]):
                     os.close(fd)
                 run_rank(

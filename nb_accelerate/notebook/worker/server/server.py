@@ -23,6 +23,9 @@ as workers of a loader, are adopted by the server and killed, also if they have 
 
     process group of the kernel:  kernel, ranks        a hard shutdown of the kernel ends all of it at once
     of its own, in that session:  server               lives on for a moment, to end what ranks have left behind
+
+A server that was stopped (SIGSTOP) ends with its kernel too: its group is orphaned then, and the system sends such a
+group SIGHUP and SIGCONT.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from nb_accelerate.notebook.worker.server.process_tree import (
     open_process,
     send_signal,
 )
+from nb_accelerate.notebook.worker.server.scratch import remove_abandoned
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -102,6 +106,8 @@ class Server:
 
     def __init__(self, control: Channel, parent: int, scratch: Scratch) -> None:
         leave_group()
+        # A stopped process whose kernel ends is sent this, and then told to go on.
+        self._former_hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._control = control
         self._parent = parent
         self._ranks: dict[int, _Rank] = {}
@@ -231,6 +237,7 @@ class Server:
         self._kill_adopted()
         with contextlib.suppress(OSError):  # the kernel has gone
             self._control.send(Quit())
+        remove_abandoned()
         self._tidy()
         os._exit(0)
 
