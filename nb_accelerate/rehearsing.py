@@ -114,7 +114,7 @@ def run_rehearsal(
     with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
         job = (function, topologies, folder, _SECONDS)
         (traces,) = notebook_launcher(rehearse_ranks, job, 1, **options, **of_launch)
-    return Rehearsal(tuple(traces), num_processes, _SECONDS, device or "given", capacity)
+    return Rehearsal(tuple(traces), num_processes, _SECONDS, device or "", capacity)
 
 
 def rehearse_cell(function: Callable[[], None], *, wants_accelerator: bool, **options: Any) -> Rehearsal:

@@ -90,4 +90,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message in one line, without a usage that has all flags, and exit with 2."""
-        self.exit(2, f"{self.prog}: {message.removesuffix(', ...').rstrip('.')}. All there is: {self.prog} --help\n")
+        message = message.removesuffix(", ...").rstrip(".")
+        end = "" if message.endswith("?") else "."
+        self.exit(2, f"{self.prog}: {message}{end} All there is: {self.prog} --help\n")

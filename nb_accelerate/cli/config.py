@@ -152,9 +152,10 @@ def _below(number: int) -> Callable[[str], int]:
 
 
 def _backend(text: str) -> str:
+    from nb_accelerate.base.config.checks import check_choice
     from nb_accelerate.base.config.dynamo import DynamoBackend
 
-    return text and str(DynamoBackend(text.upper()))
+    return text and check_choice("backend", text, [backend.value.lower() for backend in DynamoBackend]).upper()
 
 
 _USUAL = {"MULTI_CPU": 2, "MULTI_GPU": 1, "XLA": 8}

@@ -201,6 +201,8 @@ _FLAGS = {
     "rdzv_endpoint": "--main_process_ip",
     "use_port": "--main_process_port",
     "devices=": "--cpu, --tpu or --gpu_ids",
+    "device=": "--rehearse_device",
+    "memory=": "--rehearse_memory",
 }
 """Flags that are called otherwise than the option of `notebook_launcher`."""
 

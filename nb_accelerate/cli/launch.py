@@ -81,6 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
     file = read_config(arguments.config_file) or NO_FILE
     if not arguments.quiet and name_unknown(file):
         print(name_unknown(file), file=sys.stderr)
+    _refuse_engine(arguments.target, file)
     chosen = launch_options(arguments, file)
     with errors_in_flags():
         function, args = job.call
@@ -100,6 +101,21 @@ def _run(arguments: argparse.Namespace) -> int:
         from nb_accelerate.cli.script import run
 
         return run(job, options, plan)
+
+
+def _refuse_engine(target: str, file: ConfigFile) -> None:
+    from nb_accelerate.base.config.engine import VARIABLES
+    from nb_accelerate.base.config.env import Environment
+
+    variable = VARIABLES["engine"]
+    said = Environment(os.environ).text(variable)
+    engine = (said or file.section("engine_config").get("engine", "auto")).lower()
+    if engine != "auto":
+        raise ConfigError(
+            f"engine={engine!r}, from {variable if said else file.path}, is for notebooks, and the ranks of a script "
+            f"are on this machine. Write {variable}=auto nb-accelerate launch {target}. For several machines, start it "
+            "on each with --num_machines"
+        )
 
 
 def _rehearse(job: Job, chosen: dict[str, Any], device: str | None, memory: str | None) -> int:

@@ -252,6 +252,19 @@ def test_a_file_for_what_is_not_here_is_refused(tmp_path: Path, capsys: pytest.C
     assert main(["launch", "--cpu", *command[1:]]) == 0
 
 
+@pytest.mark.parametrize("said_by", ["file", "variable"])
+def test_an_engine_for_notebooks_is_refused_for_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said_by: str
+):
+    config = write(tmp_path, "num_processes: 1\n", "config.yaml")
+    if said_by == "file":
+        config.write_text("num_processes: 1\nengine_config: {engine: ssh, hosts: a}\n")
+    else:
+        monkeypatch.setenv("NB_ACCELERATE_ENGINE", "ssh")
+    assert main(["launch", "--config_file", str(config), str(write(tmp_path, ""))]) == 2
+    assert "engine='ssh'" in capsys.readouterr().err
+
+
 def test_a_port_in_use_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -341,7 +341,7 @@ def test_an_idiom_gives_the_same_when_it_is_launched_and_in_a_cell(
         ("zipfile.ZipFile({folder!r} + '/new.zip', 'w')", "Open the archive by its path"),
         ("open({folder!r} + '/new.txt', 'a')", "new.txt"),
         ("ipywidgets.IntProgress()", "bars of tqdm"),
-        ("np.frompyfunc(abs, 1, 1)", "found by its name"),
+        ("np.frompyfunc(abs, 1, 1)", "make it in the function or cell"),
     ],
 )
 def test_what_stays_is_refused_with_what_to_write(notebook: Kernel, tmp_path: Path, made: str, says: str) -> None:

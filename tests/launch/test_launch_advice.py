@@ -99,9 +99,12 @@ def run(*words: str, answers: str = "\n" * 40) -> None:
         main([*words])
 
 
-def launch(folder: Path, *flags: str) -> None:
+def launch(folder: Path, *flags: str, **variables: str) -> None:
     (folder / "train.py").write_text("")
-    run("launch", "--cpu", *flags, str(folder / "train.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        run("launch", "--cpu", *flags, str(folder / "train.py"))
 
 
 COMMANDS: dict[str, tuple[tuple[str, str], Callable[[Path], object]]] = {
@@ -110,6 +113,10 @@ COMMANDS: dict[str, tuple[tuple[str, str], Callable[[Path], object]]] = {
         lambda folder: launch(folder, f"--config_file={folder / 'none.yaml'}"),
     ),
     "no answers": (("cli/config.py", "nb-accelerate config"), lambda _: run("config", answers="")),
+    "an engine for a script": (
+        ("cli/launch.py", "nb-accelerate launch"),
+        lambda folder: launch(folder, NB_ACCELERATE_ENGINE="ray"),
+    ),
     "there already": (
         ("cli/config.py", "nb-accelerate config"),
         lambda _: (run("config", "default"), run("config", "default")),

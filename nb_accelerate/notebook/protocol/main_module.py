@@ -173,7 +173,10 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind: Any = type(obj)
         if kind.__new__ is object.__new__ and kind.__flags__ & _IS_PYTHONS:
             return plain_state(obj)
-        raise ShippingError(f"It is found by its name {reduced!r} only, and no module that can be imported has it.")
+        raise ShippingError(
+            f"It is found by its name {reduced!r} only, and no module that can be imported has it: make it in the "
+            "function or cell that the ranks run."
+        )
 
     def _is_by_value(self, module: str | None) -> bool:
         """Return whether what a module defines is pickled by value: as what ``__main__`` defines is."""

@@ -261,7 +261,7 @@ def _note_variable(
         is_globals = keys[-1] == "__globals__"
     if name.isidentifier():
         with contextlib.suppress(Exception):  # a class that takes no attributes
-            vars(error).setdefault("__notes__", []).append(f"This rank was reading the notebook's variable {name!r}.")
+            vars(error).setdefault("__notes__", []).append(f"The variable {name!r} could not be read.")
 
 
 @contextlib.contextmanager

@@ -154,10 +154,10 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
     with _Watch(live), FusedAttention():
         output = model(**inputs)
         loss = getattr(output, "loss", None)
-        if loss is None:
-            loss = torch.stack([tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]).sum()
-        del output
-        loss.backward()
+        losses = [tensor.sum() for tensor in tensors_in(output if loss is None else loss) if tensor.requires_grad]
+        del output, loss
+        if losses:  # else all is frozen
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
     return live.peak
 
 

@@ -67,6 +67,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             step = len(max(self.trace.rates, key=len, default=())) + 1
             backward = "the backward" if torch._C._current_graph_task_id() >= 0 else ""  # noqa: SLF001 - nothing else tells
             self.trace.peak_at = f"{backward or self._phase or 'what follows the forward'} of step {step}"
+            self.trace.peak_rows = self._pass.rows[-1] if self._pass.rows else 0
         if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
             given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
             self._exchanged(Collective(name.rpartition("::")[2].strip("_"), given))

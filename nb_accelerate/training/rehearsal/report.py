@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,6 +65,7 @@ class Trace:
     notes: dict[str, None] = field(default_factory=dict)  # what could not be rehearsed
     memory: Memory | None = None  # of the first two steps
     peak_at: str = ""  # "the backward of step 2"
+    peak_rows: int = 0  # in the batch at that time
     failure: str = ""  # the text of the exception that ended it
     failed_at: Line = ("", 0)
     ended: bool = False  # came to its end, in the given time
@@ -135,17 +136,18 @@ class Rehearsal:
         names = (name if name != "activations" else "activations and temporaries" for name in Memory._fields)
         parts = ", ".join(f"{name} {size(part)}" for name, part in zip(names, memory, strict=True) if part)
         text = f"memory of a rank: {size(most)} in {trace.peak_at} ({parts})"
-        per_row = memory.activations / max([1, *(trace.trained[0].rows if trace.trained else ())])
-        text += f"; a row of the batch costs at most {size(per_row)}"
+        per_row = memory.activations / max(1, trace.peak_rows)
+        text += f"; a row of such a batch costs at most {size(per_row)}"
         # Not in these numbers: the context of CUDA and buffers of NCCL, and fragmentation of 5 to 15 %.
         least, greatest = 1.05 * most + 0.5e9, 1.15 * most + 1e9
         text += f". With CUDA, NCCL and fragmentation {size(least)} to {size(greatest)}"
         if not self.capacity:
             return text
         room = (0.9 * self.capacity - 1e9) / 1.15 - (most - memory.activations)
-        rows = f", and so do batches of {int(room / per_row):,} rows" if room > per_row > 0 else ""
+        rows = f", and so do batches of {int(room / per_row):,} such rows" if room > per_row > 0 else ""
         fits = f"it fits{rows}" if greatest < 0.9 * self.capacity else "too close to say"
-        return f"{text} of {size(self.capacity)} ({self.device}): {_TOO_MUCH if least > self.capacity else fits}"
+        whose = f"of {size(self.capacity)}" + (f" ({self.device})" if self.device else "")
+        return f"{text} {whose}: {_TOO_MUCH if least > self.capacity else fits}"
 
     @property
     def sent(self) -> str:
@@ -161,7 +163,8 @@ class Rehearsal:
 
     def _how_far(self) -> str:
         ranks = f"ranks {ranges([trace.rank for trace in self.traces])} of {self.world_size}"
-        which = f"all {self.world_size} ranks" if len(self.traces) == self.world_size else ranks
+        every = f"all {self.world_size} ranks" if self.world_size > 1 else "the rank"
+        which = every if len(self.traces) == self.world_size else ranks
         said = f"rehearsed {which} in {max(trace.seconds for trace in self.traces):.1f} s"
         for trace in self.traces:
             if not trace.ended and not trace.failure:
@@ -230,7 +233,7 @@ def _hang(traces: Sequence[Trace]) -> Iterator[Finding]:
     traces = [trace for trace in traces if trace.exchanges or trace.ended]  # others died, and said nothing
     found: dict[tuple[int, str, str], list[Trace]] = {}
     for other in traces[1:]:
-        for number, (mine, its) in enumerate(zip_longest(traces[0].exchanges, other.exchanges)):
+        for number, (mine, its) in enumerate(itertools.zip_longest(traces[0].exchanges, other.exchanges)):
             if (mine and mine.what) != (its and its.what):
                 mine_is, its_is = _is(traces[0], mine), _is(other, its)
                 if mine_is and its_is:
@@ -268,6 +271,19 @@ def _rates(traces: Sequence[Trace]) -> Iterator[Finding]:
         if len(rates) - end > 1 and end:
             zero = f"is 0 from step {end + 1} of {len(rates)} on"
             yield Finding("rate", f"the learning rate of {which} {zero}: the schedule ends too early")
+        if step := _rises_again(rates):
+            rise = f"step {step + 1} of {len(rates)}, from {rates[step - 1]:.3g} to {rates[step]:.3g}"
+            yield Finding("rate", f"the learning rate of {which} rises again at {rise}")
+
+
+def _rises_again(rates: Sequence[float]) -> int:
+    """Return the first step whose rate is above the one before, after it came down from its greatest; 0 if none."""
+    greatest = 0.0
+    for step, (before, rate) in enumerate(itertools.pairwise(rates), 1):
+        greatest = max(greatest, before)
+        if before < greatest / 2 and rate > 1.01 * before:
+            return step
+    return 0
 
 
 def _invented(traces: Sequence[Trace]) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.rehearsal.rehearsing import rehearsed
 
 from nb_accelerate import Accelerator, ConfigError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, rehearse
-from nb_accelerate.training.rehearsal.report import Memory, Pass, Rehearsal, Trace
+from nb_accelerate.training.rehearsal.report import Memory, Rehearsal, Trace
 
 
 class Count(nn.Module):
@@ -166,11 +166,18 @@ def test_whether_it_fits_is_said_with_a_margin(capacity: int, verdict: str):
     assert [finding.kind for finding in found.findings] == ([] if found.ok else ["memory"])
 
 
+def test_a_rate_that_rises_again_is_named():
+    once, again = [0.0, 1.0, 0.5, 0.1], [1.0, 0.6, 0.4, 0.2, 0.9, 0.8]
+    found = Rehearsal((Trace(0, rates=[once, again], ended=True),), 1, 60.0).findings
+    assert [finding.kind for finding in found] == ["rate"]
+    assert "optimizer 2 rises again at step 5 of 6, from 0.2 to 0.9" in found[0].text
+
+
 def test_the_rows_that_have_room_are_counted():
-    trace = Trace(0, passes=[Pass(("", 0), rows=[4, 4], steps=2)], ended=True)
+    trace = Trace(0, peak_rows=4, ended=True)
     trace.memory = Memory(weights=10**9, gradients=10**9, buckets=0, optimizer=2 * 10**9, activations=10**9)
     # (0.9 * 16 - 1) / 1.15 - 4 = 7.65 GB, and 0.25 GB a row
-    assert Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory.endswith("it fits, and so do batches of 30 rows")
+    assert Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory.endswith("it fits, and so do batches of 30 such rows")
 
 
 def shard() -> None:

@@ -103,11 +103,11 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
         told.append(f"{who} for {gone}:{waited_in}." if knows_lines else f"{who}{waited_in} for {gone}.")
     elif left and len(left) < len(waiting):
         others = [number for number in waiting if number not in left]
-        steps = " or ".join(map(str, sorted({ranks[number].sample.steps for number in left})))
+        steps = " or ".join(words.plural(number, "step") for number in sorted({ranks[at].sample.steps for at in left}))
+        wait_left, wait_others = ("waits" if len(some) == 1 else "wait" for some in (left, others))
         told.append(
-            f"{words.capitalized(named(left))} {_have(left)} left the loop after {steps} steps, and wait"
-            f"{'s' if len(left) == 1 else ''}{_location(ranks, left)}; {named(others)} wait"
-            f"{'s' if len(others) == 1 else ''}{_location(ranks, others)}."
+            f"{words.capitalized(named(left))} {_have(left)} left the loop after {steps}, and {wait_left}"
+            f"{_location(ranks, left)}; {named(others)} {wait_others}{_location(ranks, others)}."
         )
     elif waiting and stopped:
         told[-1] += f". {who} for {_it(stopped)}{waited_in}."
