@@ -128,7 +128,7 @@ _TO_RUN = (
     Flag("module", "the target is a module, as with python -m", short="m"),
     Flag("no_python", "the target is a program of any kind"),
     Flag("max_restarts", "after a failure, start all again, so often", int, "N"),
-    Flag("monitor_interval", "seconds between two looks for processes that were stopped (SIGSTOP)", float, "SECONDS"),
+    Flag("monitor_interval", "seconds between two looks at what several machines have told", float, "SECONDS"),
     Flag("debug", "check what processes hand to each collective"),
     Flag("quiet", "show the script's output and nothing else", short="q"),
     Flag("timeout", "seconds after which the launch is ended", float, "S"),

@@ -5,8 +5,6 @@ Pictures of all of them are in build/screenshots.
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -234,26 +232,6 @@ def test_a_line_for_each_rank_unfolds_by_a_click_and_stays_open_also_when_the_ru
     notebook.wait_for_output(1, "✓")
     notebook.wait_until(f"() => {_LINES} !== null")
     notebook.screenshot("panel-each-rank-done", cell=1)
-
-
-def test_a_stopped_rank_is_named_and_its_row_recovers_when_it_goes_on(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([SETUP, launch(2, steps=1000)])
-    notebook.run(0)
-    notebook.wait_until_done()
-    start(notebook, 1)
-    wait_for_percent(notebook, 1, rows=2)  # in its second step a model still prepares, and waits elsewhere
-    rank = ranks_of(notebook)[1]
-    os.kill(rank.pid, signal.SIGSTOP)
-    try:
-        notebook.wait_for_output(1, f"Rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT {rank.pid}", timeout=10)
-        notebook.wait_for_output(1, "Rank 0 waits for it", timeout=20)
-        notebook.screenshot("panel-stopped", cell=1)
-    finally:
-        os.kill(rank.pid, signal.SIGCONT)
-    notebook.wait_until("() => !document.querySelector('.nba').innerText.includes('stopped')", timeout=10)
-    notebook.screenshot("panel-recovered", cell=1)
-    notebook.interrupt()
-    notebook.wait_until_done()
 
 
 def wait_for_log(notebook: Notebook, rank: int) -> None:

@@ -21,11 +21,7 @@ def talk():
     print("said by rank", Accelerator().process_index)
     return train(steps=3000)
 """
-CELLS = [
-    SETUP + TALK,
-    launch(2).replace("train", "talk").replace("{}", "None"),
-    "import nb_accelerate; nb_accelerate.attach()",
-]
+CELLS = [SETUP + TALK, launch(2).replace("train", "talk").replace("{}", "None")]
 HAS_BUTTONS = "() => document.querySelector('.jp-OutputArea button') !== null"
 SAYS = """text => [...document.querySelectorAll('.nba-gone')].some(one =>
     one.checkVisibility({visibilityProperty: true}) && one.offsetHeight > 0 && one.innerText.includes(text))"""
@@ -41,13 +37,12 @@ SEEN_OF_WIDGETS = """() => [...document.querySelectorAll('.jp-OutputArea-output'
 MOVES = "() => document.querySelector('.nba-again .nba') !== null"
 
 
-def run_and_reload(notebook: Notebook, *, saved: bool) -> None:
+def run_and_reload(notebook: Notebook) -> None:
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
     notebook.wait_until(HAS_BUTTONS)
-    if saved:
-        notebook.save()
+    notebook.save()
     notebook.reload()
 
 
@@ -56,7 +51,7 @@ def test_what_ranks_print_is_in_their_logs_below_the_panel_while_it_moves_and_at
     open_notebook: OpenNotebook, where: Where
 ) -> None:
     notebook = open_notebook(CELLS, where)
-    run_and_reload(notebook, saved=True)
+    run_and_reload(notebook)
     notebook.wait_until(MOVES, timeout=60)
     notebook.wait_for_output(1, "but in their logs (More, Log)")
     notebook.press_button(1, "More")
@@ -78,24 +73,6 @@ def test_what_ranks_print_is_in_their_logs_below_the_panel_while_it_moves_and_at
     assert notebook.evaluate(SEEN_OF_WIDGETS) == []
 
 
-@pytest.mark.parametrize("where", ["lab", "nb7"])
-def test_without_a_saved_panel_attach_shows_one_at_once_though_the_cell_goes_on(
-    open_notebook: OpenNotebook, where: Where
-) -> None:
-    notebook = open_notebook(CELLS, where)
-    run_and_reload(notebook, saved=False)
-    notebook.wait_until(IDLE, timeout=60)
-    assert notebook.count(1, ".jp-OutputArea-child") == 0, "nothing of it was saved"
-    notebook.run(2)
-    notebook.wait_until_done()
-    wait_for_percent(notebook, 0, rows=2)
-    notebook.wait_until(HAS_BUTTONS)
-    notebook.screenshot(f"reload-attached-{where}", cell=2)
-    notebook.press_button(2, "Interrupt")
-    notebook.wait_for_output(2, "■")
-    assert "■" in str(notebook.save().cells[2].outputs)
-
-
 SILENT = """
 import ipywidgets
 ipywidgets.Widget._handle_control_comm_msg = classmethod(lambda cls, message: None)
@@ -106,7 +83,7 @@ def test_a_page_that_gets_no_answer_about_all_widgets_asks_for_each_and_finds_th
     open_notebook: OpenNotebook,
 ) -> None:
     notebook = open_notebook([SILENT + CELLS[0], *CELLS[1:]])
-    run_and_reload(notebook, saved=True)
+    run_and_reload(notebook)
     notebook.wait_until(MOVES, timeout=60)
     wait_for_percent(notebook, 0, rows=2)
     notebook.press_button(1, "Interrupt")
@@ -124,7 +101,7 @@ def test_when_the_kernel_is_restarted_the_panel_says_that_it_has_ended(
 ) -> None:
     notebook = open_notebook(CELLS)
     if is_reloaded:
-        run_and_reload(notebook, saved=True)
+        run_and_reload(notebook)
         notebook.wait_until(MOVES, timeout=60)
     else:
         notebook.run(0)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import re
-import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,23 +299,6 @@ def test_the_panel_of_the_first_cell_takes_the_place_of_the_line_that_ranks_star
     stays = {content["transient"]["display_id"]: content["data"].get("text/plain", "") for content in displays}
     assert [text for text in stays.values() if text] == [sent.tables[-1]]
     kernel.run("%distributed stop").ok()
-
-
-@pytest.mark.limit(90)
-def test_a_rank_that_was_stopped_is_named_and_recovers(notebook: Kernel) -> None:
-    stops = (
-        "def stops():\n    import signal\n    if os.environ['RANK'] == '1':\n"
-        "        print('stopping', flush=True)\n        os.kill(os.getpid(), signal.SIGSTOP)\n    return 'went on'\n"
-        "notebook_launcher(stops, num_processes=2, progress='text')"
-    )
-    cell = notebook.start(stops)
-    notebook.wait_for_output(cell, "stopping")
-    said = notebook.wait_for_output(cell, "kill -CONT")
-    pid = re.search(r"Rank 1 is stopped \(SIGSTOP\).*kill -CONT (\d+)", said)
-    assert pid is not None, said
-    os.kill(int(pid[1]), signal.SIGCONT)
-    result = notebook.finish(cell).ok()
-    assert {"text/plain": "['went on', 'went on']"} in result.displays
 
 
 def test_a_launch_in_the_background_has_a_panel_in_its_own_cell(notebook: Kernel) -> None:

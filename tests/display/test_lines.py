@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from dataclasses import replace
 from typing import Any
@@ -227,23 +226,6 @@ def test_ranks_are_asked_for_users_lines_a_few_times_a_second_and_in_a_log_when_
     assert in_a_log.noted == 0
     refresh_for(panel, clock, 4.0)
     assert in_a_log.noted > 0
-
-
-@pytest.mark.parametrize("before", [1.5, 1.75, 2.0, 2.25])
-def test_a_process_that_was_stopped_is_named_within_three_seconds(clock: Clock, before: float):
-    run, paper = Run(2), Paper()
-    run.begin_loop()
-    with subprocess.Popen(["sleep", "600"]) as process:
-        for rank, pid in ((0, os.getpid()), (1, process.pid)):
-            run.ranks[rank] = replace(run.ranks[rank], pid=pid)
-        panel = Panel(Facts(name="train", setup=()), range(2), Lines(paper, is_notebook=False), Source(run))
-        refresh_for(panel, clock, before)
-        assert paper.err == []
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
-        refresh_for(panel, clock, 3.0)
-        process.kill()
-    assert paper.err == [f"Rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT {process.pid}\n"]
 
 
 def test_a_process_that_has_ended_keeps_the_memory_that_it_had(clock: Clock):

@@ -12,7 +12,7 @@ import pytest
 
 from nb_accelerate.base.progress_page import MAX_RECORD, here
 from nb_accelerate.base.records import RunRecord, kept
-from nb_accelerate.notebook.display.runs import charts_of
+from nb_accelerate.notebook.display.logged_values import charts_of
 from nb_accelerate.training.tracking import NotebookTracker
 
 if TYPE_CHECKING:

@@ -299,26 +299,6 @@ def test_a_rank_that_waits_for_a_large_value_says_how_much_is_on_its_machine() -
     assert "sent" not in run.row(1).now
 
 
-def test_a_stopped_process_is_named_with_the_command_that_lets_it_go_on():
-    run = Run(3)
-    run.begin_loop()
-    run.train(2.0)
-    run.put([1], state="stopped")
-    run.put([0, 2], phase=Phase.WAITING, waits_in=Collective.all_reduce)
-    run.look()
-    assert run.view.warnings == ("Rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT 101",)
-    assert (run.row(1).kind, run.row(1).now) == ("late", "stopped (SIGSTOP, pid 101)")
-    run.wait(6.0)
-    (warning,) = run.view.warnings
-    assert warning == (
-        "Rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT 101. Ranks 0 and 2 wait for it in reduce."
-    )
-    run.put([1], state="running")
-    run.train(1.0)
-    assert run.view.warnings == ()
-    assert run.kinds == {"0-2": ""}
-
-
 # Rows.
 
 

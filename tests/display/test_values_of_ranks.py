@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from fixtures.panels import LOOK, Run
+from fixtures.panels import Run
 
 from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.notebook.display.drawing import html, text
@@ -239,24 +239,6 @@ def test_a_loss_that_was_nan_several_times_is_told_in_one_sentence():
         if run.ranks[1].sample.step == 3:
             assert run.view.warnings == ("The loss was nan at about step 2 on rank 1.",)
     assert run.view.warnings == ("The loss was nan from about step 2 to 4 on rank 1.",)
-
-
-def test_a_loss_that_jumps_is_told_until_it_is_back():
-    run = Run(2)
-    run.begin_loop()
-
-    def steps(number, loss):
-        for _ in range(number):
-            run.put(step=run.ranks[0].sample.step + 1, loss=loss)
-            run.now += LOOK
-            run.look()
-
-    steps(30, 0.5)
-    assert run.view.warnings == ()
-    steps(1, 50.0)
-    assert run.view.warnings == ("The loss jumped from 0.5000 to 50.00 at about step 31.",)
-    steps(80, 0.5)
-    assert run.view.warnings == ()
 
 
 def test_a_run_that_ended_with_a_loss_that_is_nan_is_marked():

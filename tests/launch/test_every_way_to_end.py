@@ -116,12 +116,6 @@ def is_terminated() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def is_stopped() -> None:
-    others_wait()
-    if is_last():
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def hangs_in_c() -> None:
     others_wait()
     if is_last():
@@ -193,10 +187,6 @@ class Expected:
     overdue: Callable[[Request], bool] = lambda _: False
 
 
-def is_stopped_now(request: Request) -> bool:
-    return any(rank.is_stopped for rank in request.ranks)
-
-
 def hangs_now(request: Request) -> bool:
     return HANGS in log_of(request, len(request.ranks) - 1)
 
@@ -210,7 +200,6 @@ WAYS: dict[Callable[[], object], Expected] = {
     is_killed: Expected(RankDiedError, "SIGKILL", lambda e: e.signal is signal.SIGKILL),
     is_aborted: Expected(RankDiedError, "SIGABRT", lambda e: e.signal is signal.SIGABRT),
     is_terminated: Expected(RankDiedError, "SIGTERM", lambda e: e.signal is signal.SIGTERM),
-    is_stopped: Expected(DeadlineError, "timeout", lambda e: "stopped (SIGSTOP)" in e.stacks.values(), is_stopped_now),
     hangs_in_c: Expected(DeadlineError, "timeout", lambda e: "hangs_in_c" in str(e.stacks), hangs_now),
     hangs_in_a_collective: Expected(DeadlineError, "timeout", lambda e: "hangs_in_a_coll" in str(e.stacks), hangs_now),
     ignores_signals: Expected(Odd, "1 and 2"),

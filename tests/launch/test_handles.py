@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -253,30 +252,13 @@ def test_a_launch_inside_a_rank_works(notebook: Kernel) -> None:
     assert cell.stdout == "[[10, 11]]\n"
 
 
-def test_what_stays_between_launches_is_named_with_its_memory(notebook: Kernel) -> None:
-    shown = notebook.run("from nb_accelerate.notebook.launch import warm_status\nprint(warm_status())").ok().stdout
-    assert "idle processes" in shown
-    assert " MB of their own" in shown
-
-
-def test_what_stays_is_named_also_where_the_system_tells_nothing_of_other_processes(notebook: Kernel) -> None:
-    """As macOS, where only this process may ask for its memory."""
-    refuse = (
-        "import psutil\nfrom nb_accelerate.notebook.launch import warm_status\n"
-        "def refused(process): raise psutil.AccessDenied(process.pid)\n"
-        "usual, psutil.Process.memory_full_info = psutil.Process.memory_full_info, refused"
-    )
-    notebook.run(refuse).ok()
-    shown = notebook.run("print(warm_status())\npsutil.Process.memory_full_info = usual").ok().stdout
-    assert re.match(r"warm server \d+; nb_accelerate\.notebook\.launch\.close\(\) ends it", shown)
-
-
 IDLE = """
 def idle(others):
     while True:
-        status = warm_status()
-        if len(status.idle) == 2 and not set(status.idle) & set(others):
-            return status.idle
+        children = psutil.Process(servers.warm_server().pid).children()
+        found = {child.pid for child in children if child.name() == "nb-idle"}
+        if len(found) == 2 and not found & set(others):
+            return found
         time.sleep(0.05)  # there is no event for what another process forks
 
 def has_what_can_wait():
@@ -286,7 +268,7 @@ def has_what_can_wait():
 
 @pytest.mark.slow
 def test_idle_processes_are_there_before_what_can_wait_is_imported_and_others_afterwards(notebook: Kernel) -> None:
-    notebook.run("import sys, time\nfrom nb_accelerate.notebook.launch import close, warm_status\nclose()").ok()
+    notebook.run("import psutil, sys, time\nfrom nb_accelerate.notebook.launch import close, servers\nclose()").ok()
     notebook.run(IDLE).ok()
     # The rank waits for the server, so that it has not imported the rest when the rank runs.
     first = "print(launch(has_what_can_wait, (), 1))\nearly = idle(())\nlate = idle(early)"
@@ -296,7 +278,7 @@ def test_idle_processes_are_there_before_what_can_wait_is_imported_and_others_af
 
 @pytest.mark.slow
 def test_what_stays_can_be_ended_and_a_setting_keeps_nothing(notebook: Kernel) -> None:
-    notebook.run("from nb_accelerate.notebook.launch import close, warm_status\nclose(); assert not warm_status()").ok()
+    notebook.run("from nb_accelerate.notebook.launch import close\nclose()").ok()
     assert notebook.processes() == []
     notebook.run("os.environ['NB_ACCELERATE_KEEP_WARM'] = '0'").ok()
     assert notebook.run("print(launch(rank, (), 2))").ok().stdout == "[0, 1]\n"

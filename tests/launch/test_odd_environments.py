@@ -146,24 +146,6 @@ def test_a_rank_ends_with_its_parent_where_the_system_refuses_to_end_it() -> Non
     assert psutil.wait_procs([child], timeout=20)[1] == []
 
 
-SIGNALS = """
-import os, signal, subprocess, sys
-from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
-child = subprocess.Popen(["sleep", "60"])
-process = open_process(child.pid)
-assert process >= 0
-assert send_signal(child.pid, signal.SIGKILL, process=process)
-assert child.wait() == -signal.SIGKILL
-"""
-
-
-def test_a_signal_is_sent_by_number_where_a_sandbox_knows_descriptors_of_processes_only_by_half() -> None:
-    if reason := why_no_place("pidfd_send_signal"):
-        pytest.skip(reason)
-    command = [*place_without("pidfd_send_signal"), sys.executable, "-c", SIGNALS]
-    subprocess.run(command, check=True, timeout=50)
-
-
 def test_the_command_line_says_where_no_processes_are_listed() -> None:
     if reason := why_no_place("/proc"):
         pytest.skip(reason)

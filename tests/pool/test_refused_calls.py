@@ -53,7 +53,6 @@ class TestSession:
             "    return int(Accelerator(cpu=True).reduce(torch.full((1,), a)).item())"
         ).ok()
         notebook.run("assert notebook_launcher(train, (21,), 2, progress='off') == [42, 42]").ok()
-        notebook.run("from nb_accelerate.notebook.launch import warm_status\nassert warm_status().pid").ok()
 
     def test_cells_take_names_along(self, notebook: Kernel) -> None:
         notebook.run("import numpy as np\nnumbers = np.arange(1_000_000)\nword = 'shipped'").ok()
@@ -163,7 +162,6 @@ def test_a_suspended_rank_does_not_stop_the_kernel_where_sockets_have_small_buff
     os.kill(int(kernel.run("%%rank 1\nprint(os.getpid())").ok().stdout), signal.SIGSTOP)
     cell = kernel.start(f"%%distributed --progress text\nlong = '{'x' * 13_000}'\nprint('rank', rank, 'goes on')")
     kernel.wait_for_output(cell, "rank 0 goes on")
-    kernel.wait_for_output(cell, "Rank 1 is stopped (SIGSTOP)")
     kernel.interrupt()
     kernel.wait_for_output(cell, "Interrupt once more to kill the rank")
     kernel.interrupt()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from fixtures.actor_ranks import SOON, ActorRank
 
 from nb_accelerate.errors import DeadlockError
-from nb_accelerate.notebook.ranks.failing.errors import error_of
+from nb_accelerate.notebook.ranks.failing.errors import error_of, outcome_of
 from nb_accelerate.notebook.ranks.failing.incidents import STOPPED, Incident, IncidentKind, Wording
-from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Request

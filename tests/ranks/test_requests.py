@@ -192,18 +192,6 @@ def test_the_error_about_a_rank_whose_message_cannot_be_read_keeps_the_cause(loo
     assert isinstance(error.__cause__, pickle.UnpicklingError)
 
 
-def test_a_rank_that_was_stopped_before_another_one_failed_is_reported(loop: RankLoop) -> None:
-    class Stopped(ActorRank):
-        def is_stopped(self) -> bool:
-            return True
-
-    said: list[str] = []
-    handles = [ActorRank(0, failure("First", time.monotonic())), Stopped(1, None, ends_on=["kill"])]
-    request = begin(loop, handles, call_steps(SOON), say=said.append)
-    loop.run(request)
-    assert said == ["rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT 0"]
-
-
 def test_a_rank_that_prints_faster_than_it_is_read_answers_all_the_same() -> None:
     class PrintsMore(Cell):
         def write(self, stream: str, text: str) -> None:

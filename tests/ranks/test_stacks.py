@@ -23,7 +23,7 @@ from fixtures.ranks import RunRanks
 
 import nb_accelerate
 from nb_accelerate.base.progress_page import ProgressPage, layout
-from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL, ONE_THREAD, STOPPED, listed, where
+from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL, ONE_THREAD, listed, where
 from nb_accelerate.notebook.launch import Launch
 from nb_accelerate.notebook.protocol.messages import Parcel, Result
 from nb_accelerate.notebook.ranks import proxy
@@ -228,7 +228,6 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     assert watch().measure({0: WAITS, 1: LOADS}) is None
     assert watch().measure({0: WAITS, 1: JOINS}) is None  # perhaps with a process outside
     assert watch().measure({0: WAITS, 1: ""}) is None
-    assert watch().measure({0: WAITS, 1: STOPPED}) is None
     assert watch().measure({0: WAITS, 1: CALLS}) is None
     mine = CALLS.replace("/torch/distributed/rpc/api", "/me/torch/distributed/train")
     assert watch().measure({0: WAITS, 1: mine}) is None

@@ -12,8 +12,7 @@ from nb_accelerate.base.config.file import read_config
 from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.launch import launcher
-from nb_accelerate.notebook.launch.engines.command import filled
-from nb_accelerate.notebook.launch.engines.ssh import for_shell
+from nb_accelerate.notebook.launch.engines.command import filled, for_shell
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.pool import PoolOptions
 

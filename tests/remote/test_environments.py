@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nb_accelerate.notebook.remote.environments import Differences, compare
+from nb_accelerate.notebook.launch.cluster import Differences, compare
 
 HERE = {"python": "3.11.9", "torch": "2.13.0+cpu", "package": "0.2.0"}
 

@@ -149,7 +149,7 @@ def test_what_is_long_comes_whole_among_what_is_short(over: str, is_sealed: bool
     key = secrets.token_bytes(32)
     seals = [KeyedSeal(key, is_host=is_host) if is_sealed else None for is_host in (True, False)]
     received = ReceivedSegments()
-    parser = FrameParser(seals[1], file_of=received.file_of)
+    parser = FrameParser(seals[1])
     failures: list[BaseException] = []
     sender = FrameSender(writes, seals[0], on_beat=lambda: True, on_failure=lambda _, error: failures.append(error))
     segments, fd, contents = SentSegments(sender), anonymous_file(), os.urandom(5 << 20)

@@ -19,9 +19,8 @@ import pytest
 from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.launch.engines import open_engine
+from nb_accelerate.notebook.launch.engines.command import SshEngine
 from nb_accelerate.notebook.launch.engines.engine import Machine
-from nb_accelerate.notebook.launch.engines.failures import explained
-from nb_accelerate.notebook.launch.engines.ssh import SshEngine
 from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, MAGIC, FrameParser, FrameWriter, Kind
 from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.streams import CommandStream
@@ -181,7 +180,8 @@ def test_a_command_that_ignores_the_end_of_its_input_is_ended_with_its_children(
 def test_how_a_command_has_ended_is_said(script: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nb_accelerate.notebook.remote.streams._PATIENCE", 2.0 if "seq" in script else 0.5)
     template = f'sh -c "{script}" {{command}}'
-    assert failure_of("a", engine="command", command_template=template) == said
+    ended = failure_of("a", engine="command", command_template=template)
+    assert ended.partition(". To check by hand: sh -c ")[0] == said
 
 
 def test_a_command_that_prints_for_ever_and_is_no_host_is_ended() -> None:
@@ -231,36 +231,36 @@ def test_a_command_that_is_not_here_is_named() -> None:
 
 def test_a_machine_that_nobody_knows(sshd: Sshd) -> None:
     (sshd.folder / "config").write_text("")
-    assert "name nowhere.invalid. Correct" in failure_of("nowhere.invalid")
+    assert "Could not resolve hostname" in failure_of("nowhere.invalid")
 
 
 def test_no_login_without_a_password(sshd: Sshd) -> None:
     sshd.new_key("key")
     subprocess.run(["cp", sshd.folder / "key.pub", sshd.folder / "other.pub"], check=True)
     (sshd.folder / "key.pub").write_text((sshd.folder / "host_key.pub").read_text())
-    assert "work: ssh -oBatchMode=yes a true" in failure_of("a")
+    assert "Permission denied" in (said := failure_of("a"))
+    assert "To check by hand: ssh -oBatchMode=yes a " in said
 
 
 def test_the_key_of_the_machine_has_changed(sshd: Sshd) -> None:
     sshd.trust("key")
-    assert "again: ssh-keygen -R a" in failure_of("a")
+    assert "Host key verification failed" in failure_of("a")
 
 
 def test_the_key_of_the_machine_is_not_known(sshd: Sshd) -> None:
     (sshd.folder / "known_hosts").write_text("")
-    assert "accept it: ssh b" in failure_of("b")
+    assert "Host key verification failed" in failure_of("b")
 
 
 def test_nobody_listens(sshd: Sshd) -> None:
     config = (sshd.folder / "config").read_text()
     (sshd.folder / "config").write_text(config.replace(str(sshd.port), str(free_port())))
-    assert "ssh on a. Start sshd" in failure_of("a")
+    assert "Connection refused" in failure_of("a")
 
 
 def test_there_is_no_such_python(sshd: Sshd) -> None:
     said = failure_of("a", ["~/no_such/python", "-m", "x"], remote_python="~/no_such/python")
-    advice = "Name one that is: remote_python='/path/to/env/bin/python'"
-    assert said.startswith(f"there is no ~/no_such/python there. {advice}")
+    assert "no_such/python" in said.partition("To check by hand")[0]
 
 
 @pytest.mark.parametrize("engine", ["ssh", "command"])
@@ -269,28 +269,8 @@ def test_the_package_is_not_there(sshd: Sshd, engine: str) -> None:
     options = {} if engine == "ssh" else {"command_template": "{command}"}
     command = [*python.split(), "-m", "nb_accelerate.notebook"]
     said = failure_of("a", command, remote_python=python, engine=engine, **options)
-    assert f"{python} -m pip install" in said
-    assert "pip install nb" not in said  # that is another package, or none
-    assert ("git archive HEAD | ssh a" in said) == (engine == "ssh")
-
-
-@pytest.mark.parametrize(
-    ("said", "advice"),
-    [
-        ("ssh: connect to host a port 22: Connection timed out", "a does not answer: it is down"),
-        ("ssh: connect to host a port 22: No route to host", "a does not answer: it is down"),
-        ("connect to host a port 22: Network is unreachable", "a does not answer: it is down"),
-        ("me@a: Permission denied (publickey,password).", "a wants a password, or does not know your key"),
-        ("kex_exchange_identification: read: no idea", "ssh ended with exit code 255: kex_exchange_identification"),
-    ],
-)
-def test_what_ssh_says_in_other_cases(said: str, advice: str) -> None:
-    assert explained("ssh", 255, said, SshEngine.failures, host="a", python="python3").startswith(advice)
-
-
-def test_a_file_that_a_program_does_not_find_is_no_missing_python() -> None:
-    said = explained("ssh", 1, "OSError: No such file or directory: 'x'", SshEngine.failures, host="a", python="p")
-    assert said == "ssh ended with exit code 1: OSError: No such file or directory: 'x'"
+    assert "No module named" in said.partition("To check by hand")[0]
+    assert "import nb_accelerate" in said
 
 
 def free_port() -> int:

@@ -174,15 +174,11 @@ def test_no_more_is_reserved_than_is_asked_for_and_what_others_use_is_not_waited
         third.close()
 
 
-def test_another_version_of_ray_is_named_with_what_to_install(
-    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_of_ray_is_named(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import ray; ray.__version__ = '2.0.0'\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     engine = RayEngine(EngineOptions(engine="ray", address=cluster))
-    with pytest.raises(
-        StartError, match=rf"{re.escape(cluster)} has Ray .* here is Ray 2.0.0 .* pip install ray==2\.[^0]"
-    ):
+    with pytest.raises(StartError, match=r"(?s)Version mismatch.*Ray: 2\.[^0].*Ray: 2\.0\.0"):
         engine.machines()
 
 

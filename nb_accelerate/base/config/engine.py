@@ -29,7 +29,7 @@ class EngineRow:
 _ENGINES = "nb_accelerate.notebook.launch.engines"
 
 ENGINES: dict[str, EngineRow] = {
-    "ssh": EngineRow(opens=f"{_ENGINES}.ssh:SshEngine", needs=("hosts",), takes=("remote_python",)),
+    "ssh": EngineRow(opens=f"{_ENGINES}.command:SshEngine", needs=("hosts",), takes=("remote_python",)),
     "command": EngineRow(
         opens=f"{_ENGINES}.command:CommandEngine", needs=("hosts", "command_template"), takes=("remote_python",)
     ),

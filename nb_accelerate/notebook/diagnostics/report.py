@@ -55,7 +55,10 @@ def report_exception(error: BaseException) -> ErrorReport:
 
 def text_of(error: BaseException) -> str:
     """Return ``str(error)``, cut if it is very long; a note in its place if that raises."""
-    return readable(_whole_text_of(error))
+    try:
+        return readable(str(error))
+    except BaseException as broken:  # users' code: it may also exit
+        return readable(f"<the text of this exception cannot be made: {type_name_of(broken)}>")
 
 
 def has_plain_text(error: BaseException) -> bool:
@@ -73,13 +76,6 @@ def readable(text: str) -> str:
         kept = LONGEST_TEXT // 2 - 50
         text = f"{text[:kept]}\n... {len(text) - 2 * kept:,} characters are left out here ...\n{text[-kept:]}"
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _whole_text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as broken:  # as above
-        return f"<the text of this exception cannot be made: {type_name_of(broken)}>"
 
 
 def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:

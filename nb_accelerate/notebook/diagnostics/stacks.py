@@ -2,7 +2,7 @@
 
 A thread of the rank writes it when it is asked (`notebook.worker.stack_writer`). If that thread does not get the
 interpreter's lock, the rank gets a signal for which it has registered `faulthandler`, which writes the same from C
-code. A stopped process (SIGSTOP) does not answer.
+code.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 DUMP_SIGNAL = signal.SIGUSR2
 """Asks a rank for its stacks."""
-
-STOPPED = "stopped (SIGSTOP)"
-"""Stands for the stacks of a process that cannot answer."""
 
 _THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack \(most recent call first\):)$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
@@ -91,8 +88,6 @@ def main_thread(dump: str) -> tuple[Frame, ...]:
 
 def where(dump: str) -> str:
     """Return in a few words what a rank was doing, for a list of ranks: see `where_in`."""
-    if dump == STOPPED:
-        return dump
     found = main_thread(dump)  # without frames of users it is about to run their code, or tells how that has ended
     return where_in(found) or (OUTSIDE if found else "no answer")
 
@@ -137,8 +132,6 @@ def listed(dump: str) -> tuple[list[str], list[str]]:
 
     Frames of our own are left out. Without an answer the first list says so.
     """
-    if dump == STOPPED:
-        return [dump], []
     frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
     users = [place(frame) for frame in frames if is_users(frame.filename)]
     others = [place(frame) for frame in frames if not (is_users(frame.filename) or is_ours(frame.filename))]

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
-from nb_accelerate.notebook.display.runs import charts_of, config_of
+from nb_accelerate.notebook.display.logged_values import charts_of, config_of, earlier_runs, remember
 from nb_accelerate.notebook.display.state import PanelState
 from nb_accelerate.notebook.display.widgets.asides import last_lines
 
@@ -79,7 +78,7 @@ class PanelSource(Protocol):
         """Return the stacks that have arrived, by rank."""
 
     def runs(self) -> Sequence[str]:
-        """Return the ids of runs that ranks log with the notebook's tracker, see `notebook.display.runs`."""
+        """Return the ids of runs that ranks log with the notebook's tracker, see `notebook.display.logged_values`."""
 
     def log(self, rank: int) -> str:
         """Return the last lines that a rank has printed."""
@@ -131,7 +130,6 @@ class Panel:
         self._inspect_at = 0.0
         self._lines_at = 0.0
         self._memory: dict[int, int] = {}
-        self._stopped: set[int] = set()
         self._was_drawn = False
         self._has_failed = False
         self.due = now + self._sample_every
@@ -256,25 +254,10 @@ class Panel:
             self._inspect_at = now + self._inspect_every
             for status in seen:
                 if status.pid is not None and not status.machine:
-                    self._inspect(status.rank, status.pid)
-        self._state.observe(now, [self._with_process(status) for status in seen])
-
-    def _with_process(self, status: RankStatus) -> RankStatus:
-        is_stopped = status.rank in self._stopped and status.state == "running"
-        return replace(
-            status,
-            state="stopped" if is_stopped else status.state,
-            memory=self._memory.get(status.rank, status.memory),
-        )
-
-    def _inspect(self, rank: int, pid: int) -> None:
-        """Read the memory of a process, and whether somebody has stopped it, which sends no event.
-
-        From outside, so that a rank that hangs or has no `Accelerator` is seen as well.
-        """
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            process = psutil.Process(pid)
-            with process.oneshot():
-                # 0 is said of a process that has just ended, until its exit code is read.
-                self._memory[rank] = int(process.memory_info().rss) or self._memory.get(rank, 0)
-                (self._stopped.add if process.status() == psutil.STATUS_STOPPED else self._stopped.discard)(rank)
+                    # From outside, so that a rank that hangs or has no `Accelerator` is seen as well.
+                    with contextlib.suppress(psutil.Error):  # it has just ended
+                        rss = int(psutil.Process(status.pid).memory_info().rss)
+                        # 0 is said of a process that has just ended, until its exit code is read.
+                        self._memory[status.rank] = rss or self._memory.get(status.rank, 0)
+        seen = [replace(status, memory=self._memory.get(status.rank, status.memory)) for status in seen]
+        self._state.observe(now, seen)

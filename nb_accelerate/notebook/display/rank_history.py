@@ -89,7 +89,7 @@ class RankStatus:
 
     rank: int
     sample: Sample = field(default_factory=Sample)
-    state: str = "running"  # or ``starting``, ``stopped`` (SIGSTOP), ``returned``, ``failed``, ``ended``
+    state: str = "running"  # or ``starting``, ``returned``, ``failed``, ``ended``
     memory: int = 0  # bytes of its process
     pid: int | None = None  # None while it starts
     sending: tuple[int, int] = (0, 0)  # bytes that are still to be sent to its machine, and in all

@@ -147,7 +147,7 @@ class Rows:
         if self.has_ended or state == "returned":
             return "done" if self.state not in ("failed", *ENDED_BY_USER) else ""
         # A rank that goes on and waits in a collective is held up by others, and not late.
-        if state == "stopped" or number in self.slow:
+        if number in self.slow:
             return "late"
         return "late" if number in self.stalled and not stuck.waits(rank) else ""
 
@@ -219,8 +219,6 @@ class Rows:
         rank = self.ranks[number]
         status, sample = rank.status, rank.sample
         kind = self.kinds[number]
-        if status.state == "stopped":
-            return f"stopped (SIGSTOP, pid {status.pid})"
         if status.state == "starting":
             return "importing torch"
         left, in_all = status.sending

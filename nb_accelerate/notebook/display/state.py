@@ -11,7 +11,6 @@ from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.notebook.display.bars import bar_lines
 from nb_accelerate.notebook.display.findings.advice import Advice
 from nb_accelerate.notebook.display.findings.finding import RankWarnings
-from nb_accelerate.notebook.display.findings.loss_jump import LossJump
 from nb_accelerate.notebook.display.findings.not_finite import NotFinite
 from nb_accelerate.notebook.display.findings.slow import Slow
 from nb_accelerate.notebook.display.findings.stuck import Stuck, stalled_ranks
@@ -55,7 +54,6 @@ class PanelState:
             self._slow,
             RankWarnings(),
             NotFinite(),
-            LossJump(),
             Advice(facts.cores),
         )
         self._losses = ThinnedCurve()

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.hosts import close
     from nb_accelerate.notebook.launch.launch import Launch
     from nb_accelerate.notebook.launch.launcher import notebook_launcher
-    from nb_accelerate.notebook.launch.servers import WarmStatus, warm_status, warm_up
     from nb_accelerate.notebook.ranks.status import RankStatus
 
-__all__ = ["Launch", "RankStatus", "WarmStatus", "close", "notebook_launcher", "warm_status", "warm_up"]
+__all__ = ["Launch", "RankStatus", "close", "notebook_launcher"]
 
 _HOME = {"Launch": "launch", "close": "hosts", "RankStatus": "launch", "notebook_launcher": "launcher"}
 
@@ -23,7 +22,7 @@ _HOME = {"Launch": "launch", "close": "hosts", "RankStatus": "launch", "notebook
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'servers')}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     if name == "notebook_launcher":
         importlib.import_module(f"{__name__}.launcher").warm_up_in_kernel()
     globals()[name] = value  # found without this function from now on

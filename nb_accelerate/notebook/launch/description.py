@@ -61,11 +61,12 @@ def simple_arguments(options: LaunchOptions) -> dict[str, Any]:
         return {}
     bound.apply_defaults()
     given = {**bound.arguments, **options.kwargs}
-    return {name: value for name, value in given.items() if _is_simple(value) and not is_secret(name, value)}
-
-
-def _is_simple(value: object) -> bool:
-    return value is None or type(value) in (bool, int, float) or (type(value) is str and len(value) <= _MAX_TEXT)
+    simple = (bool, int, float, type(None))
+    return {
+        name: value
+        for name, value in given.items()
+        if (type(value) in simple or (type(value) is str and len(value) <= _MAX_TEXT)) and not is_secret(name, value)
+    }
 
 
 def _setup(plan: LaunchPlan) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import sys
-import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from nb_accelerate.notebook.launch.local import LocalRank
-
-_STOPPED_INTERVAL = 0.1
-"""Seconds between two checks whether the server was stopped (SIGSTOP) while it is waited for."""
 
 
 class ForkedServer(RankServer):
@@ -104,7 +100,6 @@ class ForkedServer(RankServer):
         except RuntimeError as error:
             self._channel.close()  # it ends, with its ranks
             _reap(pid)
-            owner.close()
             raise StartError(f"there is no room for another thread: {error}") from error
         self._handles, self._reaper, self._owner = handles, reaper, owner
         return owner
@@ -121,18 +116,14 @@ class ForkedServer(RankServer):
         if self._reaper is None:
             return
         self._tell_to_quit()
-        if not all(handle.ended for handle in self._handles) or self._owner.is_given_up:
-            # It answers when none of them is left.
-            deadline = time.monotonic() + CLOSE_TIMEOUT
-            while self._reaper.is_alive() and not wait([self._channel.fileno()], _STOPPED_INTERVAL):
-                if self._owner.is_stopped() or time.monotonic() > deadline:
-                    self._owner.kill()
-                    break
+        is_needed = not all(handle.ended for handle in self._handles) or self._owner.is_given_up
+        # It answers when none of them is left.
+        if is_needed and self._reaper.is_alive() and not wait([self._channel.fileno()], CLOSE_TIMEOUT):
+            self._owner.kill()
         self._channel.close()
         if any(handle.exitcode is None for handle in self._handles):  # it was killed, or never told of them
             self._reaper.join(CLOSE_TIMEOUT)
             remove_abandoned()
-        self._owner.close()
         self._reaper = None
 
 

@@ -78,7 +78,7 @@ class Host:
         os.set_blocking(reads, False)
         self._reads = reads
         self._received = ReceivedSegments()
-        self._parser = FrameParser(seal, file_of=self._received.file_of)
+        self._parser = FrameParser(seal)
         self._silence = Silence(self._parser, reads)
         self._sources = Sources(lambda: None)
         self._ranks: dict[int, HostedRank] = {}
@@ -274,9 +274,16 @@ def main() -> None:
         is_connected = sys.argv[1:2] == ["--connect"]
         if not is_connected and os.isatty(0):
             sys.exit("nb_accelerate: the command allocates a terminal, which changes bytes: write it without -t")
-        if not is_connected and not _is_stream(0):
+        if is_connected:
+            address, port, machine = sys.argv[2:]
+            # The secret of the run comes over stdin, because others can read a command line.
+            secret = sys.stdin.buffer.read()
+            connection, seal = connect(address, int(port), int(machine), secret, seconds=_CONNECT_TIMEOUT)
+            reads = writes = connection.detach()
+        elif not (stat.S_ISFIFO(mode := os.fstat(0).st_mode) or stat.S_ISSOCK(mode)):  # but a file such as /dev/null
             sys.exit(_NO_INPUT)
-        reads, writes, seal = _connected(*sys.argv[2:]) if is_connected else (os.dup(0), os.dup(1), None)
+        else:
+            reads, writes, seal = os.dup(0), os.dup(1), None
         with Path(os.devnull).open(encoding="utf-8") as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
@@ -284,20 +291,6 @@ def main() -> None:
         Host(reads, writes, seal).run()
     except LinkError as error:
         sys.exit(f"nb_accelerate: {error}")
-
-
-def _is_stream(fd: int) -> bool:
-    """Return whether a descriptor is a pipe or socket, and no file such as /dev/null."""
-    mode = os.fstat(fd).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-
-
-def _connected(address: str, port: str, machine: str) -> tuple[int, int, Seal]:
-    """Connect to the kernel. The secret of the run comes over stdin, because others can read a command line."""
-    secret = sys.stdin.buffer.read()
-    connection, seal = connect(address, int(port), int(machine), secret, seconds=_CONNECT_TIMEOUT)
-    fd = connection.detach()
-    return fd, fd, seal
 
 
 if __name__ == "__main__":

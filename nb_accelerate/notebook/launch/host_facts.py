@@ -52,15 +52,13 @@ def _addresses() -> dict[str, str]:
     """
     found = {}
     with contextlib.suppress(OSError):
-        interfaces = sorted(psutil.net_if_addrs().items(), key=lambda one: _is_bridge(one[0]))
+        interfaces = sorted(
+            psutil.net_if_addrs().items(), key=lambda one: Path(f"/sys/class/net/{one[0]}/bridge").exists()
+        )
         for family in (socket.AF_INET, socket.AF_INET6):
             for name, entries in interfaces:
                 found.update({one.address: name for one in entries if one.family == family and "%" not in one.address})
     return found
-
-
-def _is_bridge(interface: str) -> bool:
-    return Path(f"/sys/class/net/{interface}/bridge").exists()
 
 
 def _devices() -> dict[str, Any]:

@@ -50,7 +50,6 @@ class HostedRank(RankEvents):
         self.page = PageWatch(self.handle.page)
         self.key, self._sender, self._sent, self._on_end = key, sender, sent, on_end
         self._has_messages = False
-        self._was_stopped = False
 
     @override
     def messages(self, received: Iterable[Received]) -> None:
@@ -103,19 +102,10 @@ class HostedRank(RankEvents):
             self.send(Kind.PAGE, pack_pieces(pieces))
 
     def look(self) -> None:
-        """Look for what sends no event: that it was suspended, or that nobody will report its end."""
-        if self.handle.is_stopped() != self._was_stopped:
-            self._was_stopped = not self._was_stopped
-            self.send_facts()
+        """Look whether nobody will report its end."""
         if self.handle.is_lost():
             self.handle.give_up()
             self.ended()
-
-    def send_facts(self) -> None:
-        """Send what the system knows about its process."""
-        handle = self.handle
-        facts = {"stopped": handle.is_stopped(), "processor_time": handle.processor_time()}
-        self.send(Kind.FACTS, as_json({**facts, "starting": handle.starting()}))
 
     def take(self, frame: Frame) -> None:
         """Do what the kernel says; messages are passed on by the host, which has what comes with them."""
@@ -133,4 +123,5 @@ class HostedRank(RankEvents):
         elif frame.kind == Kind.PAGE:
             self.page.write(unpack_pieces(body))
         elif frame.kind == Kind.FACTS:
-            self.send_facts()
+            facts = {"processor_time": handle.processor_time(), "starting": handle.starting()}
+            self.send(Kind.FACTS, as_json(facts))

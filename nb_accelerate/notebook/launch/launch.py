@@ -30,9 +30,8 @@ from nb_accelerate.notebook.launch.setup import pack_notebook
 from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, pack_call, unpack_values
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.messages import Call
-from nb_accelerate.notebook.ranks.failing.errors import error_of, interrupted, summary
+from nb_accelerate.notebook.ranks.failing.errors import error_of, interrupted, outcome_of, summary
 from nb_accelerate.notebook.ranks.failing.incidents import INTERRUPTED, STOPPED, Wording
-from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import secrets
 import threading
 from dataclasses import replace
@@ -13,19 +14,23 @@ from nb_accelerate.base.config.checks import shown, suggest
 from nb_accelerate.base.config.env import LAUNCH, RESUME, SESSION_DEFAULTS, Environment
 from nb_accelerate.base.config.file import default_path, read_config
 from nb_accelerate.base.config.launch import LaunchOptions
+from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors import UnknownArgumentError
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
 from nb_accelerate.notebook.launch.cluster import Cluster
 from nb_accelerate.notebook.launch.description import announce
-from nb_accelerate.notebook.launch.inline import run_inline
+from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.launch import Launch
 from nb_accelerate.notebook.launch.machine import facts_here, gpu_warnings
 from nb_accelerate.notebook.launch.plan import make_plan
+from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
 from nb_accelerate.notebook.launch.servers import warm_server
+from nb_accelerate.notebook.launch.values import Values
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
+from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.server.limits import enough_room
 
 if TYPE_CHECKING:
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.engine import EngineOptions
     from nb_accelerate.notebook.launch.plan import LaunchPlan
-    from nb_accelerate.notebook.launch.values import Values
+    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
 def warm_up_in_kernel() -> None:
@@ -149,7 +154,7 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         rdzv_id: names this launch among others at the same endpoint.
         max_restarts: after a failure, start all ranks again, so many times; not after an error that would come back,
             such as a `ConfigError`. The count is in the environment variable ``TORCHELASTIC_RESTART_COUNT``.
-        monitor_interval: seconds between two looks for ranks that somebody has stopped (SIGSTOP). Failures and ends
+        monitor_interval: seconds between two looks at what several machines have told. Failures and ends of ranks
             are events and need no interval.
         log_line_prefix_template: put in front of every line; ``"[rank ${rank}] "``, also ``${local_rank}``.
         kwargs: keyword arguments of the function.
@@ -294,7 +299,7 @@ def _launched(
             with guard:
                 sink.write("stderr", warning + "\n")
     if not plan.method.starter:
-        return run_inline(options, plan, sink)
+        return _run_inline(options, plan, sink)
     launch = Launch(options, plan, sink, front_end, display_id, placing=cluster)
     if block:
         return launch.run()
@@ -329,3 +334,24 @@ def _defaults(placing: EngineOptions) -> tuple[dict[str, Any], str]:
         return of_notebook, "%distributed config"
     file = read_config() if placing.is_local else None
     return (file.launcher_arguments(), str(default_path())) if file is not None else ({}, "")
+
+
+def _run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink) -> Values:
+    """Call the function in this process, in the environment of a single rank, which is undone afterwards."""
+    with OutputGuard(sink):
+        sink.close()
+    before = dict(os.environ)
+    with open_rendezvous(options, plan) as rendezvous:
+        os.environ.update(rank_environ(plan, rendezvous, 0, base=before, extra=options.env))
+        # A group that is opened in this process makes a store by itself.
+        if rendezvous.listener is not None:
+            rendezvous.listener.close()
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        had_group = has_group()
+        try:
+            return Values([options.function(*options.args, **options.kwargs)])
+        finally:
+            if has_group() and not had_group:
+                training_half().close_groups()
+            os.environ.clear()
+            os.environ.update(before)

@@ -15,7 +15,6 @@ import psutil
 from typing_extensions import override
 
 from nb_accelerate.base.progress_page import PageReader
-from nb_accelerate.notebook.launch.owner import is_stopped
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
@@ -23,7 +22,6 @@ from nb_accelerate.notebook.protocol.output import new_mark
 from nb_accelerate.notebook.ranks.piped import PipedRank
 from nb_accelerate.notebook.ranks.start_watch import work_of
 from nb_accelerate.notebook.worker.ends import RankEnds
-from nb_accelerate.notebook.worker.server.process_tree import open_process, send_signal
 from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
 
 if TYPE_CHECKING:
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.owner import Owner
     from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
     from nb_accelerate.notebook.ranks.end_reports import EndReports
-
-_REPORT_TIMEOUT = 5.0
-"""Seconds from SIGKILL until the server must have reported the end of a rank whose process has ended."""
 
 _KILL_TIMEOUT = 20.0
 """Seconds from SIGKILL until the process of a rank must have ended. It first frees its memory, also of a device."""
@@ -81,7 +76,6 @@ class LocalRank(PipedRank):
         self.lost = "the process it was forked from has ended"
         self.is_lost_with_others = True
         self.closed = False
-        self._is_other_users = False
         self._is_to_end = False
         self._killed_at = float("inf")
         self._is_handed_over = False
@@ -129,19 +123,12 @@ class LocalRank(PipedRank):
 
     @override
     def signal(self, signum: int) -> None:
-        """Send a signal to the rank if it still runs: directly once it is ready, before that through its server."""
+        """Send a signal to the rank if it still runs, through its server, which knows its process."""
         if self.ended or self.closed:
             return
         if signum == signal.SIGKILL:
             self._killed_at = min(self._killed_at, time.monotonic())
-        # A descriptor is opened each time, since a rank needs few signals. The id may be another process' by now.
-        process = open_process(self.pid) if self.pid is not None else -1
-        if self.pid is None or process < 0 or self._has_ended():
-            self._signal(signum)
-        elif not send_signal(self.pid, signum, process=process):
-            self._is_other_users = True
-        if process >= 0:
-            os.close(process)
+        self._signal(signum)
 
     @override
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
@@ -182,8 +169,6 @@ class LocalRank(PipedRank):
         where = "being set up" if owner is None or owner.serves() else "importing torch"
         if self.pid is not None:
             where = "joining the process group"
-        if is_stopped(pid):
-            where = f"stopped (SIGSTOP). To let it go on: kill -CONT {pid}"
         return work_of(pid), where
 
     @override
@@ -210,27 +195,17 @@ class LocalRank(PipedRank):
         self.signal(signal.SIGKILL)
 
     @override
-    def is_stopped(self) -> bool:
-        return self.pid is not None and is_stopped(self.pid)
-
-    @override
     def is_lost(self) -> bool:
         if self.ended or self.owner is None:
             return False
-        silence = self.owner.silence()
+        if self._is_to_end and not self.owner.serves():
+            self.lost = f"the process it was forked from (pid {self.owner.pid}) has not begun to start ranks yet"
+            return True
         since = time.monotonic() - self._killed_at
-        if not silence and since < 0:  # its end will be reported
-            return False
-        has_ended = self._has_ended()
-        if silence and (has_ended or self._is_to_end):
-            self.lost = f"the process it was forked from (pid {self.owner.pid}) {silence}"
-            return True
-        if not has_ended and (since > _KILL_TIMEOUT or (since > 0 and self._is_other_users)):
-            whose = "it runs as another user" if self._is_other_users else f"{since:.0f} s ago"
-            self.lost = f"its process {self.pid} has not ended although it was killed ({whose})"
+        if since > _KILL_TIMEOUT:
+            self.lost = f"its process {self.pid} has not ended although it was killed ({since:.0f} s ago)"
             self.is_lost_with_others = False
-            return True
-        return has_ended and since > _REPORT_TIMEOUT
+        return since > _KILL_TIMEOUT
 
     @override
     def give_up(self) -> None:
@@ -264,18 +239,6 @@ class LocalRank(PipedRank):
         self.ends.release()
         for fd in self._kernel_ends:
             os.close(fd)
-
-    def _has_ended(self) -> bool:
-        """Return whether its process, which has told its id, has ended, reported or not."""
-        if self.pid is None or self.owner is None:
-            return False
-        try:
-            process = psutil.Process(self.pid)
-            return bool(process.ppid() != self.owner.pid or process.status() == psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.Error:
-            return False
 
     def _close_start_fds(self) -> None:
         with interrupts_later():

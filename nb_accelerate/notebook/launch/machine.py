@@ -89,7 +89,8 @@ def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> l
         names = () if kind.is_host else kind.find(variables.get(kind.visibility), kind.visibility in changed)
         if names:
             in_use = kind.in_use()
-            if not in_use and _has_autograd_threads():
+            # Threads that torch's engine has for devices, which forks lack, were started by a backward pass.
+            if not in_use and any(map(_is_autograds, Path("/proc/self/task").glob("*/comm"))):
                 in_use = "a backward pass ran in this notebook"
             found.append(
                 VisibleDevices(
@@ -99,16 +100,11 @@ def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> l
     return found
 
 
-def _has_autograd_threads() -> bool:
-    """Return whether a backward pass has started the threads that torch's engine has for devices: forks lack them."""
-    return any(_text_of(name).startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm"))
-
-
-def _text_of(file: Path) -> str:
+def _is_autograds(name: Path) -> bool:
     try:
-        return file.read_text(errors="replace")
+        return name.read_text(errors="replace").startswith("pt_autograd")
     except OSError:  # a thread that has just ended; or no /proc: not Linux, no CUDA either
-        return ""
+        return False
 
 
 @functools.cache

@@ -13,7 +13,8 @@ from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvo
 from nb_accelerate.notebook.launch.servers import one_at_a_time
 from nb_accelerate.notebook.launch.setup import make_setup
 from nb_accelerate.notebook.launch.starters import open_server
-from nb_accelerate.notebook.launch.starting import started_ranks
+from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.ranks.end_reports import end_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.rendezvous import Meet, Rendezvous
     from nb_accelerate.notebook.launch.servers import RankServer
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
+    from nb_accelerate.notebook.ranks.end_reports import EndReports
     from nb_accelerate.notebook.ranks.handle import RankHandle
 
 
@@ -83,10 +85,30 @@ class PlacingHere(Placing):
         return repeated_rendezvous(self._options, self._plan, check)
 
     @override
+    @contextlib.contextmanager
     def started_ranks(
         self, plan: LaunchPlan, rendezvous: Rendezvous, *, wants_rows: bool
-    ) -> contextlib.AbstractContextManager[Sequence[RankHandle]]:
-        return started_ranks(self._server, self._options, plan, rendezvous, wants_rows=wants_rows)
+    ) -> Iterator[Sequence[RankHandle]]:
+        handles: list[LocalRank] = []
+        with contextlib.ExitStack() as stack:
+            if not is_local(self._options):
+                stack.callback(self._server.forget)
+
+            def new_handles(ends: EndReports) -> Iterator[LocalRank]:
+                for local_rank in range(plan.num_processes):
+                    rank = plan.topology_of(local_rank, node_rank=rendezvous.node_rank).rank
+                    with interrupts_later():  # or nobody would close what was just opened
+                        store, store_fd = rendezvous.store_for(local_rank)
+                        handle = LocalRank(rank, local_rank=local_rank, ends=ends, store=store, store_fd=store_fd)
+                        stack.callback(handle.close)
+                        stack.callback(handle.kill)
+                    handle.page.want_rows(wants_rows)
+                    handles.append(handle)
+                    yield handle
+
+            with end_reports() as ends:
+                self._server.start(new_handles(ends))
+            yield handles
 
     @override
     def setup_of(

@@ -17,15 +17,12 @@ import subprocess
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-import psutil
 from typing_extensions import override
 
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.seam import PRELOADED
-from nb_accelerate.base.words import size
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.display.frontend import is_in_kernel
 from nb_accelerate.notebook.launch.environ import working_directory
@@ -67,7 +64,10 @@ class RankServer(ABC):
     _channel: Channel
 
     def __init__(self) -> None:
-        _fill_streams()
+        # Fill descriptors 0 to 2 if this process has no streams: children redirect these, and no channel may be one.
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(fd)
         self._keys = itertools.count()
 
     @abstractmethod
@@ -134,8 +134,8 @@ class ExecutedServer(RankServer):
 
     def is_usable(self) -> bool:
         """Return whether ranks can be started with it."""
-        is_well = self.alive() and not self.owner.is_given_up and not self.owner.is_stopped()
-        return is_well and self._born_with == _born_with()  # its ranks have what it was born with
+        # Its ranks have what it was born with.
+        return self.alive() and not self.owner.is_given_up and self._born_with == _born_with()
 
     def has_ranks(self) -> bool:
         """Return whether a launch or pool still has ranks that it has started."""
@@ -161,7 +161,7 @@ class ExecutedServer(RankServer):
 
     @override
     def close(self) -> None:
-        if self.alive() and self.owner.silence():
+        if self.alive() and not self.owner.serves():
             self.owner.kill()
         else:
             self._tell_to_quit()
@@ -171,7 +171,6 @@ class ExecutedServer(RankServer):
         except subprocess.TimeoutExpired:
             self.owner.kill()
             self._process.wait()
-        self.owner.close()
         self._log.close()
         if self._process.returncode != 0:
             remove_abandoned()  # it could not do so itself
@@ -194,13 +193,6 @@ def new_warm_server(*, for_cells: bool = False) -> ExecutedServer:
         for_cells: also if this process is no kernel, ranks are those of a notebook.
     """
     return ExecutedServer((*PRELOAD, *_PRELOAD_FOR_NOTEBOOKS) if for_cells or is_in_kernel() else PRELOAD)
-
-
-def _fill_streams() -> None:
-    """Fill descriptors 0 to 2 if this process has no streams: children redirect these, and no channel may be one."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
 
 
 _fork_lock = threading.Lock()
@@ -259,52 +251,10 @@ def close_warm_server() -> None:
             server.close()
 
 
-def warm_up() -> None:
-    """Start the warm server, so that the first launch waits less. Returns at once."""
-    warm_server()
-
-
 def warm_up_for(method: StartMethod) -> None:
     """Start the warm server if ranks that come to be by this method are forked from it. Returns at once."""
     if method.forks and not method.copies_notebook and Environment().keep_warm:
         warm_server()
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmStatus:
-    """The processes that stay between launches.
-
-    Attributes:
-        pid: process id of the warm server.
-        idle: process ids of the idle processes it keeps; none if the system does not say.
-        memory: bytes that these processes do not share with others; 0 if the system does not say.
-    """
-
-    pid: int
-    idle: tuple[int, ...]
-    memory: int
-
-    def __str__(self) -> str:
-        held = f" with {len(self.idle)} idle processes, {size(self.memory)} of their own" if self.memory else ""
-        ends = "nb_accelerate.notebook.launch.close() ends it, NB_ACCELERATE_KEEP_WARM=0 keeps none"
-        return f"warm server {self.pid}{held}; {ends}"
-
-
-def warm_status() -> WarmStatus | None:
-    """Return what this process keeps between launches, or None if there is nothing."""
-    with _lock:
-        if _warm is None or not _warm.alive():
-            return None
-        idle, memory = [], 0
-        with contextlib.suppress(psutil.Error):  # macOS tells this of no other process, and Linux of none without /proc
-            server = psutil.Process(_warm.pid)
-            memory = server.memory_full_info().uss
-            for child in server.children():
-                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                    if child.name() == "nb-idle":
-                        memory += child.memory_full_info().uss
-                        idle.append(child.pid)
-        return WarmStatus(pid=_warm.pid, idle=tuple(idle), memory=memory)
 
 
 def _forget() -> None:

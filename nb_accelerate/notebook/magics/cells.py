@@ -147,8 +147,7 @@ class Cells:
             return
         from nb_accelerate.notebook.protocol.changed_modules import reloaded_here
         from nb_accelerate.notebook.protocol.random_states import RandomStates
-        from nb_accelerate.notebook.worker.autoreload import Autoreload, use_autoreload
-        from nb_accelerate.notebook.worker.namespace import reload
+        from nb_accelerate.notebook.worker.namespace import Autoreload, reload, use_autoreload
 
         autoreload = Autoreload.of(self._shell)
         if self._autoreloads or autoreload != Autoreload():  # each time, as some of the modules may be new

@@ -73,7 +73,7 @@ class PoolOptions:
     def as_launch(self) -> LaunchOptions:
         """Return the same as options of a launch, without a function: ranks that stay are given none."""
         return LaunchOptions(
-            function=_no_function,
+            function=lambda: None,
             num_processes=self.num_processes,
             mixed_precision=self.mixed_precision,
             devices=self.devices,
@@ -140,7 +140,3 @@ class CellOptions:
             raise ConfigError("ranks=() names no rank. Leave it out for all ranks")
         if self.ranks is not None and self.converts:
             raise ConfigError("--convert shares the work of a cell among all ranks. Leave --ranks out")
-
-
-def _no_function() -> None:
-    """Stand for the function of a launch."""

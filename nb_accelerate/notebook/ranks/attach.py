@@ -14,18 +14,14 @@ from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.ranks.request_panel import make_drawing, recent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from nb_accelerate.notebook.display.panel import Drawing, Panel, PanelSource
-    from nb_accelerate.notebook.display.view import View
-    from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
 def attach(name: str | None = None) -> None:
     """Show the panel of a run here too: one that is on moves, one that is over shows its end and its log.
 
-    For a page that was reloaded, say, or far below the cell that has started it. The cell that calls it ends at once,
-    also while another cell waits for the run, if nothing else is in it. The last eight runs of this notebook are known.
+    For a page that was reloaded, say, or far below the cell that has started it. It runs once the kernel is free: at
+    once if the run was launched with ``block=False``. The last eight runs of this notebook are known.
 
     Args:
         name: of the run: the function of a launch, or a cell as in ``"cell 7"``. None is the newest run that is on, or
@@ -51,7 +47,11 @@ def attach(name: str | None = None) -> None:
     if panel.attach(draw):
         return
     if panel.ended is not None:
-        _show_end(panel.ended, panel.logs, sink)
+        content = bundle(panel.ended)
+        printed = {rank: text for rank, text in panel.logs.items() if text}
+        content["data"]["text/html"] += asides.logs(printed)
+        content["data"]["text/plain"] += "".join(f"\nlog of rank {rank}:\n{text}" for rank, text in printed.items())
+        sink.display("display_data", content)
     sink.close()
 
 
@@ -64,11 +64,3 @@ def _find(name: str | None) -> Panel:
             f"attach({'' if name is None else repr(name)}): there is no such run in this notebook.{known}"
         )
     return next((panel for panel in reversed(found) if panel.ended is None), found[-1])
-
-
-def _show_end(view: View, logs: Mapping[int, str], sink: Sink) -> None:
-    content = bundle(view)
-    printed = {rank: text for rank, text in logs.items() if text}
-    content["data"]["text/html"] += asides.logs(printed)
-    content["data"]["text/plain"] += "".join(f"\nlog of rank {rank}:\n{text}" for rank, text in printed.items())
-    sink.display("display_data", content)

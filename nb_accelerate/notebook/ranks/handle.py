@@ -196,10 +196,6 @@ class RankHandle(ABC):
         """End its process."""
 
     @abstractmethod
-    def is_stopped(self) -> bool:
-        """Return whether somebody has suspended it (SIGSTOP). No event reports that."""
-
-    @abstractmethod
     def is_lost(self) -> bool:
         """Return whether its end will never be reported, although it was told to end. The loop then calls `give_up`."""
 

@@ -96,7 +96,7 @@ class InputRequests:
         """
         with self._changed:
             while True:
-                self._wait_for(self._has_news, meanwhile)
+                self._wait_for(lambda: self._closed or bool(self._waiting), meanwhile)
                 self._wait_for(lambda: not self._talks or self._has_more_of_same_rank(), meanwhile)
                 self._changed.wait_for(lambda: self._rank < 0 or self._has_more_of_same_rank(), _NEXT_LINE_TIMEOUT)
                 if self._closed:
@@ -116,9 +116,6 @@ class InputRequests:
             finally:
                 self._changed.acquire()
             self._changed.wait_for(condition, min(seconds, _MAX_WAIT))
-
-    def _has_news(self) -> bool:
-        return self._closed or bool(self._waiting)
 
     def _has_more_of_same_rank(self) -> bool:
         return self._closed or any(asked.rank.rank == self._rank for asked in self._waiting)

@@ -29,13 +29,13 @@ from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import PoolError
 from nb_accelerate.notebook.display.widgets.shell_channel import read_shell_channel
 from nb_accelerate.notebook.protocol.messages import DebuggerResumed, InputRequest, Ready
+from nb_accelerate.notebook.ranks.failing.errors import outcome_of
 from nb_accelerate.notebook.ranks.failing.hang import HangWatch
 from nb_accelerate.notebook.ranks.failing.incidents import oom_kills
-from nb_accelerate.notebook.ranks.failing.outcome import outcome_of
 from nb_accelerate.notebook.ranks.input_requests import PendingInput
 from nb_accelerate.notebook.ranks.output.guard import short_text
 from nb_accelerate.notebook.ranks.reader import Incoming, RankReader, close_fds, kill
-from nb_accelerate.notebook.ranks.request import Awaits, ProcessWatch
+from nb_accelerate.notebook.ranks.request import Awaits
 from nb_accelerate.notebook.ranks.sources import Sources
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import NEVER
@@ -115,6 +115,9 @@ _OOM_KILLS_MAX_AGE = 1.0
 """Seconds for which the count of the out-of-memory killer's victims is reused. Reading it again for each of many short
 cells would take a tenth of their time."""
 
+_INTERVAL_WHILE_ENDING = 0.1
+"""Seconds between two looks for ranks whose end nobody will report, while ranks are being ended."""
+
 _JOIN_TIMEOUT = 5.0
 """Seconds in which `close` waits for the thread to end."""
 
@@ -123,9 +126,7 @@ class RankLoop(RankReader):
     """Waits for ranks that were added, and carries requests to them. `close` it.
 
     Args:
-        monitor_interval: seconds between two checks for ranks that were suspended (SIGSTOP), which sends no event; None
-            looks only while ranks are being ended.
-        monitor: called at each of these checks.
+        monitor: called all ``monitor_interval`` seconds, and while ranks are being ended.
         on_rank_end: called, in the thread, when a rank has ended.
 
     Attributes:
@@ -139,7 +140,7 @@ class RankLoop(RankReader):
     def __init__(
         self,
         *,
-        monitor_interval: float | None = None,
+        monitor_interval: float = NEVER,
         monitor: Callable[[], object] = lambda: None,
         on_rank_end: Callable[[RankProxy], object] = lambda _: None,
     ) -> None:
@@ -148,7 +149,8 @@ class RankLoop(RankReader):
         self.ranks: dict[int, RankProxy] = {}
         self.requests: list[Request] = []
         self.failure: BaseException | None = None
-        self._processes = ProcessWatch(monitor_interval, monitor)
+        self._monitor_interval, self._monitor = monitor_interval, monitor
+        self._check_at = time.monotonic() + monitor_interval
         self._on_rank_end = on_rank_end
         self._hangs: dict[Request, HangWatch] = {}
         self._ending = False
@@ -285,7 +287,7 @@ class RankLoop(RankReader):
     def wait_once(self) -> None:
         """Wait for one event or deadline, and handle it. It may end the loop, or the request that it runs for."""
         if any(request.is_being_ended for request in self.requests):
-            self._processes.check_soon()
+            self._check_at = min(self._check_at, time.monotonic() + _INTERVAL_WHILE_ENDING)
         until_read = read_shell_channel()
         seconds = self._next_deadline() - time.monotonic()
         self._sources.wait(min(seconds, until_read))
@@ -322,16 +324,13 @@ class RankLoop(RankReader):
         for rank in request.ranks:
             rank.output.alone = self.output is not None and self.output.alone
         self.requests.append(request)
-        request.oom_kills_before = self._recent_oom_kills()
-        request.begin()
-        if request.hangs is not None:
-            self._hangs[request] = HangWatch(request, request.hangs)
-
-    def _recent_oom_kills(self) -> int:
         now = time.monotonic()
         if now - self._oom_kills_read_at > _OOM_KILLS_MAX_AGE:
             self._oom_kills, self._oom_kills_read_at = oom_kills(), now
-        return self._oom_kills
+        request.oom_kills_before = self._oom_kills
+        request.begin()
+        if request.hangs is not None:
+            self._hangs[request] = HangWatch(request, request.hangs)
 
     def _interrupt(self, requests: tuple[Request, ...], kind: StepKind, how: str) -> None:
         for request in requests:
@@ -358,15 +357,10 @@ class RankLoop(RankReader):
         self.requests.remove(request)  # only now: if `take_note` fails, so does the request
         request.finish()
 
-    def _request_of(self, rank: RankProxy) -> Request | None:
-        """Return the request that a message of this rank is about."""
-        asked = (request for request in self.requests if request.awaits is not Awaits.END and rank in request.ranks)
-        return next((request for request in asked if request.waits_for(rank)), None)
-
     # Deadlines.
 
     def _next_deadline(self) -> float:
-        due = min(self._processes.due, self.output.due if self.output else NEVER)
+        due = min(self._check_at, self.output.due if self.output else NEVER)
         for request in self.requests:
             due = min(due, request.due, request.panel.due if request.panel else NEVER)
         for hang in self._hangs.values():
@@ -393,15 +387,12 @@ class RankLoop(RankReader):
         for request in self.requests:
             if request.panel is not None and request.panel.due <= now:
                 request.panel.refresh()
-        if self._processes.due <= now:
-            self._check_processes()
-
-    def _check_processes(self) -> None:
-        has_panel = any(request.panel is not None for request in self.requests)
-        is_ending = any(request.is_being_ended for request in self.requests)
-        say = (lambda _: None) if has_panel else self.say  # a panel shows by itself that a rank is stopped
-        for rank in self._processes.check([*self.ranks.values()], say, is_ending=is_ending):
-            self.on_end(rank)
+        if self._check_at <= now:
+            self._check_at = now + self._monitor_interval
+            self._monitor()
+            for rank in [rank for rank in self.ranks.values() if not rank.is_gone and rank.handle.is_lost()]:
+                rank.handle.give_up()
+                self.on_end(rank)
 
     def _attempt(self, what: str, action: Callable[..., object], *arguments: Any) -> None:
         """Call what the ranks can do without: an error in it is told and logged, and the loop goes on."""
@@ -417,7 +408,8 @@ class RankLoop(RankReader):
 
     @override
     def on_message(self, rank: RankProxy, message: Any, fds: tuple[int, ...]) -> None:
-        request = self._request_of(rank)
+        asked = (request for request in self.requests if request.awaits is not Awaits.END and rank in request.ranks)
+        request = next((request for request in asked if request.waits_for(rank)), None)
         if isinstance(message, Ready):
             rank.is_ready = True
             rank.handle.note_pid(message.pid)

@@ -54,7 +54,12 @@ class PipedRank(RankHandle):
         self._output = select.poll()
         for fd in (self.stdout, self.stderr, self.stacks):
             self._output.register(fd, select.POLLIN)
-        actions = self._on_channel, self._on_stdout, self._on_stderr, self._on_stacks
+        actions = (
+            self._on_channel,
+            self._on_stdout,
+            lambda: events.stderr(self._read(self.stderr)),
+            lambda: events.stacks(self._read(self.stacks)),
+        )
         try:
             for source, action in zip(self._all, actions, strict=True):
                 sources.add(source, action)
@@ -121,12 +126,6 @@ class PipedRank(RankHandle):
         self._events.stdout(data)
         self._sources.has_read(len(data))
         self._events.hand_on()  # the place of a display may have been read, and with it messages
-
-    def _on_stderr(self) -> None:
-        self._events.stderr(self._read(self.stderr))
-
-    def _on_stacks(self) -> None:
-        self._events.stacks(self._read(self.stacks))
 
     def _on_end(self) -> None:
         self._on_channel()

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.notebook.diagnostics.stacks import STOPPED, is_whole
+from nb_accelerate.notebook.diagnostics.stacks import is_whole
 from nb_accelerate.notebook.protocol.messages import Quit
 from nb_accelerate.notebook.ranks.output.rank_output import RankOutput
 from nb_accelerate.notebook.ranks.timeouts import NEVER
@@ -33,7 +33,6 @@ class RankProxy:
         stacks: what it has written since `ask_for_stacks`.
         has_stacks: set when all of that has come, or the rank has ended.
         stacks_due: `time.monotonic` of `ask_by_signal`.
-        is_stopped: it was suspended (SIGSTOP) when it was looked at last.
         why_lost: why it is of no use any more although its process may live; "" for one that is of use.
         lost_by: the exception behind `why_lost`, if there is one; the cause of the error about this rank.
         has_joined: it has been in the process group of a pool, so that it may have variables.
@@ -50,7 +49,6 @@ class RankProxy:
         self.has_stacks = threading.Event()
         self.stacks_due = NEVER
         self.is_ready = False
-        self.is_stopped = False
         self.is_leaving = False
         self.why_lost = ""
         self.lost_by: Exception | None = None
@@ -72,8 +70,8 @@ class RankProxy:
 
     @property
     def dump(self) -> str:
-        """What it has written of its stacks, as text; `STOPPED` if it was suspended."""
-        return STOPPED if self.is_stopped else bytes(self.stacks).decode(errors="replace")
+        """What it has written of its stacks, as text."""
+        return bytes(self.stacks).decode(errors="replace")
 
     def ask_for_stacks(self) -> None:
         """Have it write where its main thread is, and forget what it wrote before. For the loop's thread.

@@ -101,8 +101,13 @@ class Incoming(RankEvents):
         while self._rank.inbox:
             message, fds = self._rank.inbox.popleft()
             self._rank.handle.catch_up()
-            if isinstance(message, ThreadFailed):
-                self._thread_failed(message)
+            if isinstance(message, ThreadFailed):  # a wait for the work of that thread would never end
+                rank = self._rank.rank
+                logger.warning(
+                    "Rank %s is killed: its thread %s has failed.\n%s", rank, message.name, message.traceback
+                )
+                error = RemoteError(message.traceback, rank=rank, type_name=message.error.partition(":")[0])
+                self._lose(f"its thread {message.name} has failed ({message.error}), so it was killed", error)
             else:
                 self._reader.on_message(self._rank, message, fds)
 
@@ -145,13 +150,6 @@ class Incoming(RankEvents):
         display = self._rank.displays.popleft() if self._rank.displays else None
         if display is not None and self._reader.output is not None:
             self._reader.output.display(self._rank.rank, display)
-
-    def _thread_failed(self, message: ThreadFailed) -> None:
-        """Kill a rank after one of its threads has failed: a wait for the work of that thread would never end."""
-        rank = self._rank.rank
-        logger.warning("Rank %s is killed: its thread %s has failed.\n%s", rank, message.name, message.traceback)
-        error = RemoteError(message.traceback, rank=rank, type_name=message.error.partition(":")[0])
-        self._lose(f"its thread {message.name} has failed ({message.error}), so it was killed", error)
 
     def _lose(self, why: str, error: Exception) -> None:
         """Kill a rank that is of no use any more."""

@@ -70,7 +70,7 @@ class RequestView:
     def note_lines(self) -> None:
         """Have the ranks that are busy note the line of the user's code that they are at."""
         for rank in self._request.waiting:
-            if rank.is_ready and not rank.is_stopped:
+            if rank.is_ready:
                 rank.handle.note_line()
 
     def stacks(self) -> dict[int, str]:

@@ -26,8 +26,7 @@ class RankStatus:
         rank: its rank.
         machine: the name of its machine; "" for this one.
         pid: its process, on the machine where it is, or None while it starts and after it has ended.
-        state: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` (SIGSTOP) or ``ended``; of a pool also
-            ``idle``.
+        state: ``starting``, ``running``, ``returned``, ``failed`` or ``ended``; of a pool also ``idle``.
         exitcode: once it has ended: exit code, or minus the signal's number.
         device: what it computes on; "" if that is not known.
         memory: bytes of main memory that it holds (RSS); 0 if that was not asked for.
@@ -49,8 +48,6 @@ class RankStatus:
 def state_of(rank: RankProxy, request: Request) -> str:
     """Return what a rank does about a request, as the ``state`` of a `RankStatus`."""
     answer = request.answers.get(rank.rank)
-    if rank.is_stopped:
-        return "stopped"
     if answer is not None:
         return "returned" if isinstance(answer[0], Result) else "failed"
     if rank.is_gone:
@@ -60,7 +57,7 @@ def state_of(rank: RankProxy, request: Request) -> str:
 
 def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
     """Look at the process of a rank of a pool that has not ended."""
-    state = "stopped" if rank.handle.is_stopped() else "running" if busy else "idle"
+    state = "running" if busy else "idle"
     memory = rank.handle.memory()
     held = RankMemory()
     with contextlib.suppress(ValueError):  # it has just ended, and its page was closed

@@ -86,8 +86,8 @@ class Step:
 
 
 def ask_for_stacks(rank: RankProxy) -> None:
-    """Have a rank write its stacks, unless it cannot: it is not ready, or suspended."""
-    if rank.is_ready and not rank.is_stopped:
+    """Have a rank write its stacks, unless it is not ready."""
+    if rank.is_ready:
         rank.ask_for_stacks()
 
 

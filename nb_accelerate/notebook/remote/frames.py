@@ -12,14 +12,13 @@ from __future__ import annotations
 import enum
 import json
 import os
-import stat
 import struct
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from nb_accelerate.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 MAGIC = b"\n--nb-accelerate-host 1--\n"
 """Comes before the first frame of a host. The number is the version of what follows."""
@@ -34,7 +33,7 @@ _MAX_PREAMBLE = 1 << 12
 """Bytes before `MAGIC` that are kept, at most: the last ones."""
 
 _READ = 1 << 16
-"""Bytes that are read at once of what may be many frames. The rest of a longer one is read to where it is to be."""
+"""Bytes that are read at once of what may be many frames. The rest of a longer one is read to its place."""
 
 _LONG_READ = 1 << 20
 """Bytes of a long frame that are read at once, at most. Other machines get their turn then."""
@@ -152,14 +151,8 @@ class FrameWriter:
 
     def frame(self, kind: int, rank: int, *parts: Bytes) -> list[Bytes]:
         """Return the pieces of a frame, whose body is the parts one after the other; nothing large is copied."""
-        pieces = self.beginning(kind, rank, *parts)
+        pieces = [_HEADER.pack(kind, rank, sum(memoryview(part).nbytes for part in parts)), *parts]
         return pieces if self._seal is None else [*pieces, self._seal.tag(pieces)]
-
-    @staticmethod
-    def beginning(kind: int, rank: int, *parts: Bytes, left: int = 0) -> list[Bytes]:
-        """Return the pieces of a frame without a seal, of whose body so many bytes are left to the caller."""
-        length = sum(memoryview(part).nbytes for part in parts) + left
-        return [_HEADER.pack(kind, rank, length), *parts]
 
 
 class FrameParser:
@@ -167,8 +160,6 @@ class FrameParser:
 
     Args:
         has_preamble: `MAGIC` comes before the first frame, as from a host.
-        file_of: returns the file of a segment by its number. What comes of it without a seal is moved there, and is no
-            frame for who iterates.
 
     Attributes:
         preamble: the last bytes before `MAGIC`.
@@ -176,17 +167,13 @@ class FrameParser:
         heard: bytes that have been received.
     """
 
-    def __init__(
-        self, seal: Seal | None = None, *, has_preamble: bool = False, file_of: Callable[[int], int] | None = None
-    ) -> None:
+    def __init__(self, seal: Seal | None = None, *, has_preamble: bool = False) -> None:
         self.preamble = b""
         self.is_open = not has_preamble
         self.heard = 0
         self._seal = seal
         self._data = bytearray()
         self._missing = memoryview(b"")  # the part of `_data` that is still to come, of a long frame
-        self._file_of = file_of if seal is None else None
-        self._file, self._file_left = -1, 0  # a segment, and the bytes still to come of its frame
 
     def receive(self, fd: int) -> int:
         """Read once from a descriptor that does not block, and return how many bytes have come; 0 at its end.
@@ -194,28 +181,18 @@ class FrameParser:
         Raises:
             BlockingIOError: there is nothing yet.
         """
-        size = self._receive(fd)
+        if self._missing:
+            size = self._filled(os.readv(fd, [self._missing[:_LONG_READ]]))
+        else:
+            data = os.read(fd, _READ)
+            self.feed(data)
+            size = len(data)
         self.heard += size
         return size
-
-    def _receive(self, fd: int) -> int:
-        if self._file_left and can_splice(fd):
-            moved = os.splice(fd, self._file, min(self._file_left, _LONG_READ))
-            self._file_left -= moved
-            return moved
-        if self._missing:
-            return self._filled(os.readv(fd, [self._missing[:_LONG_READ]]))
-        data = os.read(fd, min(self._file_left, _LONG_READ) or _READ)
-        self.feed(data)
-        return len(data)
 
     def feed(self, data: Bytes) -> None:
         """Take bytes that have come."""
         rest = memoryview(data)
-        while self._file_left and rest:
-            written = os.write(self._file, rest[: self._file_left])
-            self._file_left -= written
-            rest = rest[written:]
         size = min(len(rest), len(self._missing))
         if size:
             self._missing[:size] = rest[:size]
@@ -235,36 +212,20 @@ class FrameParser:
         Raises:
             LinkError: these are no frames, or others than were sent.
         """
-        while self.is_open and not (self._missing or self._file_left) and len(self._data) >= _HEADER.size:
+        while self.is_open and not self._missing and len(self._data) >= _HEADER.size:
             kind, rank, length = _HEADER.unpack_from(self._data)
             if length > MAX_BODY:
                 raise LinkError(
                     f"what came is not what a host writes (a frame of {length} bytes): something else writes to stdout"
                 )
-            if kind == Kind.SEGMENT and self._file_of is not None:
-                if len(self._data) < _HEADER.size + NUMBER.size:
-                    return
-                self._begin_segment(self._file_of, length)
-                continue
             end = _HEADER.size + length + (0 if self._seal is None else self._seal.size)
             if len(self._data) < end:
-                self._begin_long(end)
+                if end > _READ:  # the rest of it is not read at once, but to its place
+                    came = len(self._data)
+                    self._data += bytes(end - came)
+                    self._missing = memoryview(self._data)[came:]
                 return
             yield Frame(kind, rank, self._taken(_HEADER.size + length, end))
-
-    def _begin_segment(self, file_of: Callable[[int], int], length: int) -> None:
-        """Have the bytes of the segment that follow go to its file."""
-        self._file, self._file_left = file_of(*NUMBER.unpack_from(self._data, _HEADER.size)), length - NUMBER.size
-        came = bytes(self._data[_HEADER.size + NUMBER.size :])
-        self._data.clear()
-        self.feed(came)
-
-    def _begin_long(self, end: int) -> None:
-        """Have the rest of a frame that is not read at once go to its place."""
-        if end > _READ:
-            came = len(self._data)
-            self._data += bytes(end - came)
-            self._missing = memoryview(self._data)[came:]
 
     def _taken(self, end_of_body: int, end: int) -> bytes:
         """Take a frame out of what has come, and return its body."""
@@ -285,11 +246,6 @@ class FrameParser:
         self.preamble = bytes(self._data[max(0, place - _MAX_PREAMBLE) : place])
         del self._data[: place + len(MAGIC)]
         self.is_open = True
-
-
-def can_splice(fd: int) -> bool:
-    """Return whether what goes through a descriptor can be moved to and from a file without being copied here."""
-    return hasattr(os, "splice") and stat.S_ISFIFO(os.fstat(fd).st_mode)
 
 
 def as_json(value: object) -> bytes:

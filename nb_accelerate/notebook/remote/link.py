@@ -62,7 +62,7 @@ class Link:
         self.ahead = float("inf")
         self._stream = stream
         self.received = ReceivedSegments()
-        self._parser = FrameParser(stream.seal, has_preamble=True, file_of=self.received.file_of)
+        self._parser = FrameParser(stream.seal, has_preamble=True)
         self._silence = Silence(self._parser, stream.reads)
         self._heard_at = time.monotonic()
         self._handles: dict[int, TakesFrames] = {}

@@ -53,7 +53,7 @@ class RemoteRank(RankHandle):
         self.rank = rank
         self.local_rank = local_rank
         self.mark = new_mark()
-        self.page = PageMirror(self._send_page)
+        self.page = PageMirror(lambda pieces: self._tell(Kind.PAGE, pack_pieces(pieces)))
         self._events: RankEvents | None = None
         self._early: list[Frame] = []
         self._facts: dict[str, Any] = {}
@@ -223,10 +223,6 @@ class RemoteRank(RankHandle):
         self._tell(Kind.POKE, what)
 
     @override
-    def is_stopped(self) -> bool:
-        return bool(self._facts.get("stopped"))
-
-    @override
     def is_lost(self) -> bool:
         if self.ended or time.monotonic() < self._killed_at + _KILL_TIMEOUT:
             return False
@@ -244,9 +240,6 @@ class RemoteRank(RankHandle):
         if not self._is_closed:
             self._is_closed = True
             self.page.close()
-
-    def _send_page(self, pieces: Any) -> None:
-        self._tell(Kind.PAGE, pack_pieces(pieces))
 
     def _tell(self, kind: Kind, body: bytes = b"") -> None:
         if not (self.ended or self.link.lost):

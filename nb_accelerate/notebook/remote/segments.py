@@ -71,21 +71,20 @@ class ReceivedSegments:
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
 
-    def file_of(self, number: int) -> int:
-        """Return the file to which the content of a segment is written as it comes."""
+    def _file_of(self, number: int) -> int:
         if number not in self._files:
             self._files[number] = anonymous_file()
         return self._files[number]
 
     def take(self, body: bytes) -> None:
         """Take a piece of a segment."""
-        file, rest = self.file_of(*NUMBER.unpack_from(body)), memoryview(body)[NUMBER.size :]
+        file, rest = self._file_of(*NUMBER.unpack_from(body)), memoryview(body)[NUMBER.size :]
         while rest:
             rest = rest[os.write(file, rest) :]
 
     def get(self, number: int) -> int:
         """Return the descriptor of a segment, which stays this one's."""
-        return self.file_of(number) if number == EMPTY else self._files[number]
+        return self._file_of(number) if number == EMPTY else self._files[number]
 
     def drop(self, body: bytes) -> None:
         """Drop a segment, of which perhaps nothing has come."""

@@ -19,7 +19,6 @@ from nb_accelerate.notebook.remote.frames import (
     NUMBER,
     FrameWriter,
     Kind,
-    can_splice,
     pack_message,
     unpack_message,
 )
@@ -101,7 +100,6 @@ class FrameSender:
         enlarge(fd)
         self._fd = fd
         self._writer = FrameWriter(seal)
-        self._can_splice = seal is None and can_splice(fd)
         self._preamble = preamble
         self._on_beat = on_beat
         self._wake = threading.Condition()
@@ -226,19 +224,12 @@ class FrameSender:
         return queued
 
     def _bytes_of(self, queued: _Queued) -> list[Bytes]:
+        """Return a frame, of a file its next piece; of one that has been sent nothing, and close it."""
         if queued.file < 0:
             return self._writer.frame(queued.kind, queued.rank, *queued.parts)
-        return self._next_piece(queued)
-
-    def _next_piece(self, queued: _Queued) -> list[Bytes]:
-        """Return a piece of a file; of one that has been sent nothing, and close it."""
         size = min(_PIECE, queued.size - queued.offset)
         if not size:
             os.close(queued.file)
-            return []
-        if self._can_splice:  # it is the first that is written
-            self._write(self._writer.beginning(queued.kind, queued.rank, *queued.parts, left=size))
-            self._splice(queued.file, queued.offset, size)
             return []
         piece = os.pread(queued.file, size, queued.offset)  # the place of reading is shared with other copies of it
         return self._writer.frame(queued.kind, queued.rank, *queued.parts, piece)
@@ -257,16 +248,6 @@ class FrameSender:
                 written -= len(rest.pop(0))
             if rest:
                 rest[0] = rest[0][written:]
-
-    def _splice(self, file: int, offset: int, size: int) -> None:
-        """Send bytes of a file, which nobody changes any more, without copying them here."""
-        while size and not self._is_dropped:
-            try:
-                moved = os.splice(file, self._fd, size, offset_src=offset)
-            except BlockingIOError:
-                self._await_room()
-                continue
-            offset, size = offset + moved, size - moved
 
     def _await_room(self) -> None:
         """Wait until something can be written, or the next beat is due."""

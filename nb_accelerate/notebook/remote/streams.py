@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -72,8 +73,7 @@ class CommandStream(Stream):
         self, name: str, argv: Sequence[str], *, explain: Callable[[int | None, str], str] | None = None
     ) -> None:
         self.name = name
-        self._command = argv[0]
-        self._explain = self._as_it_is if explain is None else explain
+        self._explain = functools.partial(ended, argv[0]) if explain is None else explain
         # A file and no pipe: nobody has to read it, and a command that writes much never waits.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the stream
         try:
@@ -105,9 +105,6 @@ class CommandStream(Stream):
         # By position: the command shares the place where this file is written.
         said = os.pread(self._said.fileno(), _MOST_SAID, max(0, size - _MOST_SAID))
         return self._explain(self._process.returncode, said.decode(errors="replace").strip())
-
-    def _as_it_is(self, code: int | None, said: str) -> str:
-        return ended(self._command, code, said)
 
     @override
     def close(self, *, at_once: bool = False) -> None:

@@ -13,6 +13,7 @@ import gc
 import os
 import re
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,6 @@ from nb_accelerate.notebook.worker.trained_models import trained_models
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
-
-    from IPython.core.interactiveshell import ExecutionResult
 
     from nb_accelerate.notebook.protocol.channel import Channel
     from nb_accelerate.notebook.protocol.messages import Failure, RunCell
@@ -174,7 +173,10 @@ class PersistentRank:
                     self._names["accelerator"] = self._half.make_accelerator()
                     before.add("accelerator", self._names["accelerator"])
                 trained_models.begin(1 if cell.converts else cell.num_ranks)
-                result = self._convert(cell) if cell.converts else self._shell.run(cell)
+                with self._half.converted(self._names) if cell.converts else nullcontext() as converted:
+                    result = self._shell.run(cell)
+                    if converted is not None and result.success:
+                        converted.report()
                 trained_models.end()
             error = result.error_before_exec or result.error_in_exec
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
@@ -195,13 +197,6 @@ class PersistentRank:
             gone=received.take_gone(),
         )
         return end, packed
-
-    def _convert(self, cell: RunCell) -> ExecutionResult:
-        with self._half.converted(self._names) as converted:
-            result = self._shell.run(cell)
-            if result.success:
-                converted.report()
-        return result
 
     def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:
         if value is None:

@@ -14,13 +14,19 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import multiprocessing
 import os
 import sys
 import time
 import traceback
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from typing_extensions import override
 
 from nb_accelerate.base.helper_threads import tell_failures
 from nb_accelerate.base.imported import imported
@@ -43,14 +49,14 @@ from nb_accelerate.notebook.worker.patches.bars import bars_in_panel
 from nb_accelerate.notebook.worker.patches.loaders import fork_by_default, spawn_by_value
 from nb_accelerate.notebook.worker.patches.trainers import trainers_as_loops
 from nb_accelerate.notebook.worker.patches.whole_files import save_whole_files
-from nb_accelerate.notebook.worker.sent_modules import SentModules
 from nb_accelerate.notebook.worker.server.interpreter import imports_from
 from nb_accelerate.notebook.worker.server.limits import enough_room
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, set_name
 from nb_accelerate.notebook.worker.stack_writer import answer_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import ModuleType
 
     from nb_accelerate.notebook.protocol.messages import Setup
     from nb_accelerate.notebook.protocol.shipping import Packed
@@ -292,3 +298,32 @@ def _flush() -> None:
         if stream is not None:
             with contextlib.suppress(Exception):  # users' code may have put anything there
                 stream.flush()
+
+
+class SentModules(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
+    """Finds modules that were sent. It stands behind all other finders: what a machine has itself comes first.
+
+    Args:
+        modules: the file of each, on the machine of the notebook, and its text.
+    """
+
+    def __init__(self, modules: Mapping[str, tuple[str, str]]) -> None:
+        self._modules = modules
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname in self._modules else None
+
+    @override
+    def get_filename(self, fullname: str) -> str:
+        return self._modules[fullname][0]
+
+    @override
+    def get_source(self, fullname: str) -> str:
+        return self._modules[fullname][1]
+
+    @override
+    def is_package(self, fullname: str) -> bool:
+        return Path(self.get_filename(fullname)).name == "__init__.py"

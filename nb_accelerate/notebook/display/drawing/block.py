@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from typing_extensions import override
 
-from nb_accelerate.notebook.display import console
 from nb_accelerate.notebook.display.drawing import text
 from nb_accelerate.notebook.display.panel import Drawing
 
@@ -18,6 +18,28 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.view import View
 
 _MOST_LINES = 20
+
+
+def write(stream: IO[str] | None, text: str) -> None:
+    """Write as well as can be: with escapes for letters that the stream has not; nothing where nothing can be.
+
+    Raises nothing: a stream may be the user's own class, and output is no reason to end what watches over ranks.
+    """
+    if stream is None:
+        return
+    with contextlib.suppress(Exception):
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def flush(stream: IO[str] | None) -> None:
+    """Flush as well as can be."""
+    if stream is not None:
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def can_redraw(stream: TextIO) -> bool:
@@ -67,8 +89,8 @@ class Block(Drawing):
             end_of_line = "\n" if self._is_hidden else ""
             size = shutil.get_terminal_size()
             lines = text.lines(view, size.columns - 1, color=text.can_color(self._stream))
-            console.write(self._stream, end_of_line + "\n".join(lines) + "\n")
-        console.flush(self._stream)
+            write(self._stream, end_of_line + "\n".join(lines) + "\n")
+        flush(self._stream)
 
     def hide(self) -> None:
         """Erase the lines, so that something can be printed in their place."""
@@ -82,11 +104,11 @@ class Block(Drawing):
 
     def _wipe(self) -> None:
         if self._height:
-            console.write(self._stream, f"\x1b[{self._height}F\x1b[J")
+            write(self._stream, f"\x1b[{self._height}F\x1b[J")
             self._height = 0
 
     def _paint(self) -> None:
         if self._lines and not self._is_hidden:
-            console.write(self._stream, "\n".join(self._lines) + "\n")
+            write(self._stream, "\n".join(self._lines) + "\n")
             self._height = len(self._lines)
-        console.flush(self._stream)
+        flush(self._stream)

@@ -41,7 +41,8 @@ def line(view: View) -> str:
         ends = ", ".join([f"{view.facts.name}: {view.state} in {view.elapsed}", *view.summary])
         return "\n".join([ends, *_times(view)])
     parts = [f"{view.facts.name}: {view.elapsed}"]
-    row = _slowest(view.rows)
+    well = [row for row in view.rows if row.kind != "bad"] or view.rows
+    row = min(well, key=lambda row: row.share or 0.0, default=None)  # the slowest one stands for all
     if row is not None and row.step:
         share = "" if row.share is None else f" ({100 * row.share:.0f} %)"
         # With the number of epochs, the step counts over the whole run.
@@ -81,12 +82,6 @@ def _times(view: View) -> list[str]:
     if view.state in ("starting", "running"):
         return []
     return [*([f"time: {view.times}"] if view.times else []), *([view.advice] if view.advice else [])]
-
-
-def _slowest(rows: Sequence[Row]) -> Row | None:
-    """Return the row that stands for all: the slowest one that has not failed."""
-    well = [row for row in rows if row.kind != "bad"] or list(rows)
-    return min(well, key=lambda row: row.share or 0.0) if well else None
 
 
 def _head(view: View, width: int, *, color: bool) -> str:

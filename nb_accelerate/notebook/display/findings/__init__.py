@@ -1,1 +1,1 @@
-"""What is worth a sentence: ranks that are stuck or slow, losses that are not finite or jump, and what to try."""
+"""What is worth a sentence: ranks that are stuck or slow, losses that are not finite, and what to try."""

@@ -64,7 +64,7 @@ class Slow(Finding):
 
     @override
     def observe(self, ranks: Ranks, now: float) -> None:
-        stands_still = bool(stalled_ranks(ranks, now)) or any(rank.status.state == "stopped" for rank in ranks.values())
+        stands_still = bool(stalled_ranks(ranks, now))
         if stands_still:
             self.stragglers = {}
         elif self._stood_still:  # all make progress again: drop speeds that were measured meanwhile

@@ -36,7 +36,7 @@ def stalled_ranks(ranks: Ranks, now: float) -> set[int]:
 
 def _has_begun(rank: RankHistory) -> bool:
     sample = rank.sample
-    if rank.status.state not in ("running", "stopped") or sample.phase is Phase.COMPILING:
+    if rank.status.state != "running" or sample.phase is Phase.COMPILING:
         return False
     return sample.in_loop or sample.phase is Phase.WAITING or any(not bar.ended for bar in sample.bars)
 
@@ -78,13 +78,8 @@ class Stuck(Finding):
 def _standstill(ranks: Ranks, now: float) -> list[str]:
     """Return what the samples of the ranks say."""
     stalled = stalled_ranks(ranks, now)
-    stopped = [number for number, rank in ranks.items() if rank.status.state == "stopped"]
-    told = [
-        f"Rank {number} is stopped (SIGSTOP). To let it go on: kill -CONT {ranks[number].status.pid}"
-        for number in stopped
-    ]
-    waiting = sorted(number for number in stalled if number not in stopped and waits(ranks[number]))
-    elsewhere = sorted(stalled - {*waiting, *stopped})
+    waiting = sorted(number for number in stalled if waits(ranks[number]))
+    elsewhere = sorted(stalled.difference(waiting))
     returned = [number for number, rank in ranks.items() if rank.status.state == "returned"]
     left = [number for number in waiting if ranks[number].sample.steps and not ranks[number].sample.in_loop]
     waited_in = _location(ranks, waiting)
@@ -95,23 +90,21 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
         text = f"{words.capitalized(named(elsewhere))} {_have(elsewhere)} not moved for {since}"
         text += _location(ranks, elsewhere, ": ")
         if waiting:
-            text += f"; {who[0].lower()}{who[1:]} for {_it(elsewhere)}{waited_in}"
-        told.append(f"{text}.")
-    elif waiting and returned:
+            text += f"; {who[0].lower()}{who[1:]} for {'it' if len(elsewhere) == 1 else 'them'}{waited_in}"
+        return [f"{text}."]
+    if waiting and returned:
         gone = f"{named(returned)}, which {_have(returned)} returned"
         knows_lines = any(ranks[number].location for number in waiting)
-        told.append(f"{who} for {gone}:{waited_in}." if knows_lines else f"{who}{waited_in} for {gone}.")
-    elif left and len(left) < len(waiting):
+        return [f"{who} for {gone}:{waited_in}." if knows_lines else f"{who}{waited_in} for {gone}."]
+    if left and len(left) < len(waiting):
         others = [number for number in waiting if number not in left]
         steps = " or ".join(words.plural(number, "step") for number in sorted({ranks[at].sample.steps for at in left}))
         wait_left, wait_others = ("waits" if len(some) == 1 else "wait" for some in (left, others))
-        told.append(
+        return [
             f"{words.capitalized(named(left))} {_have(left)} left the loop after {steps}, and {wait_left}"
             f"{_location(ranks, left)}; {named(others)} {wait_others}{_location(ranks, others)}."
-        )
-    elif waiting and stopped:
-        told[-1] += f". {who} for {_it(stopped)}{waited_in}."
-    return told
+        ]
+    return []
 
 
 def _location(ranks: Ranks, numbers: Sequence[int], before: str = " ") -> str:
@@ -133,7 +126,3 @@ def collective(rank: RankHistory) -> str:
 
 def _have(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
-
-
-def _it(ranks: Sequence[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"

@@ -217,12 +217,12 @@ class Controls:
                 style={"description_width": "initial"},
                 layout={"width": "92px"},
             )
-            self._rank_field.observe(lambda change: self._show_log(change["new"]), "value")
+            self._rank_field.observe(self._show_log, "value")
             self._add(self._rank_field)
         return self._rank_field
 
-    def _show_log(self, rank: int) -> None:
-        self._log_of = rank
+    def _show_log(self, change: Any) -> None:
+        self._log_of = change["new"]
         self._open(self._log)
 
     def _ask(self) -> None:

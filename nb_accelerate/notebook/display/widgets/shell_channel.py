@@ -78,14 +78,13 @@ class _Channel:
 
     def __init__(self, kernel: Any) -> None:
         self._users = self._changes = 0
-        self.answers = Answers(kernel, self._has_waiting_cell)
+        self.answers = Answers(kernel)
         self._kernel, self._stream = kernel, kernel.shell_stream
         pass_on = _kernels_own(kernel)
         assert pass_on is not None, "see can_answer"
         self._pass_on = pass_on
         self._has_thread = _has_thread(kernel)
         self._is_taken = False
-        self._is_reading = False
         self._read_at = 0.0
 
     def begin(self) -> None:
@@ -109,7 +108,6 @@ class _Channel:
         if due > 0:
             return due
         with interrupts_later():  # between reading a message and putting it into the kernel's queue, one would lose it
-            self._is_reading = True
             try:
                 self._take()
                 self._stream.flush()  # until nothing is left: the descriptor tells of what comes, not of what is there
@@ -117,8 +115,6 @@ class _Channel:
                 logger.warning("Buttons are answered after the cell (%s: %s).", type(error).__name__, error)
                 self._read_at = math.inf
                 return math.inf
-            finally:
-                self._is_reading = False
         self._read_at = time.monotonic()
         return _READ_EVERY
 
@@ -138,10 +134,6 @@ class _Channel:
 
     def _receive(self, frames: list[Any]) -> Any:
         return None if self.answers.answer(frames) else self._pass_on(frames)
-
-    def _has_waiting_cell(self) -> bool:
-        lock = getattr(self._kernel, "_main_asyncio_lock", None)
-        return self._is_reading or (lock is not None and lock.locked())
 
 
 def _has_thread(kernel: Any) -> bool:

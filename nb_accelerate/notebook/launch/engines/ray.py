@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -189,7 +188,7 @@ class _Driver:
             self._tell(address=address, hosts=options.machines, num_ranks=num_ranks, folder=self._folder)
             answer = self._heard()
             if "error" in answer:
-                raise StartError(explained(answer["error"], address))
+                raise StartError(answer["error"])
         except BaseException:
             self.close()
             raise
@@ -245,23 +244,6 @@ class _Driver:
         for ended in self._ended:
             if not ended.done():
                 ended.set_result(answer["error"])
-
-
-def explained(error: str, address: str) -> str:
-    """Return what to do about an error of Ray's."""
-    versions = re.findall(r"(Ray|Python): (\S+)", error)
-    if "Version mismatch" not in error or len(versions) != 4:
-        return error
-    (_, there), (_, python_there), (_, here), (_, python_here) = versions
-    if there == here:
-        return (
-            f"the cluster of Ray at {address} has Python {python_there}, and this notebook {python_here}; Ray wants "
-            "the same. Start the notebook with that Python"
-        )
-    return (
-        f"the cluster of Ray at {address} has Ray {there} with Python {python_there}, and here is Ray {here} with "
-        f"Python {python_here}. Run: pip install ray=={there}"
-    )
 
 
 def _environ(*, is_cluster: bool) -> dict[str, str]:

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 from nb_accelerate.base.ipython_versions import is_module_level
 from nb_accelerate.base.topology.rank_lists import label, named
 from nb_accelerate.errors import DeadlineError, DeadlockError, LaunchError, RankDiedError, RemoteError, StartError
+from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
 from nb_accelerate.notebook.diagnostics.render import place, render_report
+from nb_accelerate.notebook.display.view import FailureSummary
 from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.shipping import unpack
-from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
+from nb_accelerate.notebook.ranks.failing.incidents import STOPPED, IncidentKind, first_cause
 from nb_accelerate.notebook.ranks.failing.same_failure import (
+    failed_alike,
     failed_otherwise,
     interrupted_at,
     lost_as_well,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.errors.traceback_lines import Style
+    from nb_accelerate.notebook.display.view import PanelStatus
     from nb_accelerate.notebook.protocol.messages import ErrorReport, Failure
     from nb_accelerate.notebook.ranks.failing.incidents import Incident, Wording
     from nb_accelerate.notebook.ranks.proxy import RankProxy
@@ -229,19 +233,16 @@ def add_note(error: BaseException, note: str) -> None:
 
 def show_traceback_of_rank(error: BaseException, report: ErrorReport, title: str, world_size: int, footer: str) -> None:
     """Have IPython and plain Python print the traceback on the rank instead of the traceback of the wait for it."""
-    who = f"Raised by {title}{_place_of_import(error, report)}."
+    users = [frame for frame in report.frames if is_users(frame.filename)]
+    # IPython shows no line of a rank for a SyntaxError, so the user's line that led to it is named.
+    where_ = f", in {place(users[-1])}" if isinstance(error, SyntaxError) and users else ""
+    who = f"Raised by {title}{where_}."
     add_note(error, who)
     add_note(error, footer)
     vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title), who))
     show_instead(error, functools.partial(_lines, error, report, title, footer))
     with contextlib.suppress(Exception):  # types with slots cannot have it, or refuse
         error._nb_ranks = title.replace(f" of {world_size}", "")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
-
-
-def _place_of_import(error: BaseException, report: ErrorReport) -> str:
-    """Return the user's line that led to a SyntaxError: IPython shows no other line of a rank for it."""
-    users = [frame for frame in report.frames if is_users(frame.filename)]
-    return f", in {place(users[-1])}" if isinstance(error, SyntaxError) and users else ""
 
 
 def _lines(error: BaseException, report: ErrorReport, title: str, footer: str, style: Style) -> list[str]:
@@ -261,3 +262,41 @@ def said_of(cause: Incident, request: Request) -> str:
     if cause.rank is not None:
         return how_it_ended(cause.rank, request.wording)
     return _lateness(cause, request)
+
+
+def outcome_of(
+    request: Request, *others: Request, error: BaseException | None = None
+) -> tuple[PanelStatus, FailureSummary | None]:
+    """Return how a request has ended, for its panel: the ranks that failed, and the traceback if no error is raised.
+
+    Args:
+        error: what is raised for them, if anything is: a value may have failed to unpickle when all ranks had answered.
+    """
+    failure = next((asked.failure for asked in (request, *others) if asked.failure is not None), None)
+    incidents = [incident for asked in (request, *others) for incident in asked.incidents]
+    # Nothing went wrong on a rank: all is well, or the loop has ended, or a value cannot be unpickled here.
+    if failure is not None or not incidents:
+        error = failure or error
+        if error is None:
+            return "done", None
+        return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), None
+    cause = first_cause(incidents)
+    if cause.kind is IncidentKind.INTERRUPTED:
+        return ("stopped" if cause.how == STOPPED else "interrupted"), None
+    if isinstance(cause.error, DeadlockError):
+        waiting = cause.error.stacks
+        early = tuple(rank.rank for rank in request.ranks if rank.rank not in waiting)
+        what = "returned early" if early else "deadlocked"
+        return "failed", FailureSummary(ranks=early or tuple(waiting), what=what)
+    ranks = tuple(failed_alike(cause, incidents))
+    # A rank has ended, was late, or could not be asked.
+    if cause.failure is None:
+        exitcode = None if cause.rank is None else cause.rank.handle.exitcode
+        what = "" if exitcode is None else f"exit code {exitcode}" if exitcode >= 0 else f"{signal_name(-exitcode)}"
+        return "failed", FailureSummary(ranks=ranks, what=what)
+    # A rank has answered with an exception.
+    report = cause.failure[0].report
+    title = whose(cause, request)
+    details = "" if request.is_raised else render_report(report, title=title)
+    what = "out of memory" if says_out_of_memory(report.type_name, report.message) else report.type_name
+    return "failed", FailureSummary(ranks=ranks, what=what, label=f"traceback of {title}", details=details)

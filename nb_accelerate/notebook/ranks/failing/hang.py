@@ -88,9 +88,7 @@ class DeadlockWatch:
             and bool(dumps and others)
             and len(dumps) + len(others) == request.world_size
             and all(in_exchange(dump, or_backward=True) for dump in dumps.values())
-            and not any(
-                rank.handle.is_stopped() or rank.handle.page.read().other_group for rank in (*request.ranks, *others)
-            )
+            and not any(rank.handle.page.read().other_group for rank in (*request.ranks, *others))
         )
 
     def _are_idle(self, used: Mapping[int, float | None], seconds: float) -> bool:
@@ -162,7 +160,8 @@ class HangWatch:
         elif self._progress is None:
             self._progress = self._read_progress()
             self.due = now + self._quiet / 2
-        elif self._has_progressed():
+        elif (progress := self._read_progress()) != self._progress:
+            self._progress = progress
             self._note_movement(now)
             self._deadlock.moved()
             self._stuck_since = None
@@ -178,10 +177,6 @@ class HangWatch:
         if self._moved_at is not None:
             self._quiet = max(self._quiet, min(2 * (now - self._moved_at), _LONGEST_QUIET))
         self._moved_at = now
-
-    def _has_progressed(self) -> bool:
-        before, self._progress = self._progress, self._read_progress()
-        return before != self._progress
 
     def _read_progress(self) -> tuple[object, ...]:
         samples = (rank.handle.page.read() for rank in self._request.ranks)

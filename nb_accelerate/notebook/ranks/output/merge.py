@@ -125,7 +125,9 @@ class Merge(Generic[T]):
     def flush(self, now: float) -> None:
         """Show items that have waited for `hold` seconds."""
         while self.due <= now:
-            self._show_block(self._before_last)
+            self._show_block(
+                lambda queue: next((at for at, item in enumerate(queue.items) if self._last(item)), len(queue.items))
+            )
 
     def finish(self) -> None:
         """Show everything."""
@@ -162,9 +164,6 @@ class Merge(Generic[T]):
             for queue in queues:
                 queue.shown.clear()
         self._show(tuple(self._waiting), [queue.take(agreed) for queue in queues])
-
-    def _before_last(self, queue: _Queue[T]) -> int:
-        return next((number for number, item in enumerate(queue.items) if self._last(item)), len(queue.items))
 
     def _show_block(self, at_most: Callable[[_Queue[T]], int] = lambda queue: len(queue.items)) -> None:
         """Show what comes before the next item that all ranks have: of each rank in turn, equal blocks once."""

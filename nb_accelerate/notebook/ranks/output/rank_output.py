@@ -116,7 +116,9 @@ class RankOutput:
             text = line.take() + text
         else:
             whole, newline, rest = text.rpartition("\n")
-            text = _last_drawings(line.take() + whole + newline) if newline else ""
+            text = line.take() + whole + newline if newline else ""
+            if "\r" in text:
+                text = "\n".join(map(last_drawing, text.split("\n")))
             line.add(rest)
             if line.size > _MAX_UNFINISHED:
                 text += line.take() + "\n"
@@ -158,11 +160,6 @@ class _Line:
         text = self.text
         self._pieces, self.size = [], 0
         return text
-
-
-def _last_drawings(lines: str) -> str:
-    """Return whole lines, each without what was drawn over in it."""
-    return "\n".join(map(last_drawing, lines.split("\n"))) if "\r" in lines else lines
 
 
 def last_drawing(line: str) -> str:

@@ -129,9 +129,15 @@ class RequestOutput:
         self.alone = len(self._ranks) == 1 and prefix is None
         self._is_in_line = False
         hold = NEVER if style == "group" else hold
-        apart = _never if style == "group" or prefix is not None else _is_for_all
+        has_apart = style != "group" and prefix is None
         self._merge: Merge[_Item] = Merge(
-            self._ranks, self._show, hold=hold, apart=apart, last=_is_value, kind=_without_figures
+            self._ranks,
+            self._show,
+            hold=hold,
+            apart=lambda item: has_apart and isinstance(item, tuple) and item[0] == "for_all",
+            # The value of a cell's last line: the answers of all ranks are waited for anyway.
+            last=lambda item: isinstance(item, _Shown) and item.kind == "result",
+            kind=_without_figures,
         )
 
     @property
@@ -222,6 +228,7 @@ class RequestOutput:
 
     def _show(self, ranks: tuple[int, ...], said: list[list[_Item]]) -> None:
         whose = self._prefix(ranks)
+        has_for_all = self._prefix == self._unless_all and self._ranks[0] in ranks  # lines that rank prints for all
         stream: StreamName = "stdout"
         lines: list[str] = []
         for same in zip(*said, strict=True):
@@ -232,7 +239,7 @@ class RequestOutput:
                 lines.clear()
             if isinstance(first, tuple):
                 stream = "stderr" if first[0] == "stderr" else "stdout"
-                lines.append(self._without_ranks(first[0], ranks, whose) + first[1])
+                lines.append(("" if has_for_all and first[0] == "for_all" else whose) + first[1])
             else:
                 self._publish(ranks, [item for item in same if isinstance(item, _Shown)], whose)
         if lines:
@@ -240,11 +247,6 @@ class RequestOutput:
 
     def _unless_all(self, ranks: Sequence[int]) -> str:
         return "" if tuple(ranks) == self._ranks else f"[{label(ranks)}] "
-
-    def _without_ranks(self, stream: StreamName, ranks: Sequence[int], whose: str) -> str:
-        """Return the prefix of a line: none of our own, if the first rank has printed it for all."""
-        is_for_all = stream == "for_all" and self._prefix == self._unless_all and self._ranks[0] in ranks
-        return "" if is_for_all else whose
 
     def _publish(self, ranks: tuple[int, ...], shown: list[_Shown], whose: str = "") -> None:
         """Show a display of several ranks once."""
@@ -287,25 +289,12 @@ def _as_message(display: Display) -> dict[str, Any]:
     return {**found, "wait": bool(content.get("wait"))}
 
 
-def _is_value(item: _Item) -> bool:
-    """Return whether an item is the value of a cell's last line: the answers of all ranks are waited for anyway."""
-    return isinstance(item, _Shown) and item.kind == "result"
-
-
-def _is_for_all(item: _Item) -> bool:
-    return isinstance(item, tuple) and item[0] == "for_all"
-
-
 def _without_figures(item: _Item) -> str | None:
     """Return a line without its numbers; None for one that has no number, and for a display."""
     if isinstance(item, _Shown):
         return None
     text, numbers = _NUMBER.subn("0", item[1])
     return text if numbers else None
-
-
-def _never(_: _Item) -> bool:
-    return False
 
 
 def _whole(line: _Line) -> _Line:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
-from nb_accelerate.notebook.display import console
+from nb_accelerate.notebook.display.drawing.block import flush, write
 from nb_accelerate.notebook.ranks.output.overflow import Overflow
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class StreamSink(Sink):
             self._print(sys.stdout, f"{text}\n")
 
     def _print(self, stream: IO[str] | None, text: str) -> None:
-        console.write(stream, text)
+        write(stream, text)
 
     @override
     def flush(self) -> None:
@@ -105,8 +105,8 @@ class StreamSink(Sink):
 
     @override
     def close(self) -> None:
-        console.flush(sys.stdout)
-        console.flush(sys.stderr)
+        flush(sys.stdout)
+        flush(sys.stderr)
 
 
 class CellSink(Sink):
@@ -142,7 +142,7 @@ class CellSink(Sink):
         redirected = self._redirected[stream]
         if redirected is not None:
             self._begin()
-            console.write(redirected, text)
+            write(redirected, text)
             return
         if self._overflow is not None:
             self._overflow.write(text)
@@ -202,8 +202,8 @@ class CellSink(Sink):
         """Before the first output of ranks, flush what the cell itself has printed."""
         if self._is_first:
             self._is_first = False
-            console.flush(sys.stdout)
-            console.flush(sys.stderr)
+            flush(sys.stdout)
+            flush(sys.stderr)
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         self._begin()

@@ -70,7 +70,8 @@ def own_path() -> list[str]:
     """
     is_read = not (sys.flags.ignore_environment or sys.flags.isolated)
     named = set(filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep) if is_read else ()))
-    entries = [entry for entry in sys.path if isinstance(entry, str) and (entry in named or not _is_current(entry))]
+    own = {*named, *sysconfig.get_paths().values()}
+    entries = [entry for entry in sys.path if isinstance(entry, str) and (entry in own or not _is_same(entry, Path()))]
     try:
         path = [str(Path.cwd() / entry) for entry in entries]
     except FileNotFoundError:  # the current folder was deleted
@@ -105,10 +106,6 @@ def imports_from(path: Sequence[str]) -> Iterator[None]:
 def _sources(package: Path) -> dict[Path, int]:
     """Return the sizes of the sources of a package: an installed copy of the same sources may be imported as well."""
     return {file.relative_to(package): file.stat().st_size for file in package.rglob("*.py")}
-
-
-def _is_current(entry: str) -> bool:
-    return entry not in sysconfig.get_paths().values() and _is_same(entry, Path())
 
 
 def _is_same(entry: str, path: Path) -> bool:

@@ -100,22 +100,11 @@ def open_process(pid: int) -> int:
         return -1
 
 
-def send_signal(pid: int, signum: int, *, process: int = -1) -> bool:
-    """Send a signal to a process; do nothing if it has ended. Return False if it belongs to another user.
-
-    Args:
-        process: its descriptor, or -1. It is used instead of `pid` where it can be: the system may have given the id to
-            another process meanwhile.
-    """
+def send_signal(pid: int, signum: int) -> bool:
+    """Send a signal to a process; do nothing if it has ended. Return False if it belongs to another user."""
     try:
-        try:
-            signal.pidfd_send_signal(process, signum)
-        except ProcessLookupError:
-            raise
-        except (AttributeError, OSError):  # there is no descriptor; or a sandbox knows the call that opens one only
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
-    except ProcessLookupError:
-        return True
     except PermissionError:
         return False
     return True

@@ -23,9 +23,6 @@ as workers of a loader, are adopted by the server and killed, also if they have 
 
     process group of the kernel:  kernel, ranks        a hard shutdown of the kernel ends all of it at once
     of its own, in that session:  server               lives on for a moment, to end what ranks have left behind
-
-A server that was stopped (SIGSTOP) ends with its kernel too: its group is orphaned then, and the system sends such a
-group SIGHUP and SIGCONT.
 """
 
 from __future__ import annotations
@@ -106,8 +103,6 @@ class Server:
 
     def __init__(self, control: Channel, parent: int, scratch: Scratch) -> None:
         leave_group()
-        # A stopped process whose kernel ends is sent this, and then told to go on.
-        self._former_hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._control = control
         self._parent = parent
         self._ranks: dict[int, _Rank] = {}
