@@ -56,8 +56,8 @@ print(sorted(t.name for t in threading.enumerate() if "panel" in t.name),
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
-    shared_kernel.run(SETUP).ok()
     shared_kernel.wait_for_server()
+    shared_kernel.run(SETUP).ok()
     shared_kernel.run(RANKS_THAT_STAY).ok()
     return shared_kernel
 

@@ -35,7 +35,7 @@ def run_inner(pytester: pytest.Pytester, body: str, workers: int = 0) -> list[st
     return file.read_text().splitlines() if file.exists() else []
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_failures_in_every_phase_of_a_test_are_listed_once(pytester: pytest.Pytester, workers: int) -> None:
     listed = run_inner(
         pytester,

@@ -269,7 +269,7 @@ def has_what_can_wait():
 @pytest.mark.slow
 def test_idle_processes_are_there_before_what_can_wait_is_imported_and_others_afterwards(notebook: Kernel) -> None:
     notebook.run("import psutil, sys, time\nfrom nb_accelerate.notebook.launch import close, servers\nclose()").ok()
-    notebook.run(IDLE).ok()
+    notebook.run(f"servers.PRELOAD += servers.LATER\n{IDLE}").ok()
     # The rank waits for the server, so that it has not imported the rest when the rank runs.
     first = "print(launch(has_what_can_wait, (), 1))\nearly = idle(())\nlate = idle(early)"
     assert notebook.run(first).ok().stdout == "[False]\n"

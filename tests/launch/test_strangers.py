@@ -424,13 +424,18 @@ def train(): return asdict(training_args)
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
     shared_kernel.run("%load_ext nb_accelerate\nfrom nb_accelerate import notebook_launcher").ok()
-    shared_kernel.wait_for_server()
     shared_kernel.run("%distributed config --progress off").ok()
     shared_kernel.run("%distributed start -n 2").ok()
     return shared_kernel
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+FAST = ("get_device with mps", "EMA, early stopping and deepcopy", "a patched torch.load", "a cached tokenizer")
+"""Others are alike in what is sent: a function, and what it uses."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in NOTEBOOKS]
+)
 def test_a_strangers_notebook_gives_the_same_everywhere(notebook: Kernel, name: str) -> None:
     notebook.run(SEED + NOTEBOOKS[name]).ok()
     cell = notebook.run("%%distributed\ntrain()").ok()

@@ -112,7 +112,6 @@ def test_each_command_that_is_advised_has_a_trial():
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
-    shared_kernel.wait_for_server()
     shared_kernel.run("%%distributed\nimport torch").ok()
     shared_kernel.put("nb_accelerate.notebook.pool.pool.SIZE_LIMIT", 1 << 26)
     yield shared_kernel
@@ -120,7 +119,10 @@ def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
 
 
 @pytest.mark.may_leave("processes", "files")  # ranks, and where they meet, of the shared kernel that were started again
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if TRIALS[name][0][0].startswith(MODEL) else []) for name in TRIALS],
+)
 def test_advice_does_what_it_says(notebook: Kernel, name: str):
     cells, read, expected = TRIALS[name]
     notebook.put("nb_accelerate.notebook.pool.pool.SIZE_LIMIT", 4000 if name == "push: large" else 1 << 30)

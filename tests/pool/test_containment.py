@@ -293,7 +293,9 @@ class TestThreadThatFails:
         own.start(PoolOptions(num_processes=1))
         assert run(own, "rank") == [0]
 
-    @pytest.mark.parametrize("again", ["start", "restart", "stop"])
+    @pytest.mark.parametrize(
+        "again", ["restart", *(pytest.param(one, marks=pytest.mark.slow) for one in ("start", "stop"))]
+    )
     def test_start_restart_and_stop_do_what_they_say(self, own: Pool, failure: BaseException, again: str):
         self.break_thread(own, failure)()
         if again == "start":

@@ -172,7 +172,14 @@ def work_before_forward(kind: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size"), [("usual", 1), ("usual", 2), ("compiled", 1), ("compiled", 2), ("compiled later", 1)]
+    ("kind", "world_size"),
+    [
+        ("usual", 1),
+        ("usual", 2),
+        ("compiled", 1),
+        pytest.param("compiled", 2, marks=pytest.mark.slow),
+        ("compiled later", 1),
+    ],
 )
 def test_what_comes_before_the_call_of_the_model_is_no_forward(kind: str, world_size: int) -> None:
     for seconds in notebook_launcher(work_before_forward, (kind,), num_processes=world_size, progress="off"):

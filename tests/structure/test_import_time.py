@@ -91,5 +91,6 @@ def test_what_only_a_notebook_run_by_the_command_line_needs_is_imported_there():
     }
 
 
+@pytest.mark.slow
 def test_a_module_that_brings_torch_along_is_noticed():
     assert "torch" in _fresh('import torch\nfound = {"modules": sorted(sys.modules)}')["modules"]

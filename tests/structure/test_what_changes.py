@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nb_accelerate"
@@ -40,9 +37,10 @@ def _words(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def _modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def _modules() -> list[tuple[str, ast.Module]]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    return [(str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))) for path in files]
 
 
 def _imported(tree: ast.Module) -> set[str]:

@@ -17,6 +17,7 @@ from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.training.accelerator import Accelerator
 
 
+@pytest.mark.slow
 def test_random_programs_are_bit_equal_to_a_plain_scaler_loop():
     for seed in range(20):
         compare(seed)

@@ -137,8 +137,13 @@ def random_case(seed: int) -> tuple[nn.Module, dict[Any, int]]:
     return model, limits_of(draw, compute_module_sizes(model)[""])
 
 
-@pytest.mark.parametrize("stay", [False, True])
-@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize(
+    ("fallback", "stay"),
+    [
+        (False, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, False), (True, False), (True, True))),
+    ],
+)
 def test_maps_are_those_of_accelerate_or_have_more_on_the_first_devices(fallback: bool, stay: bool) -> None:
     options: dict[str, Any] = {"no_split_module_classes": ["Block"], "fallback_allocation": fallback}
     options["offload_buffers"] = not stay

@@ -241,6 +241,7 @@ def test_an_exception_inside_a_block_leaves_a_model_that_computes(tmp_path: Path
     assert torch.equal(model(tokens()), Placed()(tokens()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_map", [{"": "disk"}, {**OFFLOAD, "layers.0": "cpu"}])
 def test_compiled_models_have_as_many_graphs_as_plain_ones(tmp_path: Path, device_map: dict[str, Any]) -> None:
     from torch._dynamo.testing import CompileCounter  # a second, and each rank of later launches would import it too

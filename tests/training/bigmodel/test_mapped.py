@@ -269,6 +269,7 @@ print(files.is_present(names))
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path: Path) -> None:
     file = saved(tmp_path, weights(4, 10_000))
     size = file.stat().st_size

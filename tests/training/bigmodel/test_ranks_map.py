@@ -145,7 +145,7 @@ def test_ranks_write_the_words_of_one_process(
         assert own < 1.15 * whole / world_size  # norms are whole on each, and the vocabulary cannot be divided
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [(Untied, 4), (Rows, 2)])
+@pytest.mark.parametrize(("kind", "world_size"), [pytest.param(Untied, 4, marks=pytest.mark.slow), (Rows, 2)])
 @pytest.mark.limit(180)
 def test_a_rank_has_views_of_its_slices(run_ranks: RunRanks, tmp_path: Path, kind: type[Rows], world_size: int) -> None:
     plain = kind().eval()

@@ -84,8 +84,19 @@ def _interrupted(where: str, *, stop_after: int, way: str) -> tuple[list[float],
     return whole[stop_after:], rest
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["between epochs", "skip", "stateful"])
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        ("between epochs", 1),
+        ("skip", 1),
+        ("stateful", 2),
+        *(
+            pytest.param(way, ranks, marks=pytest.mark.slow)
+            for way, ranks in (("stateful", 1), ("between epochs", 2), ("skip", 2))
+        ),
+        *(pytest.param(way, 4, marks=pytest.mark.slow) for way in ("between epochs", "skip", "stateful")),
+    ],
+)
 def test_a_run_goes_on_as_if_it_had_not_been_interrupted(run_ranks: RunRanks, tmp_path: Path, ranks: int, way: str):
     per_epoch = {1: 11, 2: 6, 4: 3}[ranks]
     stop_after = per_epoch if way == "between epochs" else per_epoch + 4 // (ranks // 4 + 1)  # where a window closes
@@ -98,7 +109,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_interrupted(run_ranks: RunRanks, tm
         assert len(got) == 3 * per_epoch - stop_after
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["skip", "stateful", "dispatch", "stateful dispatch"])
 def test_a_run_that_was_resumed_is_saved_and_resumed_again(run_ranks: RunRanks, tmp_path: Path, ranks: int, way: str):
     def run(where: str, way: str) -> list[Any]:

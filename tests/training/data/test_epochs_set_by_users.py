@@ -170,6 +170,7 @@ def test_one_process_is_in_the_epoch_that_was_set(kind: str, place: str):
         assert read(kind, place, skipped=2)[:2] == [expected(kind, 5)[2:], expected(kind, 7)[2:]]
 
 
+@pytest.mark.slow
 def test_ranks_are_in_the_epoch_that_was_set(run_ranks: RunRanks):
     pytest.importorskip("datasets")
 

@@ -49,7 +49,8 @@ def evaluated(way: str, kind: str) -> list[int]:
     return found
 
 
-WAYS = ["plain", "split", "stateful", "stream", "own batches", pytest.param("workers", marks=pytest.mark.slow)]
+WAYS = ["plain", "split", "own batches"]
+WAYS += [pytest.param(way, marks=pytest.mark.slow) for way in ("stateful", "stream", "workers")]
 
 
 @pytest.mark.parametrize("way", WAYS)

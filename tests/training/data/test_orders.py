@@ -209,8 +209,19 @@ def test_one_process_goes_on_in_the_order_of_the_epoch(kind: str, stateful: bool
     compare(kind, tmp_path, use_stateful_dataloader=stateful)
 
 
-@pytest.mark.parametrize("kind", IN_WORKERS)
-@pytest.mark.parametrize("stateful", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "stateful"),
+    [
+        ("workers", False),
+        ("stream in workers", False),
+        *(
+            pytest.param(kind, stateful, marks=pytest.mark.slow)
+            for kind in IN_WORKERS
+            for stateful in (False, True)
+            if stateful or kind not in ("workers", "stream in workers")
+        ),
+    ],
+)
 def test_one_process_with_workers_goes_on_in_the_order_of_the_epoch(kind: str, stateful: bool, tmp_path: Path):
     # What is drawn one by one is disturbed by what the loop draws in between.
     compare(kind, tmp_path, ((1, 0), (1, 3)), use_stateful_dataloader=stateful, draws=kind != "one by one in workers")

@@ -225,6 +225,7 @@ def test_a_loader_that_leaves_out_the_beginning_saves_the_position_in_the_whole_
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_accelerate_and_we_go_on_where_the_other_stopped(run_ranks, dispatch, tmp_path):
     def both(folder, dispatch):

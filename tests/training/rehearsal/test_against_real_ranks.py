@@ -109,6 +109,7 @@ def compare(numbers: list[int], world_size: int, run_ranks: RunRanks, folder: Pa
         assert trace.rates == [one["rates"] for one in real[rank]]
 
 
+@pytest.mark.slow
 def test_two_ranks_do_what_was_rehearsed(run_ranks: RunRanks, tmp_path: Path):
     compare(list(range(24)), 2, run_ranks, tmp_path)
 

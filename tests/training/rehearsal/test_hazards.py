@@ -258,6 +258,13 @@ def test_what_fails_or_is_spoilt_is_found(function: Callable[[bool], None], kind
         assert f"test_hazards.py line {line_of(function)}" in text
 
 
-@pytest.mark.parametrize("function", [row[0] for row in (*HANGS, *OTHERS)], ids=lambda function: function.__name__)
+ALL = [row[0] for row in (*HANGS, *OTHERS)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [*ALL[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in ALL[3:])],
+    ids=lambda function: function.__name__,
+)
 def test_what_is_written_well_raises_no_alarm(function: Callable[[bool], None], tmp_path: Path):
     assert rehearsed(function, True, folder=tmp_path).findings == []

@@ -187,6 +187,7 @@ def shard() -> None:
     accelerator.save_state("shards")
 
 
+@pytest.mark.slow
 def test_sharded_models_are_rehearsed(tmp_path: Path):
     found = rehearsed(shard, folder=tmp_path)
     assert found.findings == []

@@ -55,6 +55,7 @@ def train(plugin: FullyShardedDataParallelPlugin | None) -> list[torch.Tensor]:
     return list(accelerator.get_state_dict(model).values())
 
 
+@pytest.mark.slow
 def test_scalars_and_attentions_whose_parts_a_policy_wraps_train_as_in_one_process(run_ranks: RunRanks):
     expected = train(None)
     for options in ({"auto_wrap_policy": linear_layers}, {"min_num_params": 8}, {"auto_wrap_policy": "no_wrap"}):
@@ -80,6 +81,7 @@ def test_gradients_of_gradients_are_refused_with_what_to_write(run_ranks: RunRan
         assert backward.endswith("train with DDP.")
 
 
+@pytest.mark.slow
 def test_loops_over_many_parameters_are_set_back_where_only_some_are_parallelized(run_ranks: RunRanks):
     def make(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

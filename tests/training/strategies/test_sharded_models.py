@@ -263,6 +263,7 @@ def test_tied_weights_train_as_one_if_they_are_in_one_block(run_ranks):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3)])
 def test_16_bit_numbers_train_as_float32_within_their_precision_and_batch_norm_computes_in_float32(
     run_ranks, precision, tolerance

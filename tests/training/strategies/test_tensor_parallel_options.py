@@ -83,6 +83,7 @@ def test_mixed_precision_learns_as_one_process_does_in_it(run_ranks, precision):
             assert stays
 
 
+@pytest.mark.slow
 def test_save_model_and_a_save_in_the_background_write_whole_weights(run_ranks, tmp_path: Path):
     def run() -> Any:
         accelerator = tensor_parallel()
