@@ -30,6 +30,10 @@ def shared():
 
 def test_cheap(shared):
     pass
+
+@pytest.mark.slow
+def test_slow():
+    pass
 """
 
 
@@ -42,7 +46,8 @@ def test_a_test_of_ci_that_is_dearer_than_the_limit_fails_with_its_figure(
     costs = pytester.path / "costs"
     monkeypatch.setenv("CI", "true")
     monkeypatch.setenv("COSTS_OF_TESTS", str(costs))
-    options = ["-p", "fixtures.cost", "-p", "no:cacheprovider", "-o", f"pythonpath={TESTS}", "-o", "markers=contract"]
+    plugins = ["-p", "fixtures.cost", "-p", "no:cacheprovider"]
+    options = [*plugins, "-o", f"pythonpath={TESTS}", "-o", "markers=contract\nslow"]
     result = pytester.runpytest_subprocess("inner.py", "-m", "not slow and not browser", *options)
     result.assert_outcomes(passed=3, errors=1)
     result.stdout.fnmatch_lines(["*ERROR at teardown of test_dear*", "It took ?.? processor seconds*"])
@@ -50,4 +55,6 @@ def test_a_test_of_ci_that_is_dearer_than_the_limit_fails_with_its_figure(
     found = [json.loads(line) for line in costs.read_text().splitlines()]
     assert [name for name, _ in found] == [f"inner.py::test_{name}" for name in ("dear", "contract", "cheap")]
     assert 2 * found[2][1]["inner.py::test_cheap"] < found[2][1]["inner.py: shared"]
-    assert pytester.runpytest_subprocess("inner.py", *options).ret == 0  # where nothing says which tests are fast
+    result = pytester.runpytest_subprocess("inner.py", *options)  # where nothing says which tests are fast
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["fast: * of 600*", "slow: 0 processor seconds; dearest: *test_slow 0.0*"])

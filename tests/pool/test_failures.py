@@ -140,27 +140,29 @@ class TestExceptions:
         assert notebook.run("%%distributed\nundefined_name").error == "NameError"
         assert "process group" not in str(notebook.run("%%distributed\nstep()").ok())
 
-    def test_models_go_on_working_after_a_failure_in_the_middle_of_a_step(self, notebook: Kernel, ranks: int):
+    @pytest.mark.parametrize(
+        ("make", "backward"),
+        [
+            (
+                "model = torch.nn.parallel.DistributedDataParallel(linear)\n"
+                "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+                "torch.Tensor.backward",
+            ),
+            (
+                "from nb_accelerate import Accelerator\naccelerator = Accelerator()\n"
+                "model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))",
+                "accelerator.backward",
+            ),
+        ],
+        ids=["DDP", "prepared"],
+    )
+    def test_models_go_on_working_after_a_failure_in_the_middle_of_a_step(
+        self, notebook: Kernel, ranks: int, make: str, backward: str
+    ):
         notebook.run(
-            "%%distributed\ntorch.manual_seed(0)\nlinear = torch.nn.Linear(2, 1, device=device)\n"
-            "model = torch.nn.parallel.DistributedDataParallel(linear)\n"
-            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            f"%%distributed\ntorch.manual_seed(0)\nlinear = torch.nn.Linear(2, 1, device=device)\n{make}\n"
             "def step():\n    optimizer.zero_grad()\n"
-            "    model(torch.full((1, 2), rank + 1., device=device)).sum().backward()\n"
-            "    optimizer.step()\n    return linear.weight.grad[0, 0].item()\nstep()"
-        ).ok()
-        assert notebook.run("%%distributed\nif rank == world_size - 1: 1 / 0\nstep()").error == "ZeroDivisionError"
-        notebook.run("%%distributed --quiet --out steps\n[step() for _ in range(3)]").ok()
-        mean = sum(range(1, ranks + 1)) / ranks
-        assert notebook.run("steps").ok().value == str([[mean] * 3] * ranks)
-
-    def test_prepared_models_go_on_working_after_a_failure_in_the_middle_of_a_step(self, notebook: Kernel, ranks: int):
-        notebook.run(
-            "%%distributed\nfrom nb_accelerate import Accelerator\ntorch.manual_seed(0)\n"
-            "accelerator = Accelerator()\nlinear = torch.nn.Linear(2, 1)\n"
-            "model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))\n"
-            "def step():\n    optimizer.zero_grad()\n"
-            "    accelerator.backward(model(torch.full((1, 2), rank + 1., device=device)).sum())\n"
+            f"    {backward}(model(torch.full((1, 2), rank + 1., device=device)).sum())\n"
             "    optimizer.step()\n    return linear.weight.grad[0, 0].item()\nstep()"
         ).ok()
         assert notebook.run("%%distributed\nif rank == world_size - 1: 1 / 0\nstep()").error == "ZeroDivisionError"

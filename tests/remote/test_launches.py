@@ -326,22 +326,22 @@ def test_a_number_of_ranks_that_the_machines_do_not_make_up_is_refused(machines:
         notebook_launcher(os.getpid, num_processes=4, progress="off")
 
 
-def test_a_machine_whose_host_does_not_start_is_named_with_what_it_printed(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("template", "error", "says"),
+    [
+        ("sh -c 'echo Out of order; exit 3' {command}", StartError, r"machine a .* exit code 3[^\0]*Out of order"),
+        pytest.param(
+            "sh -c '{command}'", ConfigError, r"one machine: command_template=.*\{host\}", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["a host that does not start", "one machine under two names"],
+)
+def test_a_template_that_does_not_lead_to_each_machine_is_refused(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, template: str, error: type[Exception], says: str
 ) -> None:
     monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
-    monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "sh -c 'echo Out of order; exit 3' {command}")
-    with pytest.raises(StartError, match=r"machine a cannot be reached: sh ended with exit code 3[^\0]*Out of order"):
-        notebook_launcher(os.getpid, progress="off")
-
-
-@pytest.mark.slow
-def test_a_template_that_leads_to_one_machine_under_two_names_is_refused(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
-    monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "sh -c '{command}'")
-    with pytest.raises(ConfigError, match=r"a and b are one machine: command_template=.* Write \{host\} in it"):
+    monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", template)
+    with pytest.raises(error, match=says):
         notebook_launcher(os.getpid, progress="off")
 
 
