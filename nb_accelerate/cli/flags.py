@@ -5,7 +5,6 @@ Flags can be written with underscores or with dashes. Where a flag is not given,
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
 
 
@@ -36,21 +36,12 @@ class FlagGroup(NamedTuple):
     switch: str = ""  # name of the flag without which the others say nothing
 
 
-def _machines(text: str) -> tuple[int, int]:
-    """Return the fewest and the most machines: ``2`` or ``1:2``."""
-    fewest, _, most = text.partition(":")
-    if not fewest.isdecimal() or not (most or fewest).isdecimal() or "0" in (fewest, most):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number, such as 2, nor a range, such as 1:2")
-    return int(fewest), int(most or fewest)
-
-
 _BOOL = ("true", "false")
 _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 _FILE_HELP = "what `nb-accelerate config` has written (its --help says where the default file lies)"
 _PROCESSES_HELP = "number of processes, on all machines together; one for each GPU by default"
 _PRECISION_HELP = "what Accelerator() takes by default: no, fp16, bf16 or fp8 (by torchao)"
 _ACCUMULATION_HELP = "batches for one optimizer step: what Accelerator() takes by default"
-_RANGE_HELP = "number of machines; with c10d also a range, such as 1:4: as many as there are, also later"
 _MESH_HELP = "lay processes out as a mesh, as these sizes say; their product is the number of processes"
 
 _TO_RUN_ON = (
@@ -72,12 +63,12 @@ _TO_TRAIN = (
     Flag("gradient_accumulation_steps", _ACCUMULATION_HELP, int, "N"),
 )
 _MACHINES = (
-    Flag("num_machines", _RANGE_HELP, _machines, "N"),
+    Flag("num_machines", "number of machines", int, "N"),
     Flag("machine_rank", "number of this machine, from 0", int, "K"),
     Flag("main_process_ip", "address of machine 0", str, "ADDRESS"),
     Flag("main_process_port", "port on machine 0", int, "PORT"),
     Flag("rdzv_backend", "how machines find one another: static or c10d", str, choices=("static", "c10d")),
-    Flag("rdzv_conf", "seconds to wait, as join_timeout=60,last_call_timeout=5", str, "K=V,..."),
+    Flag("rdzv_conf", "seconds to wait, as join_timeout=60", str, "K=V,..."),
     Flag("same_network", "understood, and without effect"),
 )
 _FSDP = (

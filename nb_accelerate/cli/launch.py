@@ -179,7 +179,7 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
         )
     on_cpu = arguments.cpu or (not given and (file.get("use_cpu") or kind == "MULTI_CPU"))
     # Machines, and how many processes each of them has.
-    fewest, machines = said["num_machines"] or file.machines
+    machines = abs(KEYS["num_machines"]("num_machines", choose("num_machines", 1)))  # -1 is not set
     total = choose("num_processes", -1)
     total = None if total == -1 else total
     if total is not None and total % machines:
@@ -202,8 +202,7 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
     step = None if is_said else node_in_step(os.environ, machines)
     rank, address = step or (choose("machine_rank", 0), choose("main_process_ip", None))
     port = choose("main_process_port", None)
-    # Files of accelerate always say static, with which there are no ranges.
-    backend = choose("rdzv_backend", "static") if fewest == machines else arguments.rdzv_backend or "c10d"
+    backend = choose("rdzv_backend", "static")
     meeting = {"use_port": port}
     if machines > 1 and address and backend == "c10d":
         host = f"[{address}]" if ":" in address else address
@@ -215,7 +214,6 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
         "devices": devices,
         "mixed_precision": arguments.mixed_precision or "no",
         "num_nodes": machines,
-        **({"min_nodes": fewest} if fewest != machines else {}),
         "node_rank": rank,
         "rdzv_backend": backend,
         "rdzv_conf": _pairs(arguments.rdzv_conf),

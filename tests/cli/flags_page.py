@@ -23,7 +23,6 @@ DIFFERENT = {
     "multi_gpu": "one GPU is enough",
     "num_cpu_threads_per_process": "without it the cores are shared out, where accelerate sets one thread",
     "gradient_accumulation_steps": "it counts with every setup, not with DeepSpeed alone",
-    "num_machines": "a range too, as torchrun's --nnodes 1:4",
     "rdzv_backend": "etcd is refused",
     "same_network": "it has no effect",
     "use_fsdp": "with --cpu too, where accelerate trains without FSDP",

@@ -87,19 +87,6 @@ def test_keys_of_sections_may_lack_their_prefix_and_unknown_ones_are_named(tmp_p
     assert "'fsdp_config.fsdp_ofload_params'. Did you mean 'fsdp_config.fsdp_offload_params'?" in name_unknown(file)
 
 
-@pytest.mark.parametrize(
-    ("text", "machines"),
-    [("1:4", (1, 4)), ("'2:4'", (2, 4)), ("3", (3, 3)), ("-1", (1, 1)), ("'2'", (2, 2))],
-)
-def test_a_range_of_machines_is_read_and_written(tmp_path: Path, text: str, machines: tuple[int, int]):
-    path = write(tmp_path, f"num_machines: {text}\n")  # which YAML 1.1 takes for the number 64
-    for _ in range(2):
-        file = read_config(path)
-        assert file is not None
-        assert file.machines == machines
-        path = write_config(file.values, tmp_path / "again.yaml")
-
-
 def test_an_unquoted_no_means_no(tmp_path: Path):
     file = read_config(write(tmp_path, "distributed_type: NO\nmixed_precision: no\n"))
     assert file is not None
@@ -143,8 +130,7 @@ def test_the_file_lies_where_accelerate_looks_for_it(tmp_path: Path, variables: 
     [
         ("num_processes: two\n", ["num_processes='two'", "whole number"]),
         ("num_processes: 0\n", ["num_processes=0", "at least 1"]),
-        ("num_machines: 4:1\n", ["num_machines='4:1'", "num_machines: 1:4"]),
-        ("num_machines: a:b\n", ["num_machines='a:b'", "num_machines: 1:4"]),
+        ("num_machines: a:b\n", ["num_machines='a:b'", "whole number"]),
         ("mixed_precision: bf17\n", ["mixed_precision='bf17'", "Did you mean 'bf16'?"]),
         ("use_cpu: perhaps\n", ["use_cpu='perhaps'", "yes or no"]),
         ("tpu_use_sudo: true\n", ["tpu_use_sudo=True", "gcloud", "Write tpu_use_sudo: false"]),
@@ -258,20 +244,6 @@ def test_several_machines_are_asked_for_where_they_meet_and_mistakes_are_asked_a
     assert (found["num_machines"], found["machine_rank"], found["main_process_ip"]) == (2, 1, "10.0.0.1")
     assert (found["num_processes"], found["mixed_precision"]) == (6, "bf16")
     assert found["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
-
-
-def test_a_range_of_machines_finds_itself(monkeypatch: pytest.MonkeyPatch):
-    asker = Scripted(
-        monkeypatch,
-        ("Train in one", "MULTI_GPU"),
-        ("Number of machines", "4:1"),
-        ("Number of machines", "1:4"),
-        ("Address", "10.0.0.1"),
-    )
-    found = ask_config(num_gpus=2)
-    assert asker.answers == []
-    assert [found[name] for name in ("num_machines", "rdzv_backend", "num_processes")] == ["1:4", "c10d", 8]
-    assert not any("Number of this machine" in question for question in asker.asked[1:])
 
 
 ENGINES = [

@@ -136,7 +136,7 @@ for x in loader:
     time.sleep(0.02)
 """
 
-CONF = "--rdzv_conf=join_timeout=60,last_call_timeout=1,keep_alive_interval=1"
+CONF = "--rdzv_conf=join_timeout=60"
 ELASTIC = ["--rdzv_backend=c10d", CONF]
 
 
@@ -183,30 +183,6 @@ def test_a_machine_that_is_started_after_another_takes_part(tmp_path: Path, two_
     assert (tmp_path / "losses.json").exists()
 
 
-@pytest.mark.parametrize("ends", ["is killed", "is interrupted"])
-def test_a_range_of_machines_grows_and_shrinks(tmp_path: Path, two_hosts: list[str], go_on: Path, ends: str) -> None:
-    flags = ["--num_machines=1:2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
-    flags.append("--max_restarts=1")
-    end = tmp_path / "end"
-    first = launch(0, ["--quiet", *flags], go_on, str(end))
-    wait_for(first.stdout, "begins 0 of 1")
-    second = launch(1, ["--quiet", *flags], go_on, str(end))
-    wait_for(first.stdout, "begins 0 of 2")
-    wait_for(second.stdout, "begins 1 of 2")
-    if ends == "is killed":
-        kill_machine(1, second)
-    else:
-        second.send_signal(signal.SIGINT)
-        second.communicate(timeout=60)
-    wait_for(first.stdout, "begins 0 of 1")
-    end.touch()
-    _, error = first.communicate(timeout=30)
-    assert first.returncode == 0, error
-    assert "another machine has come" in error
-    assert f"the launch on the machine at {two_hosts[1]}" in error
-    assert error.count("start 2 of 2") == 1  # the machine that was lost; the one that came did not count
-
-
 def two_machines(two_hosts: list[str], flags: list[str], script: Path, end: Path) -> list[subprocess.Popen[str]]:
     """Start a job on both machines, and wait until its ranks have begun."""
     common = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *flags]
@@ -229,9 +205,7 @@ def test_a_machine_that_is_killed_is_named_on_the_other(
     jobs = two_machines(two_hosts, [], go_on, tmp_path / "end")
     kill_machine(killed, jobs.pop(killed))
     _, error = jobs[0].communicate(timeout=60)
-    assert re.search(
-        rf"the launch on the machine at {two_hosts[killed]}.* (does not answer any more|was killed)", error
-    )
+    assert re.search(rf"the launch on the machine at {two_hosts[killed]}.* was killed", error)
     assert jobs[0].returncode == 1
 
 
@@ -248,30 +222,6 @@ def test_a_machine_whose_launch_was_killed_is_started_again_and_takes_part(
         wait_for(job.stdout, "begins")
     end.touch()
     all_end_well([first, second])
-
-
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_launch_that_is_stopped_for_a_while_is_told_and_ends_nothing(
-    tmp_path: Path, two_hosts: list[str], go_on: Path, stopped: int
-) -> None:
-    jobs = two_machines(two_hosts, [CONF], go_on, tmp_path / "end")
-    jobs[stopped].send_signal(signal.SIGSTOP)
-    wait_for(jobs[1 - stopped].stderr, f"nothing was heard of the machine at {two_hosts[stopped]}")
-    jobs[stopped].send_signal(signal.SIGCONT)
-    (tmp_path / "end").touch()
-    all_end_well(jobs)
-
-
-def test_a_cable_that_is_cut_for_a_while_is_told_and_ends_nothing(
-    tmp_path: Path, two_hosts: list[str], go_on: Path
-) -> None:
-    jobs = two_machines(two_hosts, ELASTIC, go_on, tmp_path / "end")
-    subprocess.run(["ip", "-n", HOSTS[1], "link", "set", "nbveth1", "down"], check=True)
-    for host, job in enumerate(jobs):
-        wait_for(job.stderr, f"nothing was heard of the machine at {two_hosts[1 - host]}")
-    subprocess.run(["ip", "-n", HOSTS[1], "link", "set", "nbveth1", "up"], check=True)
-    (tmp_path / "end").touch()
-    all_end_well(jobs)
 
 
 FAIL = """

@@ -61,17 +61,6 @@ def _count(key: str, value: object) -> int:
     return -1 if value == -1 else check_whole(key, value, at_least=1)  # -1 is accelerate's value for "not set"
 
 
-def _machines(key: str, value: object) -> int | str:
-    """Return a number of machines, or a range of them as text."""
-    if not isinstance(value, str):
-        return _count(key, value)
-    fewest, _, most = value.replace(" ", "").partition(":")
-    most = most or fewest
-    if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most)):
-        raise ConfigError(f"{key}={value!r} is neither a number of machines nor a range. Write {key}: 2 or {key}: 1:4.")
-    return int(most) if fewest == most else f"{fewest}:{most}"
-
-
 def _text(key: str, value: object) -> str:
     if isinstance(value, (dict, list, bool)):
         raise ConfigError(f"{key}={value!r} is of type {type(value).__name__}, not text.")
@@ -118,7 +107,7 @@ KEYS: dict[str, Callable[[str, Any], Any]] = {
     "main_process_port": partial(check_whole, at_least=0),
     "main_training_function": _text,
     "mixed_precision": lambda key, value: check_choice(key, _unquoted(value), PrecisionType.list()),
-    "num_machines": _machines,
+    "num_machines": _count,
     "num_processes": _count,
     "rdzv_backend": _text,
     "same_network": _flag,
@@ -197,19 +186,12 @@ class ConfigFile:
         """Return what the file says, by keys."""
         return {key: value for key, value in self.values.items() if value is not None}
 
-    @property
-    def machines(self) -> tuple[int, int]:
-        """The fewest and the most machines: ``num_machines`` is a number, or a range such as ``1:4``."""
-        said = self.get("num_machines", -1)
-        fewest, _, most = str(1 if said == -1 else said).partition(":")
-        return int(fewest), int(most or fewest)
-
     def launcher_arguments(self) -> dict[str, Any]:
         """Return the values about the ranks of one machine, as arguments of `notebook_launcher`.
 
         A file for several machines gives no arguments: a cell waits for other machines only if its own call says so.
         """
-        if self.machines[1] > 1:
+        if self.get("num_machines", 1) > 1:
             return {}
         found: dict[str, Any] = {}
         if self.get("num_processes", -1) > 0:
@@ -287,17 +269,9 @@ def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None
 def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that has changed is another one
     import yaml  # here, because it is slow to import
 
-    class Loader(yaml.SafeLoader):
-        """YAML as others read it, but for 1:4, which is a range of machines, and in YAML 1.1 the number 64."""
-
-        def construct_number(self, node: yaml.ScalarNode) -> int | str:
-            """Return a whole number, or the text of a range."""
-            return str(node.value) if ":" in node.value else self.construct_yaml_int(node)
-
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):

@@ -48,7 +48,6 @@ class LaunchOptions:
     master_addr: str = "127.0.0.1"
     node_rank: int = 0
     num_nodes: int = 1
-    min_nodes: int | None = None
     rdzv_backend: str = "static"
     rdzv_endpoint: str = ""
     rdzv_conf: Mapping[str, Any] | None = None
@@ -78,7 +77,7 @@ class LaunchOptions:
         for name, choices in _CHOICES.items():
             object.__setattr__(self, name, check_choice(name, getattr(self, name), choices))
         object.__setattr__(self, "start_method", check_start_method(self.start_method, START_METHODS))
-        for name, least in (("num_processes", 1), ("num_nodes", 1), ("min_nodes", 1), ("max_restarts", 0)):
+        for name, least in (("num_processes", 1), ("num_nodes", 1), ("max_restarts", 0)):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), at_least=least)
         for name in ("timeout", "monitor_interval"):
@@ -120,11 +119,6 @@ class LaunchOptions:
             )
 
     def _check_nodes(self) -> None:
-        if self.min_nodes is not None and self.min_nodes > self.num_nodes:
-            raise ConfigError(
-                f"min_nodes={self.min_nodes} is more than num_nodes={self.num_nodes}, which is how many machines there "
-                f"can be. Write min_nodes={self.num_nodes} or less"
-            )
         if check_whole("node_rank", self.node_rank, at_least=0) >= self.num_nodes:
             raise ConfigError(
                 f"node_rank={self.node_rank}, but of num_nodes={self.num_nodes} machines the first is number 0 and "
@@ -147,22 +141,15 @@ class LaunchOptions:
             raise ConfigError(
                 f"start_method={method.name!r} runs one rank in this process; num_nodes must be {method.max_nodes}"
             )
-        if self.rdzv_backend == "c10d":
-            if not self.rdzv_endpoint:
-                raise ConfigError(
-                    "rdzv_backend='c10d' needs an address at which machines meet. Write rdzv_endpoint='HOST:29400' "
-                    "with the name of one machine, the same on all machines"
-                )
-            return
+        if self.rdzv_backend == "c10d" and not self.rdzv_endpoint:
+            raise ConfigError(
+                "rdzv_backend='c10d' needs an address at which machines meet. Write rdzv_endpoint='HOST:29400' "
+                "with the name of one machine, the same on all machines"
+            )
         if not self.rdzv_endpoint and self.master_addr in ("127.0.0.1", "localhost"):
             raise ConfigError(
                 f"num_nodes={self.num_nodes}, but master_addr={self.master_addr!r} is the local machine on each. Write "
                 f"the address of machine 0 that the others can reach: master_addr='10.0.0.1'"
-            )
-        if self.min_nodes not in (None, self.num_nodes):
-            raise ConfigError(
-                f"{self.min_nodes} to {self.num_nodes} machines cannot be numbered beforehand. Write "
-                f"rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
             )
 
 

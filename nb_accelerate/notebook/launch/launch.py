@@ -24,7 +24,6 @@ from nb_accelerate.errors import (
 )
 from nb_accelerate.notebook.display.panel import Action
 from nb_accelerate.notebook.launch.description import facts_of, line_prefix, simple_arguments
-from nb_accelerate.notebook.launch.elastic import MachineJoinedError
 from nb_accelerate.notebook.launch.placing import PlacingHere
 from nb_accelerate.notebook.launch.setup import pack_notebook
 from nb_accelerate.notebook.launch.values import keep_values, note_of_dropped, pack_call, unpack_values
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.display.panel import Panel
-    from nb_accelerate.notebook.launch.elastic import Machines
+    from nb_accelerate.notebook.launch.by_hand import Machines
     from nb_accelerate.notebook.launch.placing import Placing
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet
@@ -263,13 +262,9 @@ class Launch(Steerable):
                 stack.callback(placing.close)
             meet = stack.enter_context(placing.repeated_rendezvous(self._check_goes_on))
             attempt = 0
-            # Until the values are there, or an error is final: another machine that joins is no failure, and what is
-            # written in the program comes back in every attempt.
-            while True:
+            while True:  # until the values are there, or an error is final
                 try:
                     return self._attempt(placing, meet, call, attempt)
-                except MachineJoinedError as joined:
-                    again = f"{joined}: all ranks start again"
                 except (KeyboardInterrupt, StartError, DeadlineError):
                     raise
                 except BaseException as error:
@@ -279,8 +274,8 @@ class Launch(Steerable):
                         self._tell(f"The ranks are not started again: the same {type(error).__name__} would come back.")
                         raise
                     attempt += 1
-                    again = f"{summary(error).removesuffix('.')}; start {attempt + 1} of {options.max_restarts + 1}"
-                self._tell(again)
+                    again = f"start {attempt + 1} of {options.max_restarts + 1}"
+                    self._tell(f"{summary(error).removesuffix('.')}; {again}")
 
     def _pack_call(self, stack: contextlib.ExitStack) -> Packed | None:
         """Pickle the call. Return None where ranks have it in memory: they are forks, or become forks if that fails."""
@@ -314,13 +309,12 @@ class Launch(Steerable):
             raise DeadlineError(f"{WORDING.what} took longer than {late}; its ranks had not been started", stacks={})
 
     def _attempt(self, placing: Placing, meet: Meet, call: Packed | None, attempt: int) -> Values:
-        options, timeouts = self._options, self.timeouts
+        options, plan, timeouts = self._options, self._plan, self.timeouts
         self._check_goes_on()
         with contextlib.ExitStack() as stack:
             with enough_room():
                 with placing.while_starting():
                     rendezvous = stack.enter_context(meet())
-                    self._plan = plan = self._plan.with_nodes(rendezvous.num_nodes)
                     wants_rows = self._front_end != "off"
                     handles = stack.enter_context(placing.started_ranks(plan, rendezvous, wants_rows=wants_rows))
                 with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
@@ -378,7 +372,7 @@ class Launch(Steerable):
             stack.callback(calling.close)
             if rendezvous.machines is not None:
                 self._machines = rendezvous.machines
-                self._machines.watch(calling, self._say)
+                self._machines.watch(calling)
                 stack.callback(self._machines.close_watch)
             return self._carry_out(loop, calling, leaving, is_first=not attempt, was_stopped=was_stopped)
 

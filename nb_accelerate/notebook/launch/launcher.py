@@ -80,7 +80,6 @@ def notebook_launcher(
     by_value: Sequence[ModuleType] = ...,
     fold_output: bool | None = ...,
     resume: bool = ...,
-    min_nodes: int | None = ...,
     engine: str | None = ...,
     hosts: str | Sequence[str] | None = ...,
     address: str | None = ...,
@@ -120,7 +119,6 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     by_value: Sequence[ModuleType] = (),
     fold_output: bool | None = None,
     resume: bool = False,
-    min_nodes: int | None = None,
     engine: str | None = None,
     hosts: str | Sequence[str] | None = None,
     address: str | None = None,
@@ -145,12 +143,13 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         master_addr: on several machines, the address of machine 0 as the others see it. With an `engine` addresses are
             tried where this is not given.
         node_rank: number of this machine, from 0. Run the same cell on each machine, with its own number.
-        num_nodes: number of machines. All use the same `num_processes`. They meet by torch elastic, at a port without
-            authentication: keep it inside of a private network.
+        num_nodes: number of machines. All use the same `num_processes`. They meet at a port without authentication:
+            keep it inside of a private network.
         rdzv_backend: who numbers several machines. ``"static"``: you do, by `node_rank`, and machine 0 has
-            `master_addr`. ``"c10d"``: torch elastic; give all of them the same `rdzv_endpoint` and `rdzv_id`.
+            `master_addr`. ``"c10d"``: they do, as they come; give all of them the same `rdzv_endpoint` and `rdzv_id`.
         rdzv_endpoint: ``"HOST:PORT"`` where machines meet; with ``"static"`` instead of `master_addr` and `use_port`.
-        rdzv_conf: options of torch elastic's rendezvous, such as ``{"join_timeout": 60}`` in seconds.
+        rdzv_conf: ``{"join_timeout": 60}``, seconds to wait. With ``"c10d"`` also ``is_host``, where
+            the endpoint is.
         rdzv_id: names this launch among others at the same endpoint.
         max_restarts: after a failure, start all ranks again, so many times; not after an error that would come back,
             such as a `ConfigError`. The count is in the environment variable ``TORCHELASTIC_RESTART_COUNT``.
@@ -173,8 +172,6 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         by_value: modules of yours to send as they are in memory here, instead of importing them in the ranks.
         resume: have `Accelerator.resumable` go on from the newest whole checkpoint that there is. Ranks that are
             started again after a failure (``max_restarts``) do so anyway, but with checkpoints of this launch only.
-        min_nodes: with ``"c10d"``, the fewest machines to run on; `num_nodes` is then the most. All ranks start again
-            when a machine comes, which does not count as a restart, and when one is lost, which does.
         fold_output: show a line that all ranks print once, and put the rank in front of others, as ``%%distributed``
             cells do. False shows every line at once, as it was printed. None is True, unless
             `log_line_prefix_template` is given.
@@ -239,7 +236,6 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         master_addr=master_addr,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        min_nodes=min_nodes,
         rdzv_backend=rdzv_backend,
         rdzv_endpoint=rdzv_endpoint,
         rdzv_conf=rdzv_conf,

@@ -39,7 +39,7 @@ class LaunchPlan:
     """A launch, ready to be started."""
 
     num_processes: int  # ranks on this machine, and on each other one
-    num_nodes: int  # machines; before they have met, the most that there can be
+    num_nodes: int  # machines
     method: StartMethod
     reason: str  # why the method was chosen; "" where it is what one expects
     kind: DeviceKind
@@ -50,7 +50,6 @@ class LaunchPlan:
     mixed_precision: str  # what `Accelerator()` takes in the ranks by default
     is_kind_asked_for: bool = False  # ranks are told the type of their device, because they might choose another one
     visibility: Mapping[str, str] = field(default_factory=dict)  # variables that select devices
-    min_nodes: int = 1
     can_fork: bool = False  # nothing is known here by which forks of this process would fail
     warnings: tuple[str, ...] = ()  # what the user should know before it starts
     machines: tuple[str, ...] = ()  # names of machines where an engine has placed hosts; their ranks are all "here"
@@ -77,10 +76,6 @@ class LaunchPlan:
     def forked(self, reason: str) -> LaunchPlan:
         """Return the plan for ranks that are forks of this process, where `can_fork`."""
         return replace(self, method=START_METHODS["fork"], reason=reason, num_threads=_THREADS_OF_FORKS)
-
-    def with_nodes(self, number: int) -> LaunchPlan:
-        """Return the plan for the machines that have come."""
-        return replace(self, num_nodes=number, min_nodes=number)
 
     def device_variables(self, local_rank: int) -> dict[str, str]:
         """Return the environment variables that decide which devices a rank sees."""
@@ -113,8 +108,7 @@ class LaunchPlan:
     def _where(self) -> str:
         if self.machines:
             return f"{self.device.upper()} of {', '.join(self.machines)}"
-        machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
-        return f"{self.device.upper()}{f' on each of {machines} machines' if self.num_nodes > 1 else ''}"
+        return f"{self.device.upper()}{f' on each of {self.num_nodes} machines' if self.num_nodes > 1 else ''}"
 
 
 def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = True) -> LaunchPlan:
@@ -142,7 +136,6 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
     return LaunchPlan(
         num_processes=number,
         num_nodes=options.num_nodes,
-        min_nodes=options.min_nodes or options.num_nodes,
         method=method,
         reason=reason,
         kind=devices.kind,
