@@ -25,7 +25,7 @@ training/accelerator/resuming.py  training/checkpoint/test_checkpoints_resumed.p
 (epoch + 1) % int(interval.amount) ==> epoch % int(interval.amount)
 training/tracking/libraries.py  training/accelerator/test_tracking.py
 step=step, **kwargs)|self.tracker.flush() ==> step=step, **kwargs)
-notebook/ranks/output/overflow.py  launch/test_output_bytes.py launch/test_output.py
+notebook/ranks/output/sinks.py  launch/test_output_bytes.py launch/test_output.py
 self._file.flush() ==> pass
 notebook/display/rows.py  display/test_renderings.py display/test_states.py display/test_one_moment.py
 ordered[len(ordered) // 2] ==> ordered[0]
@@ -51,7 +51,7 @@ notebook/ranks/failing/incidents.py  ranks/test_failures.py launch/test_every_wa
 incident.peer_lost, incident.when ==> incident.when, incident.peer_lost
 notebook/ranks/failing/hang.py  ranks/test_legitimate_waits.py ranks/test_stacks.py
 self._note_movement(now)|self._deadlock.moved()|if not ==> self._note_movement(now)|if not
-notebook/ranks/failing/same_failure.py  ranks/test_requests.py
+notebook/ranks/failing/errors.py  ranks/test_requests.py
 if not _is_same(other, report)] ==> if True]
 notebook/ranks/output/merge.py  pool/test_pure_parts.py
 queue.shown.clear() ==> pass

@@ -14,7 +14,7 @@ from nb_accelerate.base.records import Curve, Points, draw, kept
 from nb_accelerate.base.records.curves import smoothed
 from nb_accelerate.notebook.display import logged_values
 from nb_accelerate.notebook.display.drawing import html
-from nb_accelerate.notebook.display.drawing.loss_chart import draw_losses, is_loss_of_validation
+from nb_accelerate.notebook.display.drawing.html import draw_losses, is_loss_of_validation
 from nb_accelerate.notebook.display.logged_values import earlier_runs, remember
 from nb_accelerate.notebook.display.view import View
 

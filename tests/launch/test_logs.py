@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nb_accelerate.notebook.ranks.output import overflow
-from nb_accelerate.notebook.ranks.output.overflow import new_log
+from nb_accelerate.notebook.ranks.output.sinks import new_log
 
 
 @pytest.fixture

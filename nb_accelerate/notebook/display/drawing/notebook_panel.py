@@ -8,7 +8,7 @@
     HTML, once a page asks for all widgets ----------------> in a page that was reloaded, in place of the table
 
 A reloaded page knows no display ids, so the table in it stands still. It does ask for the state of the
-widgets that it was saved with (`notebook.display.widgets.widget_messages`): from then on one of them draws the panel.
+widgets that it was saved with (`notebook.display.widgets.shell_channel`): from then on one of them draws the panel.
 
 Clicks are answered while the cell runs (see `notebook.display.widgets.shell_channel`). In a kernel where they could not
 be, there are no buttons. The kernel's own interrupt always works.
