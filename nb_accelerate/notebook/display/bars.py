@@ -58,13 +58,7 @@ def _name_ranks(bars: Mapping[int, Bar]) -> bool:
 
 
 def _line(bars: Mapping[int, Bar], levels: Sequence[int], *, has_ended: bool, is_main: bool) -> BarLine:
-    """Return the line of a bar, from the first rank that has the bar.
-
-    Args:
-        bars: by rank.
-        levels: of all bars.
-        is_main: the first rank of the run has it.
-    """
+    """Return the line of a bar, from the first rank that has the bar."""
     first = min(bars)
     bar = bars[first]
     counts = [one.count for one in bars.values()]

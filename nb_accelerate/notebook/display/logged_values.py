@@ -93,13 +93,7 @@ class LoggedValues:
 
 
 def remember(view: View, config: Mapping[str, Any], seconds: float, logged_as: Sequence[str] = ()) -> None:
-    """Keep a run that has ended: for `nb_accelerate.runs`, and its losses for the charts of later ones.
-
-    Args:
-        config: its settings.
-        seconds: that it took.
-        logged_as: ids of runs that trackers have told of.
-    """
+    """Keep a run that has ended: for `nb_accelerate.runs`, and its losses for the charts of later ones."""
     name = view.facts.name
     values = {curve.name: curve.points for curve in (Curve("loss", view.curve), *view.logged) if curve.points}
     if values or logged_as:
@@ -130,11 +124,7 @@ _MOST_CHARTS = 8
 
 
 def charts_of(keys: Iterable[str], settings: Mapping[str, Any] | None = None) -> tuple[Chart, ...]:
-    """Return charts of what runs (by id) have logged, each value beside those of earlier runs of the name.
-
-    Args:
-        settings: of these runs, which were not told by a tracker.
-    """
+    """Return charts of what runs (by id) have logged, each value beside those of earlier runs of the name."""
     found = []
     for key in keys:
         record = record_of(key)

@@ -73,12 +73,7 @@ def shortage(samples: Mapping[int, Sample], *, failed: int | None, wanted: int) 
 
 
 def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]:
-    """Return sentences about what makes a model fit, the most useful first.
-
-    Args:
-        rows: of a batch on each rank; 0 if that is not known.
-        wanted: bytes that could not be had.
-    """
+    """Return sentences about what makes a model fit, the most useful first."""
     if held.limit and wanted > held.limit:
         return [
             f"{words.size(wanted)} were asked for at once, and a rank has room for {words.size(held.limit)}: "

@@ -95,11 +95,7 @@ def awaited(times: Mapping[int, Mapping[Phase, float]]) -> list[int]:
 
 
 def in_words(times: Iterable[Mapping[Phase, float]], whose: Mapping[Phase, str] | None = None) -> str:
-    """Return where the time of ranks went together: ``loading data 3 %, forward 30 %``. Less than 1 % is left out.
-
-    Args:
-        whose: what is said of a phase that took much of the time.
-    """
+    """Return where the time of ranks went together: ``loading data 3 %, forward 30 %``. Less than 1 % is left out."""
     spent = dict.fromkeys(WORK, 0.0)
     for seconds in times:
         for phase in seconds:

@@ -126,11 +126,7 @@ class Machines:
         return self._number, f"{self._name} {self._round}"
 
     def close(self, ended: str) -> None:
-        """Leave the launch, which nobody can then take part in.
-
-        Args:
-            ended: how the launch has ended here, in words.
-        """
+        """Leave the launch, which nobody can then take part in."""
         leaving = HelperThread(self._leave, ended, name="leaving")
         leaving.start()
         try:

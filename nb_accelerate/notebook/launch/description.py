@@ -36,11 +36,7 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
 
 
 def facts_of(name: str, plan: LaunchPlan, config: Mapping[str, Any] | None = None) -> Facts:
-    """Return what a panel says about a launch or cell that does not change.
-
-    Args:
-        config: arguments of the function of a launch; None for a cell.
-    """
+    """Return what a panel says about a launch or cell that does not change."""
     settings: dict[str, Any] = {"ranks": plan.world_size, "device": plan.device}
     return Facts(
         name=name,

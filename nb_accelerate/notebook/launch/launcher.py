@@ -276,11 +276,7 @@ def _launched(
     *,
     block: bool,
 ) -> Values | Launch:
-    """Say how a launch runs, and run it.
-
-    Args:
-        said: a line about what the call has left open; "" if that is nothing.
-    """
+    """Say how a launch runs, and run it."""
     sink = sink_here()
     front_end = choose_front_end(options.progress)
     display_id = ""

@@ -31,11 +31,7 @@ class Met(NamedTuple):
 
 
 def addresses_to_try(links: Sequence[Link], known: str | None, check: Callable[[], object]) -> list[str]:
-    """Return addresses of the first machine, those first that are the likeliest to be reached by the others.
-
-    Args:
-        known: the one that the engine knows.
-    """
+    """Return addresses of the first machine, those first that are the likeliest to be reached by the others."""
     first, *others = links
     if len({link.hello["network"] for link in links}) == 1 and first.hello["network"]:
         return [LOOPBACK]

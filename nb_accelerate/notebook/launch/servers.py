@@ -187,11 +187,7 @@ def _born_with() -> tuple[Any, ...]:
 
 
 def new_warm_server(*, for_cells: bool = False) -> ExecutedServer:
-    """Return a server with torch imported: only its first rank waits for that.
-
-    Args:
-        for_cells: also if this process is no kernel, ranks are those of a notebook.
-    """
+    """Return a server with torch imported: only its first rank waits for that."""
     return ExecutedServer((*PRELOAD, *_PRELOAD_FOR_NOTEBOOKS) if for_cells or is_in_kernel() else PRELOAD)
 
 

@@ -28,22 +28,13 @@ _named: set[Key] = set()
 
 
 def set_here(*, at_start: bool = True, is_elsewhere: bool = False) -> dict[Key, Any]:
-    """Return what this process is set to, and what it has changed in modules.
-
-    Args:
-        at_start: without what ranks get otherwise when they start.
-        is_elsewhere: without what belongs to this machine.
-    """
+    """Return what this process is set to, and what it has changed in modules."""
     left_out = (_OF_SETUP if at_start else set()) | (_OF_MACHINE if is_elsewhere else set())
     return {key: value for key, value in (settings_here() | changed_here()).items() if key not in left_out}
 
 
 def differences(before: Mapping[Key, Any], now: Mapping[Key, Any], *, is_elsewhere: bool) -> dict[Key, Any]:
-    """Return the settings that are others now: each with its value, the environment with both values of variables.
-
-    Args:
-        is_elsewhere: the ranks are on other machines.
-    """
+    """Return the settings that are others now: each with its value, the environment with both values of variables."""
     found = {key: value for key, value in now.items() if not (key in before and is_same(before[key], value))}
     if is_elsewhere:
         found = {key: value for key, value in found.items() if key not in _OF_MACHINE}

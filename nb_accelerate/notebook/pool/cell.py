@@ -44,12 +44,7 @@ def cell_request(
     in_background: bool,
     display_id: str = "",
 ) -> Request:
-    """Return the request that has ranks run a cell. At its end, it closes what was packed.
-
-    Args:
-        in_background: whether nobody waits for it, so that its failure is said in the cell.
-        display_id: of the display that its panel replaces; "" for none.
-    """
+    """Return the request that has ranks run a cell. At its end, it closes what was packed."""
     message = RunCell(
         code=source.code,
         filename=source.filename,

@@ -144,11 +144,7 @@ class RankGroup:
         return self._cluster.lost if self._cluster is not None else ""
 
     def reopen(self) -> None:
-        """Start the hosts of lost machines again. An interrupt ends the wait for them.
-
-        Raises:
-            StartError: one cannot be reached; the text says what can be done.
-        """
+        """Start the hosts of lost machines again. An interrupt ends the wait for them."""
         if self._cluster is None or not self._cluster.lost:
             return
         try:

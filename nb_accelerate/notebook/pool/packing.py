@@ -56,12 +56,7 @@ def pack_plan(
     limit: int | None,
     by_value: Sequence[ModuleType] = (),
 ) -> list[Shipment]:
-    """Settle a plan with the ranks, and pack what it sends: at most one shipment for each rank, each to be closed.
-
-    Args:
-        changed_there: asks ranks which of these objects they have changed.
-        by_value: modules that a machine does not have as they are here.
-    """
+    """Settle a plan with the ranks, and pack what it sends: at most one shipment for each rank, each to be closed."""
     while True:
         in_doubt = plan.in_doubt()
         plan.settle(changed_there(in_doubt) if in_doubt else set())
@@ -134,11 +129,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
 
 
 def of_pulled(error: ShippingError, names: Sequence[str]) -> ShippingError:
-    """Return the error of a rank about a value that was pulled, told as one about the variable.
-
-    Args:
-        error: about a part of the list that the rank was to return.
-    """
+    """Return the error of a rank about a value that was pulled, told as one about the variable."""
     found = re.search(r"\[(\d+)\]", error.path)
     if found is None:
         return error

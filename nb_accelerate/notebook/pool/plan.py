@@ -158,11 +158,7 @@ class CellPlan:
         return {rank: keys for rank, keys in found.items() if keys}
 
     def settle(self, touched: AbstractSet[Key]) -> None:
-        """Take objects that ranks have changed in place themselves out of the plan.
-
-        Args:
-            touched: those of the objects `in_doubt` that ranks have changed.
-        """
+        """Take objects that ranks have changed in place themselves out of the plan."""
         self._keep_what_is_trained(touched)
         blocked: set[Key] = set()
         for rank, changed in self.changed.items():
@@ -308,17 +304,7 @@ def plan_cell(
     forced: Sequence[str] = (),
     trained: Container[str] = (),
 ) -> CellPlan:
-    """Plan what ranks are sent for a cell.
-
-    Args:
-        variables: the notebook's.
-        syncs: what each rank that runs the cell has, by rank.
-        forced: names to send in any case.
-        trained: names of models that cells on the ranks have trained.
-
-    Raises:
-        NameError: one of `forced` is not defined in the notebook.
-    """
+    """Plan what ranks are sent for a cell. Raises NameError if one of the names `forced` is not defined here."""
     for name in forced:
         if name not in variables:
             raise NameError(f"name {name!r} is not defined in the notebook, so it cannot be sent to the ranks")

@@ -276,23 +276,7 @@ class Pool:
         variables: Mapping[str, Any] | None = None,
         sink: Sink | None = None,
     ) -> list[Any]:
-        """Run a cell, and wait for its end.
-
-        Args:
-            source: the cell.
-            options: how to run it; None for the defaults.
-            variables: variables of the notebook, which ranks that lack them are sent; ``__main__``'s by default.
-            sink: shows the output; by default where the calling code prints.
-
-        Returns:
-            With ``wants_values`` the values of the last expression, by rank; else an empty list.
-
-        Raises:
-            KeyboardInterrupt: it was interrupted.
-            RankDiedError: a rank has ended.
-            DeadlineError: it took longer than its timeout.
-            BaseException: what the cell raised on a rank. The first cause, if several ranks fail.
-        """
+        """Run a cell, wait for its end, and return the values of its last expression if these are wanted, by rank."""
         return self.finish(self.begin(source, options, variables=variables, sink=sink, in_background=False))
 
     def begin(
@@ -305,16 +289,7 @@ class Pool:
         in_background: bool = True,
         display_id: str = "",
     ) -> Request:
-        """Start a cell when the one before has ended, and return its request; `finish` waits for its end.
-
-        Args:
-            source: as for `run`, and so are the next three.
-            options: how to run it.
-            variables: variables of the notebook.
-            sink: shows the output.
-            in_background: its output says why it has failed, because nobody may call `finish`. False waits for its end.
-            display_id: of the display that its panel replaces; "" for none.
-        """
+        """Start a cell when the one before has ended, and return its request; `finish` waits for its end."""
         # Plan what the ranks are sent for it when the cell before has ended, and they are connected.
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
@@ -381,19 +356,7 @@ class Pool:
             group.loop.interrupt(request)
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, *, large: bool = False) -> None:
-        """Define names on the ranks, also names that cells have bound there.
-
-        A module of the user's, which is sent by its name, is reloaded from its file there.
-
-        Args:
-            values: by name.
-            ranks: the ranks; None for all.
-            large: whether the values may have more than a GiB.
-
-        Raises:
-            ShippingError: a value cannot be pickled; the text says which part.
-            TooLargeError: the values have more than a GiB, and `large` is False.
-        """
+        """Define names on the ranks, also names that cells have bound there."""
         numbers = None if ranks is None else tuple(ranks)
         options = CellOptions(ranks=numbers, send=tuple(values), large=large, quiet=True)
         self.run(_NOTHING, options, variables=values)
@@ -403,19 +366,7 @@ class Pool:
             self.call(remote.reload, own, ranks=ranks)
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None = None) -> list[list[Any]]:
-        """Return values of variables of the ranks.
-
-        Args:
-            names: of the variables.
-            ranks: the ranks; None for all.
-
-        Returns:
-            A list for each rank, in the order of `names`.
-
-        Raises:
-            NameError: a rank has no such name.
-            ShippingError: a value cannot be pickled.
-        """
+        """Return the values of these variables, for each rank a list."""
         chosen = [rank.rank for rank in self._the_group().chosen(ranks)]
         try:
             values = self.call(remote.pull, tuple(names), ranks=chosen)
@@ -457,21 +408,7 @@ class Pool:
         ranks: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call a function on ranks.
-
-        Args:
-            function: the function.
-            args: its positional arguments.
-            ranks: the ranks; None for all.
-            timeout: seconds until the call is ended; None for no limit.
-
-        Returns:
-            What it returned, by rank.
-
-        Raises:
-            PoolError: there are no ranks.
-            BaseException: what the function raised on a rank.
-        """
+        """Call a function on ranks, and return what it returned, by rank."""
         group = self._the_group()
         self.wait()
         chosen = group.chosen(ranks)

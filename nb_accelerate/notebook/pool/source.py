@@ -51,14 +51,7 @@ class CellSource:
 def read_cell(
     code: str, *, filename: str = "<cell>", head: str | None = None, transform: Callable[[str], str] = str
 ) -> CellSource:
-    """Return a cell as data.
-
-    Args:
-        head: the line above the body, without its newline; None if there is none.
-
-    Raises:
-        SyntaxError: it does not compile. The line number counts from the head.
-    """
+    """Return a cell as data. Line numbers of a SyntaxError count from its head, the line above the body."""
     text = code if head is None else f"{head}\n{code}"
     # IPython drops blank lines at the top, and would number the other lines without them.
     code = _BLANK_LINES.sub("", code)
@@ -83,14 +76,7 @@ def read_cell(
 
 
 def as_function(source: CellSource, transform: Callable[[str], str], variables: dict[str, Any]) -> Callable[[], None]:
-    """Return a cell as a function of the notebook that sets its names as the cell would.
-
-    Args:
-        variables: of the notebook, which are its globals.
-
-    Raises:
-        ConfigError: it has what cannot be in a function.
-    """
+    """Return a cell as a function of the notebook that sets its names as the cell would."""
     python = transform(source.code)
     symbols = symtable.symtable(python, source.filename, "exec").get_symbols()
     body: Any = ast.parse("def cell(): pass", source.filename)

@@ -224,12 +224,7 @@ class NamespaceSync:
             self._sent.pop(name, None)
 
     def note_notebook(self, names: Mapping[str, object], bound: Container[str]) -> None:
-        """Note what a cell of the notebook has done to names.
-
-        Args:
-            names: all that the notebook has.
-            bound: names that it has bound for certain, perhaps to the same value again.
-        """
+        """Note what a cell of the notebook has done to names."""
         for name, before in self.own.items():
             if name in bound or before.value() is not names.get(name, _ABSENT):
                 self.own[name] = _EARLIER

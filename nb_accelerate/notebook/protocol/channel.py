@@ -119,11 +119,7 @@ class Channel:
                 self._socket.sendall(memoryview(frame)[sent:])
 
     def recv(self) -> Received:
-        """Wait for the next message.
-
-        Raises:
-            EOFError: the other end was closed.
-        """
+        """Wait for the next message. Raises EOFError if the other end was closed."""
         while True:
             for received in self._parse():
                 return received

@@ -93,11 +93,7 @@ class Numbers:
             return None
 
     def adopt(self, number: int, value: object) -> int:
-        """Give an object the number that it has in another process.
-
-        Raises:
-            TypeError: it has no weak references.
-        """
+        """Give an object the number that it has in another process. Raises TypeError if it has no weak references."""
         self.entries[id(value)] = number, weakref.ref(value, functools.partial(self._forget, id(value)))
         return number
 

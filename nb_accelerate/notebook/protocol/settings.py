@@ -54,11 +54,7 @@ class Row(NamedTuple):
 
 
 def _calls(getter: str, setter: str, *, unpacks: bool = False) -> Row:
-    """Return the row of a setting that a module has two functions for.
-
-    Args:
-        unpacks: the second takes as keyword arguments what the first returns.
-    """
+    """Return the row of a setting that has two functions; the second may take what the first returns as keywords."""
     get, put = operator.attrgetter(getter), operator.attrgetter(setter)
     if unpacks:
         return Row(lambda module: get(module)(), lambda module, values: put(module)(**values))

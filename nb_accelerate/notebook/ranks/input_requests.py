@@ -89,11 +89,7 @@ class InputRequests:
             self._changed.notify_all()
 
     def get(self, meanwhile: Callable[[], float] = lambda: math.inf) -> PendingInput | None:
-        """Wait for the next request, and return it; None after `close`. For one thread only.
-
-        Args:
-            meanwhile: called now and then while it waits. It returns after how many seconds to call it again, at most.
-        """
+        """Wait for the next request, and return it; None after `close`. For one thread only."""
         with self._changed:
             while True:
                 self._wait_for(lambda: self._closed or bool(self._waiting), meanwhile)

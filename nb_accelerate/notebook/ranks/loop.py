@@ -219,11 +219,7 @@ class RankLoop(RankReader):
             self.post(lambda: self._begin(request), lambda: request.fail(self.why_it_ended))
 
     def interrupt(self, *requests: Request, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
-        """End the first of these requests that is not done. For any thread, also in a signal handler.
-
-        Args:
-            how: what the user did, as a participle.
-        """
+        """End the first of these requests that is not done. For any thread, also in a signal handler."""
         self.post(lambda: self._interrupt(requests, kind, how))
 
     def say(self, line: str) -> None:

@@ -105,11 +105,7 @@ class RequestView:
 def make_panel(
     facts: Facts, ranks: Sequence[int], sink: Sink, source: PanelSource, front_end: FrontEnd, display_id: str = ""
 ) -> Panel | None:
-    """Return a panel, or None if the front end is ``"off"``.
-
-    Args:
-        display_id: of the display that the panel replaces, see `announce`; "" for none.
-    """
+    """Return a panel, or None if the front end is ``"off"``."""
     if front_end == "off":
         return None
     panel = Panel(facts, ranks, make_drawing(ranks, sink, source, front_end, display_id), source)

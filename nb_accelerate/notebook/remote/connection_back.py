@@ -73,11 +73,7 @@ class KeyedSeal:
         return tag
 
     def check(self, data: Sequence[Bytes], tag: bytes) -> None:
-        """Check the tag of the next frame that has come.
-
-        Raises:
-            LinkError: it is not the tag of this frame at this place.
-        """
+        """Check the tag of the next frame that has come. Raises LinkError if it is another one."""
         if not hmac.compare_digest(self._checksum(self._receives, self._num_received, data), tag):
             raise LinkError(
                 f"frame {self._num_received} {self._receives.decode()} is not the one that was sent: something between "

@@ -197,11 +197,7 @@ class Link:
             self._answered.notify_all()
 
     def send(self, kind: Kind, rank: int, *parts: bytes, urgent: bool = False) -> None:
-        """Send a frame.
-
-        Raises:
-            BrokenPipeError: the machine is lost.
-        """
+        """Send a frame. Raises BrokenPipeError if the machine is lost."""
         if self.lost:
             raise BrokenPipeError(self.lost)
         self._sender.send(kind, rank, *parts, urgent=urgent)

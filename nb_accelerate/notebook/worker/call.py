@@ -44,12 +44,7 @@ _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken p
 def answer(
     load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate, fds: tuple[int, ...] = ()
 ) -> tuple[Result | Failure, Packed | None]:
-    """Run a function to its end.
-
-    Args:
-        load: returns the function and its arguments.
-        fds: descriptors that ``load`` takes over.
-    """
+    """Run the function that ``load`` returns with its arguments. It takes over ``fds``."""
     page = here()
     page.begin_request()
     dropped: tuple[str, ...] = ()

@@ -90,12 +90,7 @@ def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
 
 
 def inspect(method: str, name: str, detail: int) -> dict[str, Any] | None:
-    """Return what the shell of this rank knows of a name, which may have dots, or None if there is no such name.
-
-    Args:
-        method: of the shell: ``"object_inspect_mime"`` for what ``name?`` shows, ``"object_inspect"`` for its parts.
-        detail: 1 for ``name??``, which also shows the source.
-    """
+    """Return what the shell of this rank knows of a name, which may have dots, or None if there is no such name."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()

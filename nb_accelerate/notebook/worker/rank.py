@@ -206,12 +206,7 @@ and workers of a loader are often forked just then."""
 
 
 def prepare_process(*, is_fork: bool, is_patched: bool = False) -> Exception | None:
-    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None.
-
-    Args:
-        is_fork: it is a fork of the kernel.
-        is_patched: who has forked it had called `patch_libraries`.
-    """
+    """Do what every rank needs, whichever it becomes. Return what has failed, for `run_rank` to tell, or None."""
     try:
         if not is_patched:
             patch_libraries()
@@ -225,14 +220,7 @@ def prepare_process(*, is_fork: bool, is_patched: bool = False) -> Exception | N
 
 
 def _set_up(setup: Setup, random: RandomStates | None, settings: dict[str, bytes], store_fd: int) -> object:
-    """Set environment, folder, path, random numbers and threads of this process as `setup` says.
-
-    Args:
-        store_fd: descriptor of the store; taken over.
-
-    Returns:
-        The access to the store, which must live as long as the rank, or None.
-    """
+    """Set this process as `setup` says. Return the access to the store, which must live as long as the rank."""
     for name in [name for name in os.environ if not setup.keeps_environ and name not in setup.environ]:
         del os.environ[name]
     for name, value in setup.environ.items():

@@ -71,11 +71,7 @@ class Received(Numbers):
                 self._tokens[key] = self._read(value)
 
     def share(self, name: str, value: Any, numbers: Shape) -> bool:
-        """Know the objects in a value, which the notebook has a copy of, by the numbers of the copy from now on.
-
-        Returns:
-            Whether they are alike; if not, nothing is done.
-        """
+        """Know the objects in a value by the numbers of the notebook's copy. Return False if they are not alike."""
         look = Snapshot(value, self, moves=True)
         if look.is_partial or [kind for _, kind in shape(look)] != [kind for _, kind in numbers]:
             return False

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 def make_shell(port: DisplayPort, names: dict[str, Any] | None = None) -> RankShell:
-    """Create the shell of this process.
-
-    Args:
-        names: its variables, among which it puts some of its own. Default: those of ``__main__``.
-    """
+    """Create the shell of this process."""
     config = Config()
     config.HistoryManager.enabled = False  # no database, and no thread that writes to it
     config.InteractiveShell.cache_size = 0  # Out[...] would keep every tensor that was shown

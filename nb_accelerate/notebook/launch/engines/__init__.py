@@ -13,10 +13,5 @@ if TYPE_CHECKING:
 
 
 def open_engine(options: EngineOptions) -> Engine:
-    """Return the engine that options name, whose machines are not reached yet.
-
-    Raises:
-        ConfigError: it cannot do what is asked for.
-        MissingDependencyError: a package that it needs is not installed here.
-    """
+    """Return the engine that options name, whose machines are not reached yet."""
     return cast("Engine", pkgutil.resolve_name(ENGINES[options.engine].opens)(options))

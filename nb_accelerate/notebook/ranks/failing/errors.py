@@ -260,11 +260,7 @@ def said_of(cause: Incident, request: Request) -> str:
 def outcome_of(
     request: Request, *others: Request, error: BaseException | None = None
 ) -> tuple[PanelStatus, FailureSummary | None]:
-    """Return how a request has ended, for its panel: the ranks that failed, and the traceback if no error is raised.
-
-    Args:
-        error: what is raised for them, if anything is: a value may have failed to unpickle when all ranks had answered.
-    """
+    """Return how a request has ended, for its panel: the ranks that failed, and the traceback if no error is raised."""
     failure = next((asked.failure for asked in (request, *others) if asked.failure is not None), None)
     incidents = [incident for asked in (request, *others) for incident in asked.incidents]
     # Nothing went wrong on a rank: all is well, or the loop has ended, or a value cannot be unpickled here.

@@ -165,11 +165,7 @@ class _ExecutedServer(Server):
             self._wanted = min(_MAX_IDLE, max(self._wanted, len(self._ranks)))
 
     def _fork_idle(self) -> None:
-        """Fork a process that waits to become a rank. A large process takes ten milliseconds to fork.
-
-        Raises:
-            OSError: there is no room for another process.
-        """
+        """Fork a process that waits to become a rank; ten milliseconds for a large one. Raises OSError without room."""
         random = imported("numpy.random")
         if random is not None:
             random.seed()  # or all ranks would have the state that was made when it was imported

@@ -34,11 +34,7 @@ _NEEDED = ("nb_accelerate", "torch")
 
 
 def command(entry: str, arguments: Sequence[str], path: Sequence[str]) -> list[str]:
-    """Return the command line of a fresh interpreter.
-
-    Args:
-        arguments: for `sys.argv`; none of them may be ``"--"``.
-    """
+    """Return the command line of a fresh interpreter."""
     module, _, function = entry.partition(":")
     flags = {
         "-P": sys.version_info >= (3, 11),
