@@ -81,36 +81,21 @@ class WandBTracker(_ImageTracker):
 
 
 class SwanLabTracker(_ImageTracker):
-    """Record to SwanLab; ``mode="local"`` among the arguments keeps the run on this machine.
-
-    Args:
-        run_name: the project.
-        **kwargs: those of ``swanlab.init``.
-    """
+    """Record to the project ``run_name`` of SwanLab, by ``swanlab.init``; ``mode="local"`` keeps it on this machine."""
 
     name = "swanlab"
     config_call = "config.update"
 
 
 class TrackioTracker(LibraryTracker):
-    """Record to trackio, the dashboard of Hugging Face, which keeps runs on this machine unless it is told a space.
-
-    Args:
-        run_name: the project.
-        **kwargs: those of ``trackio.init``.
-    """
+    """Record to the project ``run_name`` of trackio, by ``trackio.init``; on this machine unless it is told a space."""
 
     name = "trackio"
     config_call = "config.update"
 
 
 class CometMLTracker(LibraryTracker):
-    """Record to Comet.
-
-    Args:
-        run_name: the project.
-        **kwargs: those of ``comet_ml.start``.
-    """
+    """Record to the project ``run_name`` of Comet, by ``comet_ml.start``."""
 
     name = "comet_ml"
     open_call, run_argument = "start", "project_name"
