@@ -3,6 +3,7 @@
 ::
 
     first machine: the store  <-->  a client of it on each other machine
+        kind                  numbers that all machines are started with
         round                 number of the newest start of the ranks
         ROUND/NUMBER          the machine that has this number in it
         ROUND/failed          why ranks have failed: the first reason of all machines counts
@@ -302,13 +303,15 @@ class Machines:
                 if self._is_first or self._is_given_up or time.monotonic() > self._until:
                     raise
             time.sleep(_RETRY_INTERVAL)  # nothing tells when somebody begins to listen there
-        kind = self._store.compare_set("kind", "", self._kind).decode()
+        if self._is_first:
+            self._store.set("round", "0")
+            self._store.set("kind", self._kind)  # for which the others wait
+        kind = self._store.get("kind").decode()
         if kind != self._kind:
             raise ConfigError(
                 f"this machine was started for {self._kind}, but the launch at {self._where} for {kind}. Start the "
                 "same launch, with the same numbers, on all machines"
             )
-        self._store.add("round", 0)
 
     def _meet(self) -> None:
         """Take a number in the newest round, and wait until all are taken; begin another round where none is free."""
