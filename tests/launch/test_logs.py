@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.notebook.ranks.output import overflow
+from nb_accelerate.notebook.ranks.output import sinks
 from nb_accelerate.notebook.ranks.output.sinks import new_log
 
 
@@ -40,7 +40,7 @@ def test_old_logs_are_removed_and_nothing_else(folder: Path) -> None:
     other, link = folder / "notes.log", folder / "nb_accelerate-link.log"
     other.touch()
     link.symlink_to(other)
-    long_ago = time.time() - overflow._MAX_AGE - 60
+    long_ago = time.time() - sinks._MAX_AGE - 60
     for path in (old, theirs, other, link):
         os.utime(path, (long_ago, long_ago), follow_symlinks=False)
     expected = {kept, other}
