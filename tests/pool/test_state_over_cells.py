@@ -172,7 +172,6 @@ CONTRACT = {
     "built-in name back after del",
     "deleted here, bound there before",
     "pulled list, appended here",
-    "a schedule's number",
     "attributes of both",
     "two closures over one variable",
 }
