@@ -24,7 +24,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
     assert (end.value.code, capsys.readouterr().out) == (0, f"nb-accelerate {__version__}\n")
 
 
-@pytest.mark.parametrize("command", [["env"], ["status"]])
+@pytest.mark.parametrize("command", [pytest.param(["env"], marks=pytest.mark.slow), ["status"]])
 def test_output_that_nobody_reads_is_no_error(command: list[str]):
     reads, writes = os.pipe()
     os.close(reads)

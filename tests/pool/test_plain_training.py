@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from fixtures.kernels import Kernel
 
+pytestmark = pytest.mark.slow
+
 TRAIN = (
     "opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     "for _ in range(3):\n    model(torch.ones(2, 1)).sum().backward(); opt.step()\n"

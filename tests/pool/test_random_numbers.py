@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from fixtures.kernels import Kernel
 
+pytestmark = pytest.mark.slow
+
 DRAW = "random.random(), numpy.random.rand(), torch.rand(()).item()"
 ON_RANKS = f"%%distributed --out drawn\nimport random, numpy, torch\n{DRAW}"
 SEED = "torch.manual_seed({0}); numpy.random.seed({0}); random.seed({0})"
@@ -55,7 +57,6 @@ def test_a_rank_in_the_place_of_another_draws_what_the_others_draw(notebook: Ker
     assert notebook.run("drawn[0] == drawn[1]").ok().value == "True"
 
 
-@pytest.mark.slow
 def test_ranks_draw_alike_if_the_notebook_has_not_imported_numpy(kernel: Kernel):
     kernel.run("%load_ext nb_accelerate\nimport sys, random").ok()
     kernel.run("%%distributed --out drawn\nimport random, numpy, torch\n" + DRAW).ok()
