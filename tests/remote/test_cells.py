@@ -204,7 +204,7 @@ def test_an_interrupt_takes_back_what_is_on_its_way_to_a_machine(
     machines.kill(host, signal.SIGSTOP)  # as a network through which little goes
     options = CellOptions(progress="off", ranks=(1, 2), send=("large",))
     request = pool.begin(read_cell("kept = len(large)"), options, variables={"large": large})
-    wait_for(lambda: request.ranks[0].handle.unsent()[1] > 0)
+    wait_for(lambda: request.ranks[0].handle.unsent()[0] > 30e6)
     sent, _ = RequestView(request, ()).statuses()
     assert 30e6 < sent.sending[0] < 42e6
     assert sent.sending[1] == pytest.approx(40e6, rel=0.01)

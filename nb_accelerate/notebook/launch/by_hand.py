@@ -339,13 +339,13 @@ class Machines:
         keys = [f"{self._round}/{number}" for number in self._numbers]
         while not self._is_given_up:
             here = [key for key in keys if self._store.check([key])]
-            if self._store.check(["closed"]):
-                raise StartError("the launch has ended on another machine: nobody can take part in it any more")
             if int(self._store.get("round")) > self._round:
                 return False
-            if here == keys:
+            if here == keys:  # before the next: who saw it earlier may have run its ranks to their end
                 self._others = [machine for key in keys if (machine := self._store.get(key).decode()) != self._me]
                 return True
+            if self._store.check(["closed"]):
+                raise StartError("the launch has ended on another machine: nobody can take part in it any more")
             if time.monotonic() > self._until:
                 raise StartError(self._who_is_missing(keys, here))
             time.sleep(_WAIT_INTERVAL)
