@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.bigmodel.sizes import calculate_maximum_sizes
-from nb_accelerate.training.process.live_bytes import FusedAttention, LiveBytes
+from nb_accelerate.training.process.live_bytes import FusedAttention, LiveBytes, tensors_of
+from nb_accelerate.training.process.shapes_only import run_operation, unwritten
 from nb_accelerate.training.pytree import tensors_in
 
 if TYPE_CHECKING:
@@ -148,9 +149,10 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
     """
     model.train()
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        parameter.grad = unwritten(parameter) if parameter.requires_grad else None
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    live = LiveBytes([*model.parameters(), *model.buffers(), *gradients])
+    live = LiveBytes()
+    live.see([*model.parameters(), *model.buffers(), *gradients], "stays")
     with _Watch(live), FusedAttention():
         output = model(**inputs)
         loss = getattr(output, "loss", None)
@@ -158,11 +160,11 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
         del output, loss
         if losses:  # else all is frozen
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-    return live.peak
+    return max(sum(held.values()) - held["stays"] for held in live.history())
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Show `LiveBytes` all operations."""
+    """Show `LiveBytes` all operations, and compute none on large tensors."""
 
     def __init__(self, live: LiveBytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,8 +174,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._live.see((), result, counts=True)
+        result, _ = run_operation(func, args, kwargs or {})
+        self._live.see(tensors_of(result))
         return result
 
 

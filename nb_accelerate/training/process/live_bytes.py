@@ -1,77 +1,96 @@
-"""Count the bytes of tensors while they live, as an accelerator would have them, on the CPU."""
+"""Log the bytes of tensors while they live, as an accelerator would have them, on the CPU."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+_BLOCK = 512  # bytes, of which the allocator of CUDA gives whole ones
 
 
 class LiveBytes:
-    """Count the bytes of tensors that operations make, as long as their storages live.
-
-    Args:
-        known: tensors that are on the device, and are not counted.
+    """Log how many bytes tensors have that operations make, as long as their storages live.
 
     Attributes:
-        peak: the most bytes at once.
+        changes: the number of a storage and the bytes that it has from then on; 0 when it is gone.
+        labels: what each storage is for, by its number. A label may be given after the storage is gone.
+        is_logging: whether changes are logged. Which storages are on the device is known in any case.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self.peak = 0
-        self._held = 0  # at most; storages that are gone are looked for where it matters
-        self._known: set[int] = set()
-        self._live: dict[int, tuple[Any, int]] = {}  # by address, which is not given again while the reference is kept
-        self.know(known)
+    def __init__(self) -> None:
+        self.changes: list[tuple[int, int]] = []
+        self.labels: dict[int, str] = {}
+        self.is_logging = True
+        self._numbers: dict[int, tuple[int, Any]] = {}  # by address, which is not given again while a storage lives
+        self._next = itertools.count()
 
-    def know(self, tensors: Iterable[Tensor]) -> None:
-        """Count these, which stay on the device, no longer."""
+    def see(self, tensors: Iterable[Tensor], label: str = "") -> None:
+        """Log tensors that are on the device now, if their storages are new, or are to have a label."""
         for tensor in tensors:
-            key = _reference(tensor).cdata
-            self._known.add(key)
-            self._held -= self._live.pop(key, (None, 0))[1]
+            storage: Any = local(tensor).untyped_storage()
+            if storage._cdata not in self._numbers:  # noqa: SLF001 - no public name tells storages apart
+                self._add(storage)
+            if label:
+                self.labels[self._numbers[storage._cdata][0]] = label  # noqa: SLF001 - as above
 
-    def see(self, inputs: Any, results: Any, *, counts: bool = False) -> bool:
-        """Count the tensors among the results of an operation, and return whether there have never been more bytes.
+    def _add(self, storage: Any) -> None:
+        number, address = next(self._next), storage._cdata  # noqa: SLF001 - as above
 
-        Args:
-            inputs: the results are on the device if one of these is.
-            counts: whether they are on the device in any case.
-        """
-        if not (counts or any(self._has(_reference(tensor)) for tensor in _tensors(inputs))):
-            return False
-        for tensor in _tensors(results):
-            reference = _reference(tensor)
-            if not self._has(reference):
-                size = tensor.untyped_storage().nbytes()
-                self._live[reference.cdata] = reference, size
-                self._held += size
-        if self._held <= self.peak:
-            return False
-        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
-        self._held = sum(size for _, size in self._live.values())
-        is_most = self._held > self.peak
-        self.peak = max(self.peak, self._held)
-        return is_most
+        def gone(_: object) -> None:
+            del self._numbers[address]
+            self._changed(number, 0)
 
-    def _has(self, reference: Any) -> bool:
-        return reference.cdata in self._known or reference.cdata in self._live
+        self._numbers[address] = number, weakref.ref(storage, gone)
+        self._changed(number, storage.nbytes())
+
+    def _changed(self, number: int, size: int) -> None:
+        if self.is_logging:
+            self.changes.append((number, -(-size // _BLOCK) * _BLOCK))
+
+    def resized(self, storage: Any, label: str) -> None:
+        """Log that a storage has another size now."""
+        if (known := self._numbers.get(storage._cdata)) is not None:  # noqa: SLF001 - as above
+            self._changed(known[0], storage.nbytes())
+            self.labels[known[0]] = label
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the device."""
+        return local(tensor).untyped_storage()._cdata in self._numbers  # noqa: SLF001
+
+    def label_rest(self, label: str) -> None:
+        """Label all storages that live and have no label yet."""
+        for number, _ in self._numbers.values():
+            self.labels.setdefault(number, label)
+
+    def history(self) -> Iterator[dict[str, int]]:
+        """Yield the bytes by label after each change. It is the same dictionary each time."""
+        sizes: dict[int, int] = {}
+        held: dict[str, int] = {}
+        for number, size in self.changes:
+            label = self.labels.get(number, "")
+            held[label] = held.get(label, 0) + size - sizes.get(number, 0)
+            sizes[number] = size
+            yield held
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def local(tensor: Any) -> Tensor:
+    """Return the part of a sharded tensor that this rank has; another tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
 
 
-def _reference(tensor: Tensor) -> Any:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+def tensors_of(*values: Any) -> list[Tensor]:
+    """Return the tensors in nested values that have a storage."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
 class FusedAttention(TorchFunctionMode):

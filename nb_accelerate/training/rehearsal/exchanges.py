@@ -17,9 +17,11 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from nb_accelerate.training.comm.torch_distributed import TorchCollectives
+from nb_accelerate.training.process.shapes_only import as_meta, is_large, unwritten
 from nb_accelerate.training.pytree import map_tensors, tensors_in
 from nb_accelerate.training.strategies.ddp import DistributedDataParallel
 from nb_accelerate.training.strategies.unwrapping import innermost
@@ -132,15 +134,27 @@ class Collective:
         return self.tensors(*of_inputs, "tensors", "tensor", "output_tensors")
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that take part."""
+        group: Any = self.arguments.get("process_group", self.arguments.get("group_name"))
+        if isinstance(group, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(group)
+        if group is None:
+            return dist.group.WORLD  # type: ignore[return-value]
+        return distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]  # noqa: SLF001
+
+    @property
     def is_of_all(self) -> bool:
         """Whether all ranks take part, and all do the same."""
-        group = self.arguments.get("process_group", self.arguments.get("group_name"))
-        if isinstance(group, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(group)
-        whole: Any = dist.group.WORLD
-        size = group.size() if isinstance(group, dist.ProcessGroup) else 0
-        is_whole = size == whole.size() if size else group in (None, whole.group_name)
-        return is_whole and not self.name.startswith(("send", "recv"))
+        return self.group.size() == dist.get_world_size() and not self.name.startswith(("send", "recv"))
+
+    @property
+    def largest(self) -> tuple[str, int, int]:
+        """Its name, the bytes of what it gives or returns, the greater of both, and the number of ranks."""
+        names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+        name = next((each for each in names if self.name.startswith((each, each.replace("_", "", 1)))), self.name)
+        sides = self.given, self.tensors("output_tensors", "output_tensor", "output")
+        return name, max(sum(tensor.nbytes for tensor in side) for side in sides), self.group.size()
 
 
 def averaging_nothing(plain: Callable[..., None], recorder: Any) -> Callable[..., None]:
@@ -150,6 +164,7 @@ def averaging_nothing(plain: Callable[..., None], recorder: Any) -> Callable[...
         name = type(innermost(module)).__name__
 
         def exchange(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, here texts
+            recorder.exchange_bucket(bucket.buffer())
             if bucket.is_last():
                 recorder.tell(f"the gradients of {name}")
             done: Any = torch.futures.Future()
@@ -201,11 +216,14 @@ class WatchedCall:
         if self._recorder.is_fast and key in self._known:
             if exchanges and not self._is_sharded:
                 wrapped.note_prepared()
-            return self._remembered(*self._known[key], [tensor for tensor in given if tensor.requires_grad])
+            with self._recorder.phase("the forward"):
+                return self._remembered(*self._known[key], [tensor for tensor in given if tensor.requires_grad])
         with self._recorder.phase("the forward"):
             outputs = wrapped._call_impl(*args, **kwargs)  # noqa: SLF001 - what torch calls otherwise
         made = tensors_in(outputs)
-        self._known[key] = map_tensors(Tensor.detach, outputs), [tensor.requires_grad for tensor in made]
+        # Of a large one the shape: it would live longer than in a run.
+        kept = map_tensors(lambda tensor: as_meta(tensor) if is_large(tensor) else tensor.detach(), outputs)
+        self._known[key] = kept, [tensor.requires_grad for tensor in made]
         for tensor in made:
             if self._is_sharded and tensor.requires_grad:
                 tensor.register_hook(self._exchange)  # type: ignore[no-untyped-call]
@@ -225,6 +243,7 @@ class WatchedCall:
 
     def _remembered(self, known: Any, trained: list[bool], inputs: list[Tensor]) -> Any:
         """Return outputs as they were before, with a backward that reaches the inputs and tells."""
+        known = map_tensors(lambda tensor: unwritten(tensor) if tensor.is_meta else tensor, known)
         before = list(zip(tensors_in(known), trained, strict=True))
         old = [tensor for tensor, is_trained in before if is_trained]
         anchor = torch.zeros((), requires_grad=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nb_accelerate.errors.traceback_lines import is_ours, is_users_file
+from nb_accelerate.training.process import live_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.training.rehearsal.report import Line
 
-_ROOM = str(Path(__file__).parent)
+_ROOM = (str(Path(__file__).parent), live_bytes.__file__)
 _SAVERS = frozenset("torch numpy pandas safetensors transformers diffusers peft matplotlib PIL joblib".split())  # noqa: SIM905
 """Libraries that write what users tell them to, and where."""
 _CHANGES = ("mkdir", "remove", "unlink", "rmdir", "rename", "replace", "chmod", "utime")

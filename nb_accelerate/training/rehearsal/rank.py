@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors.traceback_lines import user_frames
 from nb_accelerate.training.process import context
+from nb_accelerate.training.process.live_bytes import FusedAttention
 from nb_accelerate.training.rehearsal.exchanges import Tape, averaging_nothing
 from nb_accelerate.training.rehearsal.files import Files
 from nb_accelerate.training.rehearsal.recorder import Recorder
@@ -103,6 +104,8 @@ def _rehearse_rank(
         with (
             mock.patch.object(dist, "init_process_group"),
             mock.patch.object(DistributedDataParallel, "__init__", init),
+            mock.patch.object(torch.UntypedStorage, "resize_", recorder.resized(torch.UntypedStorage.resize_)),
+            FusedAttention(),
             recorder,
         ):
             signal.setitimer(signal.ITIMER_REAL, seconds, 2.0)  # the seconds until one that goes on is told again

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -16,14 +17,18 @@ from nb_accelerate.training.comm import torch_distributed
 from nb_accelerate.training.data.dispatching.batch_parts import count_rows
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.precision import OptimizerStep
-from nb_accelerate.training.process.live_bytes import FusedAttention, LiveBytes
+from nb_accelerate.training.process.live_bytes import LiveBytes, tensors_of
+from nb_accelerate.training.process.shapes_only import run_operation
 from nb_accelerate.training.rehearsal.exchanges import Collective, RehearsedCollectives, WatchedCall, described
 from nb_accelerate.training.rehearsal.files import frames, user_call
-from nb_accelerate.training.rehearsal.report import Exchange, Memory, Pass
-from nb_accelerate.training.strategies.model_memory import measure
+from nb_accelerate.training.rehearsal.memory import Mark, points
+from nb_accelerate.training.rehearsal.report import Exchange, Pass
+from nb_accelerate.training.strategies.unwrapping import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.rehearsal.exchanges import Tape
@@ -46,10 +51,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pass = Pass(("", 0))
         self._is_apart = False
         self._saved = set[str]()
-        self._models: list[Any] = []
-        self._optimizers: list[Any] = []
         self._live = LiveBytes()
+        self._marks: list[Mark] = []
+        self._sent: dict[str, float] = {}  # since the last step
         self._phase = ""
+        self._invents = False  # whether anything was not computed
 
     @property
     def is_fast(self) -> bool:
@@ -58,19 +64,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes back with the shards of this rank
+        kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # noqa: SLF001 - no public name
+            return func(*args, **kwargs)  # DTensor looks for the shape of what it will make
         schema = func._schema  # noqa: SLF001 - as modes of torch do
         name: str = schema.name
-        if name == "aten::_local_scalar_dense":
-            self._read()
-        result = func(*args, **(kwargs or {}))
-        if not self.is_fast and self._live.see((args, kwargs), result, counts=bool(self._phase)):
-            step = len(max(self.trace.rates, key=len, default=())) + 1
-            backward = "the backward" if torch._C._current_graph_task_id() >= 0 else ""  # noqa: SLF001 - nothing else tells
-            self.trace.peak_at = f"{backward or self._phase or 'what follows the forward'} of step {step}"
-            self.trace.peak_rows = self._pass.rows[-1] if self._pass.rows else 0
+        given = tensors_of(args, kwargs)
+        is_on_device = bool(self._phase) or any(map(self._live.has, given))
+        if is_on_device:
+            if name == "aten::_local_scalar_dense":
+                self._read()
+            self._follow_backward()
+            result, is_computed = run_operation(func, args, kwargs)
+            self._invents |= not is_computed
+            label = "gathered" if name.startswith("fsdp::") else ""
+            self._live.see(tensors_of(result), label)
+        elif name in ("aten::normal_", "aten::uniform_") and _initializes():
+            result = run_operation(func, args, kwargs)[0]
+        else:
+            result = func(*args, **kwargs)
         if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
-            self._exchanged(Collective(name.rpartition("::")[2].strip("_"), given))
+            named = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+            self._exchanged(Collective(name.rpartition("::")[2].strip("_"), named))
         return result
 
     def collectives(self, device: torch.device) -> Collectives:
@@ -82,7 +99,45 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._is_apart:
             self.trace.exchanges.append(Exchange(what, *user_call()))
 
+    def _follow_backward(self) -> None:
+        """Mark where a backward begins and ends; what is kept for it are the activations."""
+        in_backward = torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - nothing else tells
+        if in_backward is not (bool(self._marks) and self._marks[-1].what == "the backward"):
+            if in_backward:
+                self._live.label_rest("activations")
+                self._mark("the backward")
+            elif self._marks and self._marks[-1].what == "the backward":
+                self._mark("what follows the backward")
+
+    def _mark(self, what: str) -> None:
+        if not self._live.is_logging:
+            return
+        rows = self._pass.rows[-1] if self._pass.rows else 0
+        step = len(max(self.trace.rates, key=len, default=())) + 1
+        self._marks.append(Mark(len(self._live.changes), what, step, rows))
+
+    def send(self, operation: str, size: float, ranks: int) -> None:
+        """Count what this rank sends for a collective: around a ring, as NCCL does."""
+        shares = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}
+        self._sent[operation] = self._sent.get(operation, 0) + size * shares.get(operation, (ranks - 1) / ranks)
+
+    def exchange_bucket(self, bucket: Tensor) -> None:
+        """Count a bucket of gradients that all ranks reduce."""
+        self._live.see([bucket], "buckets")
+        self.send("all_reduce", bucket.nbytes, dist.get_world_size())
+
+    def resized(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``UntypedStorage.resize_`` that is logged: with it FSDP frees weights that it has gathered."""
+
+        def resized(storage: Any, size: int) -> Any:
+            done = resize(storage, size)
+            self._live.resized(storage, "gathered")
+            return done
+
+        return resized
+
     def _exchanged(self, collective: Collective) -> None:
+        self.send(*collective.largest)
         name, compares = collective.name, True
         for frame in frames():
             filename = frame.f_code.co_filename
@@ -118,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self) -> None:
         """Write down the line that reads a number which was not computed."""
-        if not self.is_fast:
+        if not (self.is_fast or self._invents):
             return
         found: Line | None = None
         for frame in frames():
@@ -141,7 +196,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             begun.since_step += rows
             self._pass = begun
             batch = batch if place is None else place(batch)
-            self._live.see((), batch, counts=not self.is_fast)
+            self._live.see(tensors_of(batch))
             return batch
 
         return placed
@@ -150,8 +205,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what takes the steps of a prepared optimizer. Asked in place of ``step`` alone."""
         rates: list[float] = []
         self.trace.rates.append(rates)
-        self._optimizers.append(step.optimizer)
         return _WatchedStep(step, rates, self)
+
+    def step(self, step: OptimizerStep) -> Any:
+        """Take a step of an optimizer, and see its gradients and its state."""
+        parameters = list(parameters_of(step.optimizer))
+        self._live.see((each.grad for each in parameters if each.grad is not None), "gradients")
+        with self.phase("the optimizer's step"):
+            taken = step()
+        self._live.see(tensors_of(list(step.optimizer.state.values())), "optimizer")
+        return taken
 
     def stepped(self, rates: list[float], rate: float) -> None:
         """Write down a step of an optimizer, after it was taken."""
@@ -160,31 +223,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.step_rows.append(self._pass.since_step)
             self._pass.since_step = 0
         self._pass.steps += 1
-        if self.is_fast and self.trace.memory is None and self._models:
-            held = measure(self._models, self._optimizers)
-            wrappers = [model for model in self._models if isinstance(model, DistributedDataParallel)]
-            buckets = held.gradients if any(not wrapper.gradient_as_bucket_view for wrapper in wrappers) else 0
-            rest = max(0, self._live.peak - held.gradients - held.optimizer - buckets)
-            self.trace.memory = Memory(held.parameters, held.gradients, buckets, held.optimizer, rest)
+        if self._live.is_logging:
+            self.trace.sent, self._sent = self._sent, {}
+            self._mark("what follows the step")
+            if self.is_fast:
+                self.trace.memory, self.trace.marks = points(self._live, self._marks)
+                self._live.is_logging = False
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what is made in a block, also of nothing, as on the device."""
+        """Take what is made in a block as made on the device."""
         before, self._phase = self._phase, name
+        self._mark(name)
         try:
-            with FusedAttention():
-                yield
+            yield
         finally:
             self._phase = before
+            self._mark(before or f"what follows {name}")
 
     def watch_model(self, model: Any, *, is_sharded: bool) -> None:
         """Watch the calls of a prepared model."""
         wrapped = getattr(model, "_orig_mod", model)
         if wrapped is not model:
             self.note("torch.compile: the model was rehearsed without being compiled")
-        if not is_sharded:  # those gather weights where no mode of torch sees it
-            self._models.append(wrapped)
-            self._live.know([*wrapped.parameters(), *wrapped.buffers()])
+        self._live.see([*wrapped.parameters(), *wrapped.buffers()], "weights")
         # What torch calls in place of a model; see `training.accelerator.losses`.
         vars(model)["_compiled_call_impl"] = WatchedCall(model, self, is_sharded=is_sharded)
 
@@ -234,8 +296,7 @@ class _WatchedStep(OptimizerStep):
             self._recorder.note("an optimizer with a closure, such as LBFGS: it was called once a step, and took none")
             taken: Any = closure()
         else:
-            with self._recorder.phase("the optimizer's step"):
-                taken = None if self._recorder.is_fast else self._step()
+            taken = None if self._recorder.is_fast else self._recorder.step(self._step)
         self._recorder.stepped(self._rates, rate)
         return taken
 
@@ -243,3 +304,9 @@ class _WatchedStep(OptimizerStep):
     def unscale(self) -> None:
         if not self._recorder.is_fast:
             self._step.unscale()
+
+
+def _initializes() -> bool:
+    """Return whether a layer or a model draws its first weights: which they are makes no difference here."""
+    names = ("reset_parameters", "_init_weights", "_initialize_weights", "init_weights")
+    return any(frame.f_code.co_name in names for frame in frames())

@@ -7,18 +7,21 @@ import linecache
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from nb_accelerate.base.table import Table
 from nb_accelerate.base.topology.rank_lists import named, ranges
 from nb_accelerate.base.words import brief, size
 from nb_accelerate.errors.traceback_lines import line_in_cell
+from nb_accelerate.training.rehearsal.memory import TOO_MUCH, described
+from nb_accelerate.training.rehearsal.picture import picture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
+    from nb_accelerate.training.rehearsal.memory import Mark, Memory
+
 Line = tuple[str, int]  # file and number of a line of the user's; the file is "" where there is none
-_TOO_MUCH = "it does not fit"
 _STOPS = ("hang", "error", "memory")  # kinds of findings with which a run does not come to its end
 
 
@@ -41,16 +44,6 @@ class Pass:
     since_step: int = 0  # rows since the last step
 
 
-class Memory(NamedTuple):
-    """Bytes of one rank when it has most: what stays, and what forward, backward and step hold beside it."""
-
-    weights: int
-    gradients: int
-    buckets: int  # in which DistributedDataParallel exchanges gradients
-    optimizer: int
-    activations: int  # and temporaries
-
-
 @dataclass
 class Trace:
     """What one rank did."""
@@ -63,9 +56,9 @@ class Trace:
     files: dict[str, Line] = field(default_factory=dict)  # written by this rank
     invented: dict[Line, None] = field(default_factory=dict)  # lines that read a number that was not computed
     notes: dict[str, None] = field(default_factory=dict)  # what could not be rehearsed
-    memory: Memory | None = None  # of the first two steps
-    peak_at: str = ""  # "the backward of step 2"
-    peak_rows: int = 0  # in the batch at that time
+    memory: list[Memory] = field(default_factory=list)  # over the first two steps
+    marks: list[Mark] = field(default_factory=list)  # where parts of these begin
+    sent: dict[str, float] = field(default_factory=dict)  # bytes by operation, in the second step
     failure: str = ""  # the text of the exception that ended it
     failed_at: Line = ("", 0)
     ended: bool = False  # came to its end, in the given time
@@ -108,7 +101,7 @@ class Rehearsal:
         """What is wrong or worth a look, the gravest first."""
         traces = self.traces
         found = (_failures(traces), _hang(traces), _files(traces), _rates(traces), _invented(traces))
-        too_much = [Finding("memory", self.memory)] if self.memory.endswith(_TOO_MUCH) else []
+        too_much = [Finding("memory", self.memory)] if self.memory.endswith(TOO_MUCH) else []
         return [*too_much, *(finding for some in found for finding in some)]
 
     @property
@@ -121,7 +114,7 @@ class Rehearsal:
         """A row for each kind of rank; notes below it say what was found, and how far the rehearsal came."""
         alike = _alike(self.traces, lambda trace: (self._row([trace])[1:], trace.failure, trace.ended))
         signs = [f"{'!' if finding.kind in _STOPS else '*'} {finding.text}" for finding in self.findings]
-        memory = [self.memory] if self.memory and not self.memory.endswith(_TOO_MUCH) else []
+        memory = [self.memory] if self.memory and not self.memory.endswith(TOO_MUCH) else []
         notes = (*signs, *memory, *filter(None, [self.sent]), self._how_far())
         titles = ("ranks", "epochs", "batches", "rows", "evaluated", "steps", "rows a step", "learning rate")
         return Table(titles, [self._row(group) for group in alike], right=titles[1:-1], notes=notes)
@@ -129,37 +122,21 @@ class Rehearsal:
     @cached_property
     def memory(self) -> str:
         """What the rank with most memory holds in the first two steps, and whether the device has room for it."""
-        held = [(sum(trace.memory), trace.memory, trace) for trace in self.traces if trace.memory is not None]
-        if not held:
-            return "memory is not counted: models are sharded, or no two steps were taken" if self.capacity else ""
-        most, memory, trace = max(held, key=lambda each: each[0])
-        names = (name if name != "activations" else "activations and temporaries" for name in Memory._fields)
-        parts = ", ".join(f"{name} {size(part)}" for name, part in zip(names, memory, strict=True) if part)
-        text = f"memory of a rank: {size(most)} in {trace.peak_at} ({parts})"
-        per_row = memory.activations / max(1, trace.peak_rows)
-        text += f"; a row of such a batch costs at most {size(per_row)}"
-        # Not in these numbers: the context of CUDA and buffers of NCCL, and fragmentation of 5 to 15 %.
-        least, greatest = 1.05 * most + 0.5e9, 1.15 * most + 1e9
-        text += f". With CUDA, NCCL and fragmentation {size(least)} to {size(greatest)}"
-        if not self.capacity:
-            return text
-        room = (0.9 * self.capacity - 1e9) / 1.15 - (most - memory.activations)
-        rows = f", and so do batches of {int(room / per_row):,} such rows" if room > per_row > 0 else ""
-        fits = f"it fits{rows}" if greatest < 0.9 * self.capacity else "too close to say"
-        whose = f"of {size(self.capacity)}" + (f" ({self.device})" if self.device else "")
-        return f"{text} {whose}: {_TOO_MUCH if least > self.capacity else fits}"
+        trace = self._fullest
+        if not trace.memory:
+            return "memory is not counted: no two steps were taken" if self.capacity else ""
+        return described(trace.memory, trace.marks, self.capacity, self.device)
+
+    @property
+    def _fullest(self) -> Trace:
+        return max(self.traces, key=lambda trace: max(map(sum, trace.memory), default=0))
 
     @property
     def sent(self) -> str:
-        """What a rank sends in a step where DistributedDataParallel averages gradients, by all_reduce around a ring."""
-        gradients = max((trace.memory.gradients for trace in self.traces if trace.memory is not None), default=0)
-        averaged = any(exchange.what.startswith("the gradients") for exchange in self.traces[0].exchanges)
-        share = 2 * (self.world_size - 1) / self.world_size
-        return (
-            f"a rank sends {size(share * gradients)} in each step, to average gradients"
-            if averaged and gradients
-            else ""
-        )
+        """What a rank sends in a step, by operation, around rings as NCCL does."""
+        sent = max((trace.sent for trace in self.traces), key=lambda each: sum(each.values()))
+        parts = [f"{size(each)} by {name}" for name, each in sent.items() if each >= 1000]
+        return f"a rank sends in each step: {', '.join(parts)}" if parts else ""
 
     def _how_far(self) -> str:
         ranks = f"ranks {ranges([trace.rank for trace in self.traces])} of {self.world_size}"
@@ -194,7 +171,9 @@ class Rehearsal:
         return repr(self.table)
 
     def _repr_html_(self) -> str:
-        return self.table._repr_html_()
+        trace = self._fullest
+        drawn = picture(trace.memory, trace.marks, self.capacity, self.device) if trace.memory else ""
+        return self.table._repr_html_() + drawn
 
 
 def _same(numbers: Sequence[int]) -> str:

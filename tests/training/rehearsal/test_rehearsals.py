@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.rehearsal.rehearsing import rehearsed
 
 from nb_accelerate import Accelerator, ConfigError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, rehearse
-from nb_accelerate.training.rehearsal.report import Memory, Rehearsal, Trace
+from nb_accelerate.training.rehearsal.memory import Mark, Memory
+from nb_accelerate.training.rehearsal.report import Rehearsal, Trace
 
 
 class Count(nn.Module):
@@ -133,33 +135,31 @@ def train_wide(rows: int) -> None:
         optimizer.zero_grad()
 
 
-def test_memory_is_what_stays_and_what_backward_holds_at_most(tmp_path: Path):
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 1024), (4, 512)])
+def test_memory_is_what_stays_and_what_backward_holds_at_most(ranks: int, rows: int, tmp_path: Path):
     weights = 2 * 64 * 1024 * 4
-    for ranks in (1, 4):
-        for rows in (512, 1024):
-            folder = tmp_path / f"{ranks}-{rows}"
-            folder.mkdir()
-            found = rehearsed(train_wide, rows, folder=folder, world_size=ranks, ranks=(0,))
-            (trace,) = found.traces
-            assert trace.memory is not None
-            buckets = weights if ranks > 1 else 0
-            assert trace.memory[:3] == (weights, weights, buckets)
-            assert trace.memory.optimizer == pytest.approx(2 * weights, rel=0.001)
-            # At the backward of ReLU: its output, which was kept, the gradients of both its sides, and the batch.
-            hidden = rows * 1024 * 4
-            assert 3 * hidden < trace.memory.activations + 0.6 * weights < 3.6 * hidden
-            assert trace.peak_at == "the backward of step 2"
-            assert found.memory in repr(found)
-            assert found.sent == ("" if ranks == 1 else "a rank sends 786.4 kB in each step, to average gradients")
-            assert found.ok
+    found = rehearsed(train_wide, rows, folder=tmp_path, world_size=ranks, ranks=(0,))
+    (trace,) = found.traces
+    peak = max(trace.memory, key=sum)
+    buckets = weights if ranks > 1 else 0
+    assert peak[:2] == (weights, weights // 2)  # the first layer has no gradient yet
+    assert peak.buckets == buckets
+    assert peak.optimizer == pytest.approx(2 * weights, abs=1024)
+    # At the backward of ReLU: its output, which was kept, the gradients of both its sides, and the batch.
+    hidden = rows * 1024 * 4
+    assert 3 * hidden < peak.of_rows < 3.2 * hidden
+    assert "in the backward of step 2" in found.memory
+    assert found.memory in repr(found)
+    assert found.sent == ("" if ranks == 1 else "a rank sends in each step: 786.4 kB by all_reduce")
+    assert found.ok
 
 
 @pytest.mark.parametrize(
     ("capacity", "verdict"), [(10**7, "does not fit"), (2 * 10**9, "it fits"), (11 * 10**8, "close")]
 )
 def test_whether_it_fits_is_said_with_a_margin(capacity: int, verdict: str):
-    memory = Memory(weights=10**6, gradients=10**6, buckets=0, optimizer=2 * 10**6, activations=10**6)
-    trace = Trace(0, memory=memory, peak_at="the backward of step 2", ended=True)
+    memory = Memory(weights=10**6, gradients=10**6, optimizer=2 * 10**6, activations=10**6)
+    trace = Trace(0, memory=[memory], marks=[Mark(0, "the backward", 2, 4)], ended=True)
     found = Rehearsal((trace,), 1, 60.0, "T4", capacity)
     assert verdict in found.memory
     assert found.ok is (verdict != "does not fit")
@@ -174,8 +174,8 @@ def test_a_rate_that_rises_again_is_named():
 
 
 def test_the_rows_that_have_room_are_counted():
-    trace = Trace(0, peak_rows=4, ended=True)
-    trace.memory = Memory(weights=10**9, gradients=10**9, buckets=0, optimizer=2 * 10**9, activations=10**9)
+    memory = Memory(weights=10**9, gradients=10**9, optimizer=2 * 10**9, activations=10**9)
+    trace = Trace(0, memory=[memory], marks=[Mark(0, "the backward", 2, 4)], ended=True)
     # (0.9 * 16 - 1) / 1.15 - 4 = 7.65 GB, and 0.25 GB a row
     assert Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory.endswith("it fits, and so do batches of 30 such rows")
 
@@ -193,6 +193,59 @@ def test_sharded_models_are_rehearsed(tmp_path: Path):
     assert found.findings == []
     whats = [exchange.what for exchange in found.traces[0].exchanges]
     assert whats.count("the shards of Sequential") == whats.count("the gradients of Sequential") == 24
+
+
+def shard_wide() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10**6)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.ReLU(), nn.Linear(2048, 1024, bias=False))
+    loader = torch.utils.data.DataLoader(torch.ones(80, 1024), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_sharded_models_hold_their_shards_and_the_layers_that_are_gathered(tmp_path: Path):
+    found = rehearsed(shard_wide, folder=tmp_path)
+    layer = 1024 * 2048 * 4
+    for trace in found.traces:
+        assert {held.weights for held in trace.memory[-10:]} == {2 * layer // 4}
+        assert max(held.optimizer for held in trace.memory) == pytest.approx(layer, abs=2048)
+        assert layer < max(held.gathered for held in trace.memory) < 3.1 * layer
+        assert trace.sent["all_gather"] == pytest.approx(2 * 2 * layer * 3 / 4)  # in forward and in backward
+        assert trace.sent["reduce_scatter"] == pytest.approx(2 * layer * 3 / 4)
+
+
+def train_what_is_too_large() -> None:
+    accelerator = Accelerator(cpu=True)
+    with torch.device("meta"):
+        model: Any = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
+    model = model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    loader: Any = DataLoader(TensorDataset(torch.ones(64, 1)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    for (x,) in loader:
+        loss = model(x.expand(-1, 4096 * 2048).reshape(-1, 4096)).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if used > 2 * 10**9 or loss.item() != 1:
+        raise ValueError(f"{used} bytes were used, and the loss was {loss}")
+
+
+def test_large_tensors_are_neither_computed_nor_in_memory(tmp_path: Path):
+    found = rehearsed(train_what_is_too_large, folder=tmp_path, ranks=(0,))
+    assert found.ok, found
+    (trace,) = found.traces
+    weights = 8 * (4096 * 4096 + 4096) * 4
+    peak = max(trace.memory, key=sum)
+    assert (peak.weights, peak.buckets, peak.optimizer) == (weights, weights, pytest.approx(2 * weights, abs=10**5))
+    assert sum(peak) > 4 * weights + 9 * 4 * 2048 * 4096 * 4
+    assert "svg" in found._repr_html_()
 
 
 def train_with_deepspeed() -> None:
