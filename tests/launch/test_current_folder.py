@@ -72,7 +72,7 @@ def test_a_launch_runs_nothing_of_the_current_folder(method: str, shared: Path) 
 
 
 @pytest.mark.usefixtures("_in_shared")
-@pytest.mark.parametrize("where", ["", ".", "absolute"])
+@pytest.mark.parametrize("where", [pytest.param("", marks=pytest.mark.slow), ".", "absolute"])
 def test_a_rank_imports_what_lies_beside_the_notebook(
     where: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
