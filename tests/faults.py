@@ -59,7 +59,7 @@ notebook/ranks/input_requests.py  ranks/test_input_requests.py
 if rank == self._rank:|self._rank, self._talks = -1, False ==> if False:|self._rank, self._talks = -1, False
 notebook/launch/plan.py  launch/test_plan.py
 names = tuple(names[number] for ==> names = tuple(str(number) for
-notebook/launch/by_hand.py  launch/test_machines.py
+notebook/launch/rendezvous_store.py  launch/test_machines.py
 ended == INTERRUPTED) ==> ended != DONE)
 notebook/remote/sender.py  remote/test_frames.py remote/test_streams.py
 self._queue.appendleft(queued._replace( ==> self._queue.append(queued._replace(

@@ -29,8 +29,8 @@ from fixtures.hosts import HOSTS
 
 from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.errors import DeadlineError, StartError
-from nb_accelerate.notebook.launch import by_hand, notebook_launcher
-from nb_accelerate.notebook.launch.by_hand import FAILED, INTERRUPTED, Machines
+from nb_accelerate.notebook.launch import notebook_launcher, rendezvous_store
+from nb_accelerate.notebook.launch.rendezvous_store import FAILED, INTERRUPTED, Machines
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -283,8 +283,8 @@ def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_time_that_torch_takes_to_be_imported_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_hand, "_GRACE", 3.0)
-    monkeypatch.setattr(by_hand, "importlib", SimpleNamespace(import_module=lambda _: time.sleep(5)))
+    monkeypatch.setattr(rendezvous_store, "_GRACE", 3.0)
+    monkeypatch.setattr(rendezvous_store, "importlib", SimpleNamespace(import_module=lambda _: time.sleep(5)))
     place = {"master_addr": "127.0.0.2", "use_port": free_port(), "rdzv_conf": {"join_timeout": 1}}
     with pytest.raises(StartError, match=r"1 of 2 machines came .* number 1 is missing"):
         notebook_launcher(print, num_processes=1, num_nodes=2, progress="off", **place)

@@ -38,7 +38,7 @@ MODULES = {
     "preparing, DDP, local SGD": "accelerator/test_preparing.py",
     "DDP, FSDP2, tensor parallel": "strategies/test_strategies_alike.py",
     "tensor parallel": "strategies/test_tensor_parallel.py",
-    "wrappers made by users": "strategies/test_wrappers_by_hand.py",
+    "wrappers made by users": "strategies/test_wrappers_rendezvous_store.py",
     "checkpoints": "checkpoint/test_checkpoints.py",
     "checkpoints of shards": "checkpoint/test_sharded_checkpoints.py",
     "saves in the background": "checkpoint/test_background_saves.py",

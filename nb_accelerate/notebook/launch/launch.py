@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.display.frontend import FrontEnd
     from nb_accelerate.notebook.display.panel import Panel
-    from nb_accelerate.notebook.launch.by_hand import Machines
     from nb_accelerate.notebook.launch.placing import Placing
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet
+    from nb_accelerate.notebook.launch.rendezvous_store import Machines
     from nb_accelerate.notebook.launch.values import Values
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.ranks.handle import RankHandle

@@ -6,8 +6,8 @@ port in ``MASTER_PORT`` is kept free for code in ranks that serves a store of it
 such a file (macOS, or no ``/proc``), the store listens on another port, on a socket that is bound here, to loopback,
 and given to rank 0.
 
-Several machines find one another at a store that the ranks use too, see `by_hand`. Which machine serves it is said by
-``node_rank``, or by the address that all were given.
+Several machines find one another at a store that the ranks use too, see `rendezvous_store`. Which machine serves it is
+said by ``node_rank``, or by the address that all were given.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.devices import backend_named
 from nb_accelerate.base.seam import StoreSpec
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.notebook.launch.by_hand import DONE, FAILED, INTERRUPTED, Machines
 from nb_accelerate.notebook.launch.machine import interface_of
+from nb_accelerate.notebook.launch.rendezvous_store import DONE, FAILED, INTERRUPTED, Machines
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 
@@ -118,7 +118,7 @@ def repeated_rendezvous(
     """Return a context manager with what is called at each start of the ranks, and does what `open_rendezvous` does."""
     if is_local(options):
         return contextlib.nullcontext(functools.partial(_meet_here, options, plan))
-    return _by_hand(options, plan, check)
+    return _at_a_store(options, plan, check)
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def _keep_free(port: int, stack: contextlib.ExitStack) -> int:
 
 
 @contextlib.contextmanager
-def _by_hand(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], object]) -> Iterator[Meet]:
+def _at_a_store(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], object]) -> Iterator[Meet]:
     if options.rdzv_endpoint:
         is_static = options.rdzv_backend == "static"
         endpoint = _split(options.rdzv_endpoint, _DEFAULT_PORT if is_static else _DEFAULT_ELASTIC_PORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from dataclasses import replace
 from functools import partial
@@ -150,12 +151,14 @@ class PreparingMixin(CoreMixin):
             core.precision.prepare_model(innermost(request.model))
         page = here()
         page.enter(Phase.PREPARING)  # which takes seconds where it imports more of torch, or waits for other ranks
-        wrapped, engines = core.strategy.prepare(
-            list(requests.values()),
-            # The user's optimizer, also inside one that another `Accelerator` prepared.
-            [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one, _ in given.values()],
-            earlier=[known.optimizer for known in core.shared.optimizers],
-        )
+        rehearsal = context.rehearsal()
+        with contextlib.nullcontext() if rehearsal is None else rehearsal.phase("prepare"):
+            wrapped, engines = core.strategy.prepare(
+                list(requests.values()),
+                # The user's optimizer, also inside one that another `Accelerator` prepared.
+                [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one, _ in given.values()],
+                earlier=[known.optimizer for known in core.shared.optimizers],
+            )
         page.enter(Phase.RUNNING)
         made: dict[int, Any] = {}
         for key, model in zip(requests, wrapped, strict=True):

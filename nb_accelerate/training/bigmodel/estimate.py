@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.bigmodel.sizes import calculate_maximum_sizes
-from nb_accelerate.training.process.live_bytes import FusedAttention, LiveBytes, tensors_of
+from nb_accelerate.training.process.live_bytes import FusedAttention, LiveBytes
 from nb_accelerate.training.process.shapes_only import run_operation, unwritten
 from nb_accelerate.training.pytree import tensors_in
 
@@ -160,7 +160,7 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
         del output, loss
         if losses:  # else all is frozen
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-    return max(sum(held.values()) - held["stays"] for held in live.history())
+    return max((sum(held.values()) - held.get("stays", 0) for held in live.history()), default=0)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,7 +175,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result, _ = run_operation(func, args, kwargs or {})
-        self._live.see(tensors_of(result))
+        self._live.see(tensors_in(result))
         return result
 
 

@@ -37,7 +37,9 @@ class LiveBytes:
     def see(self, tensors: Iterable[Tensor], label: str = "") -> None:
         """Log tensors that are on the device now, if their storages are new, or are to have a label."""
         for tensor in tensors:
-            storage: Any = local(tensor).untyped_storage()
+            if tensor.layout is not torch.strided:
+                continue  # a sparse one has no storage
+            storage: Any = tensor.untyped_storage()
             if storage._cdata not in self._numbers:  # noqa: SLF001 - no public name tells storages apart
                 self._add(storage)
             if label:
@@ -65,7 +67,10 @@ class LiveBytes:
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is on the device."""
-        return local(tensor).untyped_storage()._cdata in self._numbers  # noqa: SLF001
+        if tensor.layout is not torch.strided:
+            return False
+        storage: Any = tensor.untyped_storage()
+        return storage._cdata in self._numbers  # noqa: SLF001 - as above
 
     def label_rest(self, label: str) -> None:
         """Label all storages that live and have no label yet."""
@@ -83,14 +88,9 @@ class LiveBytes:
             yield held
 
 
-def local(tensor: Any) -> Tensor:
-    """Return the part of a sharded tensor that this rank has; another tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
-
-
-def tensors_of(*values: Any) -> list[Tensor]:
-    """Return the tensors in nested values that have a storage."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts, lists and tuples."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 class FusedAttention(TorchFunctionMode):

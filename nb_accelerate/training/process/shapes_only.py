@@ -7,6 +7,7 @@ shapes alone, or returns a shape that depends on values.
 
 from __future__ import annotations
 
+import enum
 import functools
 import mmap
 from typing import Any
@@ -15,32 +16,41 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nb_accelerate.training.process.live_bytes import tensors_of
+from nb_accelerate.training.process.live_bytes import tensors_in
 
 _LARGE = 1 << 20  # bytes
 _RUN = ("c10d::", "_c10d_functional::", "aten::set_", "aten::resize", "aten::empty", "aten::new_empty", "aten::_local_")
 
 
-def run_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Return what an operation returns, and whether it was computed.
+class Ran(enum.Enum):
+    """How an operation was run."""
+
+    COMPUTED = enum.auto()
+    FOR_SHAPES = enum.auto()  # without computing
+    BY_VALUES = enum.auto()  # computed, since nothing but the values tells the shape of what it returns
+
+
+def run_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, Ran]:
+    """Return what an operation returns, and how it was run.
 
     Args:
         func: the operation, as ``__torch_dispatch__`` gets it.
         args: its positional arguments.
         kwargs: its keyword arguments.
     """
-    any_large, effect = any(map(is_large, tensors_of(args, kwargs))), _effect(func)
+    any_large, effect = any(map(is_large, tensors_in(args, kwargs))), _effect(func)
     if effect == "writes" and any_large:
-        return _written(func._schema, args, kwargs), False  # noqa: SLF001 - as modes of torch do
+        return _written(func._schema, args, kwargs), Ran.FOR_SHAPES  # noqa: SLF001 - as modes of torch do
+    ran = Ran.COMPUTED
     if effect == "makes":
         try:
             made = func(*tree_map(as_meta, args), **tree_map(as_meta, kwargs))
-        except (RuntimeError, NotImplementedError):
-            pass
+        except RuntimeError:  # no such kernel; or the arguments are wrong, which the operation itself says below
+            ran = Ran.BY_VALUES
         else:
-            if any_large or any(map(is_large, tensors_of(made))):
-                return tree_map(unwritten, made), False
-    return func(*args, **kwargs), True
+            if any_large or any(map(is_large, tensors_in(made))):
+                return tree_map(unwritten, made), Ran.FOR_SHAPES
+    return func(*args, **kwargs), ran
 
 
 @functools.cache

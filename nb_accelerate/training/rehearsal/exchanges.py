@@ -172,8 +172,7 @@ def averaging_nothing(plain: Callable[..., None], recorder: Any) -> Callable[...
             return done
 
         recorder.tell(f"the weights of {name}")
-        with recorder.phase("prepare"):
-            plain(self, module, *args, **kwargs)
+        plain(self, module, *args, **kwargs)
         self.register_comm_hook(None, exchange)
         self.register_comm_hook = lambda *_: None  # for the user's, of which torch takes no second
 

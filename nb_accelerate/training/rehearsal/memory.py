@@ -55,19 +55,21 @@ def points(live: LiveBytes, marks: Sequence[Mark]) -> tuple[list[Memory], list[M
 
 
 def _memory(held: dict[str, int]) -> Memory:
-    return Memory(**{label or "temporaries": size for label, size in held.items()})
+    return Memory(**{label or "temporaries": count for label, count in held.items()})
 
 
 def described(memory: Sequence[Memory], marks: Sequence[Mark], capacity: int, device: str) -> str:
     """Return when there is most, of what, and whether a device with that capacity (in bytes; 0: unknown) has room."""
     index, peak = max(enumerate(memory), key=lambda each: sum(each[1]))
-    mark = [mark for mark in marks if mark.at <= index][-1]
+    mark = _mark_before(marks, index)
     names = (name if name != "gathered" else "gathered weights" for name in Memory._fields)
     parts = ", ".join(f"{name} {size(part)}" for name, part in zip(names, peak, strict=True) if part)
     text = f"memory of a rank: {size(sum(peak))} in {mark.what} of step {mark.step} ({parts})"
-    # Rows count where there is most of what they make more.
-    index, most = max(enumerate(memory), key=lambda each: each[1].of_rows)
-    per_row = most.of_rows / max(1, [mark.rows for mark in marks if mark.at <= index][-1])
+    # Rows count where there is most of what they make more. Temporaries of the optimizer are as many for each batch.
+    with_marks = [(held, _mark_before(marks, index)) for index, held in enumerate(memory)]
+    with_rows = [each for each in with_marks if not each[1].what.endswith("step")] or with_marks
+    most, mark = max(with_rows, key=lambda each: each[0].of_rows)
+    per_row = most.of_rows / max(1, mark.rows)
     text += f"; a row of such a batch costs at most {size(per_row)}"
     # Not in these numbers: the context of CUDA and buffers of NCCL, and fragmentation of 5 to 15 %.
     least, greatest = 1.05 * sum(peak) + 0.5e9, 1.15 * sum(peak) + 1e9
@@ -79,3 +81,7 @@ def described(memory: Sequence[Memory], marks: Sequence[Mark], capacity: int, de
     fits = f"it fits{rows}" if greatest < 0.9 * capacity else "too close to say"
     whose = f"of {size(capacity)}" + (f" ({device})" if device else "")
     return f"{text} {whose}: {TOO_MUCH if least > capacity else fits}"
+
+
+def _mark_before(marks: Sequence[Mark], index: int) -> Mark:
+    return [marks[0], *(mark for mark in marks if mark.at <= index)][-1]

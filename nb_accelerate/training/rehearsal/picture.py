@@ -21,7 +21,7 @@ _PARTS = {"the forward": "forward", "the backward": "backward", "the optimizer's
 def picture(memory: Sequence[Memory], marks: Sequence[Mark], capacity: int, device: str) -> str:
     """Return SVG: time, as operations follow one another, to the right; bytes upwards, to the peak or the device."""
     peak = max(map(sum, memory))
-    has_line = peak < 4 * capacity <= 16 * peak  # else it would be far above, or the memory would be low
+    has_line = peak < 4 * capacity <= 16 * peak  # a line that is higher leaves too little room for the memory
     top = 1.08 * max(peak, capacity if has_line else 0)
 
     def x(index: float) -> float:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -17,12 +16,13 @@ from nb_accelerate.training.comm import torch_distributed
 from nb_accelerate.training.data.dispatching.batch_parts import count_rows
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.precision import OptimizerStep
-from nb_accelerate.training.process.live_bytes import LiveBytes, tensors_of
-from nb_accelerate.training.process.shapes_only import run_operation
+from nb_accelerate.training.process.live_bytes import LiveBytes, tensors_in
+from nb_accelerate.training.process.shapes_only import Ran, is_large, run_operation
 from nb_accelerate.training.rehearsal.exchanges import Collective, RehearsedCollectives, WatchedCall, described
 from nb_accelerate.training.rehearsal.files import frames, user_call
 from nb_accelerate.training.rehearsal.memory import Mark, points
 from nb_accelerate.training.rehearsal.report import Exchange, Pass
+from nb_accelerate.training.strategies.sharding import local_part
 from nb_accelerate.training.strategies.unwrapping import parameters_of
 
 if TYPE_CHECKING:
@@ -64,23 +64,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it comes back with the shards of this rank
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # noqa: SLF001 - no public name
             return func(*args, **kwargs)  # DTensor looks for the shape of what it will make
+        if any(each is not torch.Tensor for each in types):  # those that take themselves apart, such as DTensor
+            return NotImplemented  # this is called again with the plain tensors in them
         schema = func._schema  # noqa: SLF001 - as modes of torch do
         name: str = schema.name
-        given = tensors_of(args, kwargs)
+        given = tensors_in(args, kwargs)
         is_on_device = bool(self._phase) or any(map(self._live.has, given))
         if is_on_device:
             if name == "aten::_local_scalar_dense":
                 self._read()
             self._follow_backward()
-            result, is_computed = run_operation(func, args, kwargs)
-            self._invents |= not is_computed
-            label = "gathered" if name.startswith("fsdp::") else ""
-            self._live.see(tensors_of(result), label)
+            result, ran = run_operation(func, args, kwargs)
+            self._invents |= ran is Ran.FOR_SHAPES
+            if self._invents and ran is Ran.BY_VALUES:
+                self.note(f"{name}: the shape of what it returns depends on numbers that were not computed")
+            if self._phase != "prepare":  # what stays of that is seen later; the rest may be on the host
+                self._live.see(tensors_in(result), "gathered" if name.startswith("fsdp::") else "")
         elif name in ("aten::normal_", "aten::uniform_") and _initializes():
             result = run_operation(func, args, kwargs)[0]
         else:
@@ -156,7 +158,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name == "barrier":  # what rank 0 has written before it can be read behind it
                 self._tape.of_rank_0(name)
             elif collective.arguments.get("root_rank") == 0:
-                self._tape.carry(collective, self._ranks, self.trace.rank)
+                are_weights = self._phase == "prepare" and any(map(is_large, collective.given))
+                if not are_weights:  # which the others keep as they made them
+                    self._tape.carry(collective, self._ranks, self.trace.rank)
         compared = collective.tensors("output_tensors") if collective.name == "scatter" else collective.given
         self.tell(f"{name} of {', '.join(map(described, compared))}" if compares else name)
 
@@ -196,7 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             begun.since_step += rows
             self._pass = begun
             batch = batch if place is None else place(batch)
-            self._live.see(tensors_of(batch))
+            self._live.see(tensors_in(batch))
             return batch
 
         return placed
@@ -210,10 +214,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def step(self, step: OptimizerStep) -> Any:
         """Take a step of an optimizer, and see its gradients and its state."""
         parameters = list(parameters_of(step.optimizer))
-        self._live.see((each.grad for each in parameters if each.grad is not None), "gradients")
+        self._live.see((local_part(each.grad) for each in parameters if each.grad is not None), "gradients")
         with self.phase("the optimizer's step"):
             taken = step()
-        self._live.see(tensors_of(list(step.optimizer.state.values())), "optimizer")
+        self._live.see(map(local_part, tensors_in(list(step.optimizer.state.values()))), "optimizer")
         return taken
 
     def stepped(self, rates: list[float], rate: float) -> None:
@@ -222,9 +226,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rates is self.trace.rates[0]:
             self.trace.step_rows.append(self._pass.since_step)
             self._pass.since_step = 0
+            if self._live.is_logging:
+                self.trace.sent, self._sent = self._sent, {}
         self._pass.steps += 1
         if self._live.is_logging:
-            self.trace.sent, self._sent = self._sent, {}
             self._mark("what follows the step")
             if self.is_fast:
                 self.trace.memory, self.trace.marks = points(self._live, self._marks)
@@ -240,13 +245,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._phase = before
             self._mark(before or f"what follows {name}")
+            if name == "prepare":
+                self._sent = {}  # once, and not in each step
 
     def watch_model(self, model: Any, *, is_sharded: bool) -> None:
         """Watch the calls of a prepared model."""
         wrapped = getattr(model, "_orig_mod", model)
         if wrapped is not model:
             self.note("torch.compile: the model was rehearsed without being compiled")
-        self._live.see([*wrapped.parameters(), *wrapped.buffers()], "weights")
+        self._live.see(map(local_part, (*wrapped.parameters(), *wrapped.buffers())), "weights")
         # What torch calls in place of a model; see `training.accelerator.losses`.
         vars(model)["_compiled_call_impl"] = WatchedCall(model, self, is_sharded=is_sharded)
 
@@ -308,5 +315,5 @@ class _WatchedStep(OptimizerStep):
 
 def _initializes() -> bool:
     """Return whether a layer or a model draws its first weights: which they are makes no difference here."""
-    names = ("reset_parameters", "_init_weights", "_initialize_weights", "init_weights")
+    names = ("reset_parameters", "_init_weights", "_initialize_weights", "init_weights")  # of torch, of transformers
     return any(frame.f_code.co_name in names for frame in frames())

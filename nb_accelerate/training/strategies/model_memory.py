@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.base.progress_page import RankMemory
+from nb_accelerate.training.process.live_bytes import tensors_in
 from nb_accelerate.training.strategies.unwrapping import parameters_of
 
 if TYPE_CHECKING:
@@ -69,11 +69,6 @@ def describe_sharding(models: Iterable[nn.Module], optimizers: Iterable[torch.op
             axes = " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
             return f"FSDP, {axes}" if "dp_shard" in names else axes
     return ""
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested dicts, lists and tuples."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -116,6 +117,8 @@ def train_two_networks() -> None:
 
 def test_models_that_train_each_other_exchange_as_in_a_run(tmp_path: Path):
     found = rehearsed(train_two_networks, folder=tmp_path)
+    judged, made = 4 * (4 + 1), 4 * (2 * 4 + 4)  # bytes of gradients, of the first twice in a step
+    assert found.traces[0].sent["all_reduce"] == pytest.approx(2 * 3 / 4 * (2 * judged + made))
     assert found.findings == []
     exchanges = [exchange.what for exchange in found.traces[0].exchanges if "gradients" in exchange.what]
     first, computed, walked, *_ = [at for at, what in enumerate(exchanges) if what == "the gradients of Sequential"]
@@ -175,7 +178,9 @@ def test_a_rate_that_rises_again_is_named():
 
 def test_the_rows_that_have_room_are_counted():
     memory = Memory(weights=10**9, gradients=10**9, optimizer=2 * 10**9, activations=10**9)
-    trace = Trace(0, memory=[memory], marks=[Mark(0, "the backward", 2, 4)], ended=True)
+    step = memory._replace(activations=0, temporaries=3 * 10**9)  # as many, whatever the rows
+    marks = [Mark(0, "the backward", 2, 4), Mark(1, "the optimizer's step", 2, 4)]
+    trace = Trace(0, memory=[memory, step], marks=marks, ended=True)
     # (0.9 * 16 - 1) / 1.15 - 4 = 7.65 GB, and 0.25 GB a row
     assert Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory.endswith("it fits, and so do batches of 30 such rows")
 
@@ -218,8 +223,9 @@ def test_sharded_models_hold_their_shards_and_the_layers_that_are_gathered(tmp_p
         assert trace.sent["reduce_scatter"] == pytest.approx(2 * layer * 3 / 4)
 
 
-def train_what_is_too_large() -> None:
-    accelerator = Accelerator(cpu=True)
+def train_what_is_too_large(*, sharded: bool) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10**7)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin if sharded else None)
     with torch.device("meta"):
         model: Any = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
     model = model.to_empty(device="cpu")
@@ -237,15 +243,37 @@ def train_what_is_too_large() -> None:
         raise ValueError(f"{used} bytes were used, and the loss was {loss}")
 
 
-def test_large_tensors_are_neither_computed_nor_in_memory(tmp_path: Path):
-    found = rehearsed(train_what_is_too_large, folder=tmp_path, ranks=(0,))
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_large_tensors_are_neither_computed_nor_in_memory(sharded: bool, tmp_path: Path):
+    found = rehearsed(functools.partial(train_what_is_too_large, sharded=sharded), folder=tmp_path)
     assert found.ok, found
-    (trace,) = found.traces
-    weights = 8 * (4096 * 4096 + 4096) * 4
-    peak = max(trace.memory, key=sum)
-    assert (peak.weights, peak.buckets, peak.optimizer) == (weights, weights, pytest.approx(2 * weights, abs=10**5))
-    assert sum(peak) > 4 * weights + 9 * 4 * 2048 * 4096 * 4
+    weights = 8 * (4096 * 4096 + 4096) * 4 // (4 if sharded else 1)
+    for trace in found.traces:
+        peak = max(trace.memory, key=sum)
+        assert peak.weights == weights
+        assert peak.optimizer == pytest.approx(2 * weights, abs=10**5)
+        assert peak.of_rows > 9 * 4 * 2048 * 4096 * 4
+        assert max(held.gathered for held in trace.memory) < 3 * 4096 * 4096 * 4 + 10**6
+        assert (max(held.gathered for held in trace.memory) > 4096 * 4096 * 4) is sharded
     assert "svg" in found._repr_html_()
+
+
+def train_on_rows_above_zero() -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = nn.Linear(8, 10**6)
+    loader: Any = DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for (x,) in loader:
+        out = model(x)
+        accelerator.backward(out[out > 0].sum() + out.sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_shapes_that_depend_on_numbers_that_were_not_computed_are_noted(tmp_path: Path):
+    (finding,) = rehearsed(train_on_rows_above_zero, folder=tmp_path, ranks=(0,)).findings
+    assert finding.kind == "note"
+    assert "aten::index" in finding.text
 
 
 def train_with_deepspeed() -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.training.process.live_bytes import tensors_in
 from nb_accelerate.training.strategies.deepspeed.library import engines
-from nb_accelerate.training.strategies.model_memory import tensors_in
 
 _AVERAGED = "_nb_accelerate_averaged"
 """An attribute of an engine: whether it has averaged gradients since its last step."""
