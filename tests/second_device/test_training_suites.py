@@ -38,7 +38,7 @@ MODULES = {
     "preparing, DDP, local SGD": "accelerator/test_preparing.py",
     "DDP, FSDP2, tensor parallel": "strategies/test_strategies_alike.py",
     "tensor parallel": "strategies/test_tensor_parallel.py",
-    "wrappers made by users": "strategies/test_wrappers_rendezvous_store.py",
+    "wrappers made by users": "strategies/test_wrappers_by_hand.py",
     "checkpoints": "checkpoint/test_checkpoints.py",
     "checkpoints of shards": "checkpoint/test_sharded_checkpoints.py",
     "saves in the background": "checkpoint/test_background_saves.py",
@@ -114,6 +114,7 @@ def outcomes(
         uses_of_it = [int(each["value"]) for each in properties if each["name"] == "uses"]
         outcome = Outcome(case.attrib["name"], "\n".join(failures), sum(uses_of_it))
         found.setdefault(case.attrib["classname"], []).append(outcome)
+    assert found, ran.stdout + ran.stderr  # such as a module that is not there
     return found
 
 

@@ -117,3 +117,10 @@ def test_suites_of_other_environments_use_only_names_that_other_tests_define(tmp
     (tmp_path / "sub" / "three.py").write_text("from sub import two\ntwo.x, two.f, two.y")
     assert names_that_other_tests_lack(tmp_path, "sub") == ["three.py: two.y"]
     assert names_that_other_tests_lack(ROOT / "tests", "with_*") == []
+
+
+def test_modules_of_tests_that_others_name_are_there():
+    files = [file for file in (ROOT / "tests").rglob("*") if file.suffix in {".py", ".md"}]
+    there = {str(file) for file in files}
+    named = {name for file in files for name in re.findall(r"[\w/]+/test_\w+\.py", file.read_text(encoding="utf-8"))}
+    assert not [name for name in named if not any(path.endswith(f"/{name.strip('/')}") for path in there)]
