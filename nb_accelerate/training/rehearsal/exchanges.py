@@ -210,6 +210,7 @@ class WatchedCall:
         if torch.is_grad_enabled():
             self._exchanges = exchanges
         given = tensors_in((args, kwargs))
+        self._recorder.see_inputs(given)
         shapes = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in given]
         key = (*shapes, *sorted(kwargs), torch.is_grad_enabled(), model.training)
         if self._recorder.is_fast and key in self._known:

@@ -26,7 +26,7 @@ from nb_accelerate.training.strategies.sharding import local_part
 from nb_accelerate.training.strategies.unwrapping import parameters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -72,11 +72,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         schema = func._schema  # noqa: SLF001 - as modes of torch do
         name: str = schema.name
         given = tensors_in(args, kwargs)
-        is_on_device = bool(self._phase) or any(map(self._live.has, given))
+        in_backward = torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - nothing else tells
+        is_on_device = bool(self._phase) or in_backward or any(map(self._live.has, given))
         if is_on_device:
             if name == "aten::_local_scalar_dense":
                 self._read()
-            self._follow_backward()
+            self._follow_backward(in_backward)
             result, ran = run_operation(func, args, kwargs)
             self._invents |= ran is Ran.FOR_SHAPES
             if self._invents and ran is Ran.BY_VALUES:
@@ -101,9 +102,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._is_apart:
             self.trace.exchanges.append(Exchange(what, *user_call()))
 
-    def _follow_backward(self) -> None:
+    def _follow_backward(self, in_backward: bool) -> None:
         """Mark where a backward begins and ends; what is kept for it are the activations."""
-        in_backward = torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - nothing else tells
         if in_backward is not (bool(self._marks) and self._marks[-1].what == "the backward"):
             if in_backward:
                 self._live.label_rest("activations")
@@ -122,6 +122,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count what this rank sends for a collective: around a ring, as NCCL does."""
         shares = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}
         self._sent[operation] = self._sent.get(operation, 0) + size * shares.get(operation, (ranks - 1) / ranks)
+
+    def see_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Count what a prepared model is given, which is on the device whoever put it there."""
+        self._live.see(tensors)
 
     def exchange_bucket(self, bucket: Tensor) -> None:
         """Count a bucket of gradients that all ranks reduce."""
@@ -215,8 +219,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take a step of an optimizer, and see its gradients and its state."""
         parameters = list(parameters_of(step.optimizer))
         self._live.see((local_part(each.grad) for each in parameters if each.grad is not None), "gradients")
+        by_default = [group for group in step.optimizer.param_groups if group.get("foreach", True) is None]
+        for group in by_default:
+            group["foreach"] = not group.get("fused")  # as on GPUs, which takes the memory of another copy or two
         with self.phase("the optimizer's step"):
             taken = step()
+        for group in by_default:
+            group["foreach"] = None
         self._live.see(map(local_part, tensors_in(list(step.optimizer.state.values()))), "optimizer")
         return taken
 
