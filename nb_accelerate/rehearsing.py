@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
 _SECONDS = 60.0  # that the function has; as many more are for starting, and for code in C that cannot be ended
 
-_MEMORY = dict.fromkeys(("A100-80GB", "H100"), 85_000_000_000) | {
-    "A10": 23_700_000_000,
-    "A100": 42_400_000_000,
-    "L4": 23_600_000_000,
-    "P100": 17_000_000_000,
-    "T4": 15_800_000_000,
-    "V100": 16_900_000_000,
+_DEVICES = {
+    "A10": (23.7e9, 125e12, 31.2e12),
+    "A100": (42.4e9, 312e12, 19.5e12),
+    "A100-80GB": (85e9, 312e12, 19.5e12),
+    "H100": (85e9, 989e12, 67e12),
+    "L4": (23.6e9, 121e12, 30.3e12),
+    "P100": (17e9, 18.7e12, 9.3e12),
+    "T4": (15.8e9, 65e12, 8.1e12),
+    "V100": (16.9e9, 125e12, 15.7e12),
 }
-"""Bytes that torch can have of each accelerator."""
+"""Bytes that torch can have of each accelerator, and operations per second in its data sheet: in 16 bits, in 32."""
 
 
 def rehearse(
@@ -107,14 +109,16 @@ def run_rehearsal(
     from nb_accelerate.training.bigmodel.sizes import convert_file_size_to_int  # which imports torch
     from nb_accelerate.training.rehearsal.rank import rehearse_ranks
 
-    capacity = _MEMORY.get((device or "").upper(), 0) if memory is None else convert_file_size_to_int(memory)
+    capacity, *speeds = _DEVICES.get((device or "").upper(), (0, 0, 0))
+    if memory is not None:
+        capacity = convert_file_size_to_int(memory)
     if device is not None and not capacity:
-        raise ConfigError(f"device={device!r} is none of {', '.join(_MEMORY)}. Give its memory too: memory='24GB'.")
+        raise ConfigError(f"device={device!r} is none of {', '.join(_DEVICES)}. Give its memory too: memory='24GB'.")
     options: dict[str, Any] = {"devices": "cpu", "progress": "off", "timeout": 2 * _SECONDS, "engine": "auto"}
     with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
         job = (function, topologies, folder, _SECONDS)
-        (traces,) = notebook_launcher(rehearse_ranks, job, 1, **options, **of_launch)
-    return Rehearsal(tuple(traces), num_processes, _SECONDS, device or "", capacity)
+        (traces,) = notebook_launcher(rehearse_ranks, job, 1, kwargs={"grows": capacity > 0}, **options, **of_launch)
+    return Rehearsal(tuple(traces), num_processes, _SECONDS, device or "", int(capacity), (speeds[0], speeds[1]))
 
 
 def rehearse_cell(function: Callable[[], None], *, wants_accelerator: bool, **options: Any) -> Rehearsal:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fixtures.deepspeed_runs import difference, epoch, make_loader, make_model, plugin, train
 from torch import nn
+from training.rehearsal.rehearsing import rehearsed
 
 from nb_accelerate import Accelerator, DeepSpeedPlugin
 from nb_accelerate.errors import ConfigError, NotPreparedError
@@ -118,3 +119,28 @@ def refusals():
     accelerator.prepare(other := make_model(), torch.optim.AdamW(other.parameters()))
     with pytest.raises(NotPreparedError, match="from no DeepSpeed engine"):
         accelerator.backward(torch.ones((), requires_grad=True) * 2)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rehearsal_counts_what_an_engine_holds(stage, precision, run_ranks, tmp_path):
+    def held():
+        accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage)
+        )
+        model = nn.Sequential(nn.Linear(64, 2048, bias=False), nn.Linear(2048, 64, bias=False))
+        loader = torch.utils.data.DataLoader(torch.ones(64, 64), batch_size=8)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+        for rows in loader:
+            accelerator.backward(model(rows).float().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.core.strategy.model_memory([model], [optimizer.optimizer])
+
+    real = run_ranks(held)[0]
+    (trace,) = rehearsed(held, folder=tmp_path, world_size=2, ranks=(0,)).traces
+    counted = max(trace.memory, key=sum)
+    assert counted.weights == real.parameters
+    assert counted.optimizer == pytest.approx(real.optimizer, abs=2000)  # blocks of steps that are counted
+    if stage == 3:  # else they are gone after a step
+        assert counted.gradients == pytest.approx(real.gradients, abs=100)

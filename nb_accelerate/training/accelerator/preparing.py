@@ -204,7 +204,8 @@ class PreparingMixin(CoreMixin):
         prepared = compiled(model, core.dynamo, core.process.kind)
         time_forward(prepared)
         if (rehearsal := context.rehearsal()) is not None:
-            rehearsal.watch_model(prepared, is_sharded=not core.strategy.is_replicated)
+            is_sharded = not core.strategy.is_replicated
+            rehearsal.watch_model(prepared, is_sharded=is_sharded, precision=core.precision.name)
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
         return prepared

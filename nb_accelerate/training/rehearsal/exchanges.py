@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from nb_accelerate.training.comm.torch_distributed import TorchCollectives
@@ -221,8 +222,8 @@ class WatchedCall:
         with self._recorder.phase("the forward"):
             outputs = wrapped._call_impl(*args, **kwargs)  # noqa: SLF001 - what torch calls otherwise
         made = tensors_in(outputs)
-        # Of a large one the shape: it would live longer than in a run.
-        kept = map_tensors(lambda tensor: as_meta(tensor) if is_large(tensor) else tensor.detach(), outputs)
+        with _disable_current_modes():  # they would live longer than in a run, and are not counted
+            kept = map_tensors(lambda each: as_meta(each) if is_large(each) else each.detach().clone(), outputs)
         self._known[key] = kept, [tensor.requires_grad for tensor in made]
         for tensor in made:
             if self._is_sharded and tensor.requires_grad:

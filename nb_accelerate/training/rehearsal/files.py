@@ -40,8 +40,8 @@ _CHANGES = ("mkdir", "remove", "unlink", "rmdir", "rename", "replace", "chmod", 
 class Files:
     """The files that a rank would write."""
 
-    def __init__(self, folder: Path, rank: int, written: dict[str, Line]) -> None:
-        self._own, self._of_rank_0 = str(folder / str(rank)), str(folder / "0")
+    def __init__(self, folder: Path, own: str, written: dict[str, Line]) -> None:
+        self._own, self._of_rank_0 = str(folder / own), str(folder / "0")
         self._written = written
 
     def written(self, path: Any) -> str:

@@ -32,6 +32,36 @@ class Memory(NamedTuple):
         return self.activations + self.temporaries
 
 
+class Zero(NamedTuple):
+    """How DeepSpeed shards what a rank holds; see `ZeRO <https://arxiv.org/abs/1910.02054>`_."""
+
+    stage: int
+    ranks: int
+    offloads: tuple[str, ...]  # "weights" and "optimizer", which are not on the device then
+
+    def applied(self, held: Memory, weights: int, trained: int, width: int, optimizer: int) -> Memory:
+        """Return what a rank holds that would hold so much without DeepSpeed.
+
+        Args:
+            held: bytes.
+            weights: their number.
+            trained: those that have gradients.
+            width: bytes of each: 4, or 2 in mixed precision. The optimizer has a copy in 32 bits, from stage 1 on always.
+            optimizer: bytes of its state for all of them.
+        """
+        copy = 4 * trained if width == 2 or self.stage else 0
+        on_device = "optimizer" not in self.offloads  # gradients go where the optimizer is
+        return held._replace(
+            weights=width * weights // self._shards(3) if "weights" not in self.offloads else 0,
+            gradients=width * trained // self._shards(2) if on_device else 0,
+            buckets=0,
+            optimizer=(optimizer + copy) // self._shards(1) if on_device else 0,
+        )
+
+    def _shards(self, from_stage: int) -> int:
+        return self.ranks if self.stage >= from_stage else 1
+
+
 class Mark(NamedTuple):
     """Where a part of a step begins."""
 
@@ -58,27 +88,40 @@ def _memory(held: dict[str, int]) -> Memory:
     return Memory(**{label or "temporaries": count for label, count in held.items()})
 
 
-def described(memory: Sequence[Memory], marks: Sequence[Mark], capacity: int, device: str) -> str:
-    """Return when there is most, of what, and whether a device with that capacity (in bytes; 0: unknown) has room."""
+def outside_of_steps(memory: Sequence[Memory], marks: Sequence[Mark]) -> tuple[int, Memory]:
+    """Return rows of a batch, and the most that is held with it, but in the optimizer's steps: those make no more."""
+    every = [(held, _mark_before(marks, index)) for index, held in enumerate(memory)]
+    held, mark = max(
+        [each for each in every if not each[1].what.endswith("step")] or every, key=lambda each: sum(each[0])
+    )
+    return max(1, mark.rows), held
+
+
+def described(
+    memory: Sequence[Memory], marks: Sequence[Mark], smaller: Sequence[tuple[int, int]], capacity: int, device: str
+) -> str:
+    """Return when there is most, of what, and whether a device with that capacity (in bytes; 0: unknown) has room.
+
+    ``smaller`` has the rows of smaller batches, and the most bytes with them. Memory is a line in the rows.
+    """
     index, peak = max(enumerate(memory), key=lambda each: sum(each[1]))
     mark = _mark_before(marks, index)
     names = (name if name != "gathered" else "gathered weights" for name in Memory._fields)
     parts = ", ".join(f"{name} {size(part)}" for name, part in zip(names, peak, strict=True) if part)
     text = f"memory of a rank: {size(sum(peak))} in {mark.what} of step {mark.step} ({parts})"
-    # Rows count where there is most of what they make more. Temporaries of the optimizer are as many for each batch.
-    with_marks = [(held, _mark_before(marks, index)) for index, held in enumerate(memory)]
-    with_rows = [each for each in with_marks if not each[1].what.endswith("step")] or with_marks
-    most, mark = max(with_rows, key=lambda each: each[0].of_rows)
-    per_row = most.of_rows / max(1, mark.rows)
-    text += f"; a row of such a batch costs at most {size(per_row)}"
+    rows, held = outside_of_steps(memory, marks)
+    slopes = [(sum(held) - less) / (rows - fewer) for fewer, less in smaller if fewer < rows]
+    per_row = max(slopes, default=held.of_rows / rows)
+    is_line = len(slopes) > 1 and per_row < 1.05 * min(slopes)
+    text += f"; a row of the batch costs {'' if is_line else 'at most '}{size(per_row)}"
     # Not in these numbers: the context of CUDA and buffers of NCCL, and fragmentation of 5 to 15 %.
     least, greatest = 1.05 * sum(peak) + 0.5e9, 1.15 * sum(peak) + 1e9
     text += f". With CUDA, NCCL and fragmentation {size(least)} to {size(greatest)}"
     if not capacity:
         return text
-    room = (0.9 * capacity - 1e9) / 1.15 - (sum(most) - most.of_rows)
-    rows = f", and so do batches of {int(room / per_row):,} such rows" if room > per_row > 0 else ""
-    fits = f"it fits{rows}" if greatest < 0.9 * capacity else "too close to say"
+    room = (0.9 * capacity - 1e9) / 1.15 - (sum(held) - per_row * rows)
+    of_rows = f", and so do batches of {int(room / per_row):,} such rows" if room > per_row > 0 else ""
+    fits = f"it fits{of_rows}" if greatest < 0.9 * capacity else "too close to say"
     whose = f"of {size(capacity)}" + (f" ({device})" if device else "")
     return f"{text} {whose}: {TOO_MUCH if least > capacity else fits}"
 

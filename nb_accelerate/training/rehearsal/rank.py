@@ -27,6 +27,7 @@ from nb_accelerate.training.process import context
 from nb_accelerate.training.process.live_bytes import FusedAttention
 from nb_accelerate.training.rehearsal.exchanges import Tape, averaging_nothing
 from nb_accelerate.training.rehearsal.files import Files
+from nb_accelerate.training.rehearsal.memory import outside_of_steps
 from nb_accelerate.training.rehearsal.recorder import Recorder
 from nb_accelerate.training.rehearsal.report import Trace
 
@@ -41,11 +42,12 @@ class TimeIsUpError(BaseException):
 
 
 def rehearse_ranks(
-    function: Callable[[], Any], topologies: Sequence[Topology], folder: str, seconds: float
+    function: Callable[[], Any], topologies: Sequence[Topology], folder: str, seconds: float, *, grows: bool = False
 ) -> list[Trace]:
     """Rehearse each rank in a process of its own, all at once. Called in the one rank of a launch.
 
     They are forked, so that the function's data are in memory once. The folder is for files, and for what rank 0 sends.
+    With ``grows``, two more take the steps of the first rank with a half and a quarter of the rows of each batch.
     """
     torch.set_num_threads(1)  # threads of more would not be there after a fork
     importlib.import_module("torch._dynamo")  # which each optimizer imports, for seconds
@@ -53,9 +55,11 @@ def rehearse_ranks(
     ranks = [topology.rank for topology in topologies]
     forks, started, traces = multiprocessing.get_context("fork"), list[Any](), list[Trace]()
     try:
-        for topology in topologies:
+        smaller = [(topologies[0], 2), (topologies[0], 4)] if grows else []
+        for topology, divisor in [*((each, 1) for each in topologies), *smaller]:
             mine, its = forks.Pipe(duplex=False)
-            process = forks.Process(target=_rehearse_rank, args=(function, topology, ranks, Path(folder), seconds, its))
+            arguments = (function, topology, ranks, Path(folder), seconds, its, divisor)
+            process = forks.Process(target=_rehearse_rank, args=arguments)
             process.start()
             its.close()
             started.append((topology.rank, process, mine))
@@ -64,7 +68,7 @@ def rehearse_ranks(
                 traces.append(mine.recv())
             except EOFError:
                 process.join()
-                if rank == 0:  # the others would wait for what it sends
+                if rank == 0 and not traces:  # the others would wait for what it sends
                     Tape(Path(folder), writes=True).write(None)
                 traces.append(Trace(rank, failure=f"the process ended with exit code {process.exitcode}"))
     finally:
@@ -72,16 +76,28 @@ def rehearse_ranks(
             process.kill()
             process.join()
             mine.close()
-    return traces
+    for trace in traces[len(ranks) :]:
+        if trace.memory:
+            rows, held = outside_of_steps(trace.memory, trace.marks)
+            traces[0].smaller.append((rows, sum(held)))
+    return traces[: len(ranks)]
 
 
 def _rehearse_rank(
-    function: Callable[[], Any], topology: Topology, ranks: list[int], folder: Path, seconds: float, pipe: Any
+    function: Callable[[], Any],
+    topology: Topology,
+    ranks: list[int],
+    folder: Path,
+    seconds: float,
+    pipe: Any,
+    divisor: int,
 ) -> None:
     """Rehearse the rank whose place this process takes, and end: nothing that is replaced here is put back."""
     trace, began = Trace(topology.rank), time.monotonic()
-    tape = Tape(folder, writes=topology.is_main) if 0 in ranks else None
-    recorder = Recorder(trace, ranks, tape, Files(folder, topology.rank, trace.files))
+    writes_tape = topology.is_main and divisor == 1
+    tape = Tape(folder, writes=writes_tape) if 0 in ranks else None
+    own = f"{topology.rank}" if divisor == 1 else f"{topology.rank} of fewer rows, {divisor}"
+    recorder = Recorder(trace, ranks, tape, Files(folder, own, trace.files), divisor)
     # Libraries send nothing anywhere, and draw no bars.
     os.environ.update(topology.as_variables() | {"WANDB_MODE": "disabled", "TQDM_DISABLE": "1"})
     torch.compiler.set_stance("force_eager")
@@ -125,7 +141,7 @@ def _rehearse_rank(
             trace.failure = f"{type(error).__name__}: {text}" if text else type(error).__name__
             frames = user_frames(error.__traceback__)
             trace.failed_at = (frames[-1].filename, frames[-1].lineno) if frames else ("", 0)
-    if tape is not None and topology.is_main:
+    if tape is not None and writes_tape:
         tape.write(None)
     trace.seconds = time.monotonic() - began
     pipe.send(trace)

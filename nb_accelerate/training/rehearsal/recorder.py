@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
 
 from nb_accelerate.errors.traceback_lines import is_ours, is_users_file
 from nb_accelerate.training.comm import torch_distributed
-from nb_accelerate.training.data.dispatching.batch_parts import count_rows
+from nb_accelerate.training.data.dispatching.batch_parts import CountedBatch, count_rows, take_from
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.precision import OptimizerStep
 from nb_accelerate.training.process.live_bytes import LiveBytes, tensors_in
 from nb_accelerate.training.process.shapes_only import Ran, is_large, run_operation
+from nb_accelerate.training.pytree import map_tensors
 from nb_accelerate.training.rehearsal.exchanges import Collective, RehearsedCollectives, WatchedCall, described
 from nb_accelerate.training.rehearsal.files import frames, user_call
-from nb_accelerate.training.rehearsal.memory import Mark, points
+from nb_accelerate.training.rehearsal.memory import Mark, Zero, points
 from nb_accelerate.training.rehearsal.report import Exchange, Pass
 from nb_accelerate.training.strategies.sharding import local_part
 from nb_accelerate.training.strategies.unwrapping import parameters_of
@@ -28,8 +32,7 @@ from nb_accelerate.training.strategies.unwrapping import parameters_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import Tensor
-
+    from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.rehearsal.exchanges import Tape
     from nb_accelerate.training.rehearsal.files import Files
@@ -42,18 +45,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     As a mode of torch, which is not public, it sees the collectives that torch runs, whoever calls them.
     """
 
-    def __init__(self, trace: Trace, ranks: Sequence[int], tape: Tape | None, files: Files) -> None:
+    def __init__(self, trace: Trace, ranks: Sequence[int], tape: Tape | None, files: Files, divisor: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.files = files
         self._ranks = ranks
         self._tape = tape
+        self._divisor = divisor  # of the rows of batches: 1, but where only memory is asked for
+        self._zero: Zero | None = None
+        self._weights = self._trained = 0  # their numbers
+        self._width = 4  # bytes of a weight, where DeepSpeed keeps it
         self._pass = Pass(("", 0))
         self._is_apart = False
         self._saved = set[str]()
         self._live = LiveBytes()
         self._marks: list[Mark] = []
         self._sent: dict[str, float] = {}  # since the last step
+        self._computed = [0.0, 0.0]  # likewise: operations on numbers of 16 bits, and of 32
         self._phase = ""
         self._invents = False  # whether anything was not computed
 
@@ -82,6 +90,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._invents |= ran is Ran.FOR_SHAPES
             if self._invents and ran is Ran.BY_VALUES:
                 self.note(f"{name}: the shape of what it returns depends on numbers that were not computed")
+            if (operations := _operations(func, name, args, kwargs, result)) > 0:
+                self._computed[tensors_in(result)[0].element_size() > 2] += operations
             if self._phase != "prepare":  # what stays of that is seen later; the rest may be on the host
                 self._live.see(tensors_in(result), "gathered" if name.startswith("fsdp::") else "")
         elif name in ("aten::normal_", "aten::uniform_") and _initializes():
@@ -200,6 +210,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def placed(batch: Any) -> Any:
             rows = count_rows(batch.batch if type(batch) is LastBatch else batch) or 0
+            if self._divisor > 1 and (take := take_from([CountedBatch(batch, rows)], careful=False)) is not None:
+                rows = max(1, rows // self._divisor)
+                batch = map_tensors(Tensor.clone, take(slice(rows)))  # else the whole batch stays in memory
             begun.rows.append(rows)
             begun.since_step += rows
             self._pass = begun
@@ -236,13 +249,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.step_rows.append(self._pass.since_step)
             self._pass.since_step = 0
             if self._live.is_logging:
-                self.trace.sent, self._sent = self._sent, {}
+                self.trace.sent, self._sent = self._sent if self._zero is None else {}, {}
+                self.trace.computed, self._computed = (self._computed[0], self._computed[1]), [0.0, 0.0]
         self._pass.steps += 1
         if self._live.is_logging:
             self._mark("what follows the step")
             if self.is_fast:
                 self.trace.memory, self.trace.marks = points(self._live, self._marks)
                 self._live.is_logging = False
+                if self._zero is not None:
+                    state = max(held.optimizer for held in self.trace.memory)
+                    of_model = self._weights, self._trained, self._width, state
+                    self.trace.memory = [self._zero.applied(held, *of_model) for held in self.trace.memory]
+                if self._divisor > 1:
+                    signal.raise_signal(signal.SIGALRM)  # nothing else is asked of this one
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -257,8 +277,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name == "prepare":
                 self._sent = {}  # once, and not in each step
 
-    def watch_model(self, model: Any, *, is_sharded: bool) -> None:
+    def uses_deepspeed(self, plugin: DeepSpeedPlugin) -> None:
+        """Count weights, gradients and the state of optimizers as DeepSpeed shards them; exchange as without it."""
+        devices = {"weights": plugin.offload_param_device, "optimizer": plugin.offload_optimizer_device}
+        offloads = tuple(name for name, device in devices.items() if device not in (None, "none"))
+        self._zero = Zero(plugin.stage, dist.get_world_size(), offloads)
+        formulas = "weights, gradients and the optimizer's state are counted by the formulas of ZeRO"
+        self.note(f"DeepSpeed was rehearsed as DistributedDataParallel: {formulas}, what it exchanges is not in this")
+
+    def watch_model(self, model: Any, *, is_sharded: bool, precision: str) -> None:
         """Watch the calls of a prepared model."""
+        self._width = 4 if precision == "no" else 2
+        self._weights += sum(each.numel() for each in model.parameters())
+        self._trained += sum(each.numel() for each in model.parameters() if each.requires_grad)
         wrapped = getattr(model, "_orig_mod", model)
         if wrapped is not model:
             self.note("torch.compile: the model was rehearsed without being compiled")
@@ -320,6 +351,16 @@ class _WatchedStep(OptimizerStep):
     def unscale(self) -> None:
         if not self._recorder.is_fast:
             self._step.unscale()
+
+
+def _operations(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+    """Return how many operations a matrix product, a convolution or attention takes; 0 for all else."""
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        return sdpa_flop_count(*(each.shape for each in args[:3]))  # type: ignore[no-untyped-call, no-any-return]
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        return sdpa_backward_flop_count(*(each.shape for each in args[:4]))  # type: ignore[no-untyped-call, no-any-return]
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else count(*args, **kwargs, out_val=result)
 
 
 def _initializes() -> bool:

@@ -58,7 +58,9 @@ class Trace:
     notes: dict[str, None] = field(default_factory=dict)  # what could not be rehearsed
     memory: list[Memory] = field(default_factory=list)  # over the first two steps
     marks: list[Mark] = field(default_factory=list)  # where parts of these begin
+    smaller: list[tuple[int, int]] = field(default_factory=list)  # rows of smaller batches, and the most bytes then
     sent: dict[str, float] = field(default_factory=dict)  # bytes by operation, in the second step
+    computed: tuple[float, float] = (0.0, 0.0)  # operations on floating-point numbers of 16 and 32 bits, in that step
     failure: str = ""  # the text of the exception that ended it
     failed_at: Line = ("", 0)
     ended: bool = False  # came to its end, in the given time
@@ -88,6 +90,7 @@ class Rehearsal:
         seconds: that each rank had.
         device: name of the accelerator that the run is to have; "" for none.
         capacity: its bytes.
+        speeds: its operations per second at most, on numbers of 16 and of 32 bits.
     """
 
     traces: Sequence[Trace]
@@ -95,6 +98,7 @@ class Rehearsal:
     seconds: float
     device: str = ""
     capacity: int = 0
+    speeds: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -125,7 +129,7 @@ class Rehearsal:
         trace = self._fullest
         if not trace.memory:
             return "memory is not counted: no two steps were taken" if self.capacity else ""
-        return described(trace.memory, trace.marks, self.capacity, self.device)
+        return described(trace.memory, trace.marks, self.traces[0].smaller, self.capacity, self.device)
 
     @property
     def _fullest(self) -> Trace:
@@ -133,10 +137,20 @@ class Rehearsal:
 
     @property
     def sent(self) -> str:
-        """What a rank sends in a step, by operation, around rings as NCCL does."""
-        sent = max((trace.sent for trace in self.traces), key=lambda each: sum(each.values()))
-        parts = [f"{size(each)} by {name}" for name, each in sent.items() if each >= 1000]
-        return f"a rank sends in each step: {', '.join(parts)}" if parts else ""
+        """What a rank sends in a step, by operation, around rings as NCCL does, and what it computes."""
+        trace = max(self.traces, key=lambda each: sum(each.sent.values()))
+        parts = [f"{size(each)} by {name}" for name, each in trace.sent.items() if each >= 1000]
+        if not parts:
+            return ""
+        text = f"a rank sends in each step: {', '.join(parts)}"
+        if all(self.speeds) and any(trace.computed):
+            seconds = sum(each / speed for each, speed in zip(trace.computed, self.speeds, strict=True))
+            link = 8 * sum(trace.sent.values()) / seconds / 1e9
+            text += (
+                f"; and it computes {sum(trace.computed) / 1e12:,.3g} TFLOP. At the peak speed of the {self.device} "
+            )
+            text += f"that takes as long as sending at {link:,.1f} Gbit/s: over a slower link, sending takes longer"
+        return text
 
     def _how_far(self) -> str:
         ranks = f"ranks {ranges([trace.rank for trace in self.traces])} of {self.world_size}"

@@ -166,7 +166,7 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
     """Return how models are trained in this process: by the engines whose options are given."""
     collectives = select_collectives(process)
     if engines.deepspeed is not None and (rehearsal := context.rehearsal()) is not None:
-        rehearsal.note("DeepSpeed was rehearsed as DistributedDataParallel: what it exchanges is not in this")
+        rehearsal.uses_deepspeed(engines.selected_deepspeed)
         engines = replace(engines, deepspeed=None)
     if process.kind.make_strategy is not None:
         _check_engines_of_device(process, engines)

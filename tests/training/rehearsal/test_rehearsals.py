@@ -126,8 +126,9 @@ def test_models_that_train_each_other_exchange_as_in_a_run(tmp_path: Path):
     assert exchanges[first + 1 : computed + 1] == exchanges[computed + 1 : walked + 1]
 
 
-def train_wide(rows: int) -> None:
-    accelerator = Accelerator()
+def train_wide(rows: int, zero_stage: int | None = None) -> None:
+    plugin = None if zero_stage is None else DeepSpeedPlugin(zero_stage=zero_stage)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
     layers = [nn.Linear(64, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 64, bias=False)]
     model = nn.Sequential(*layers)
     loader = torch.utils.data.DataLoader(torch.ones(40 * rows, 64), batch_size=rows)
@@ -154,7 +155,40 @@ def test_memory_is_what_stays_and_what_backward_holds_at_most(ranks: int, rows: 
     assert "in the backward of step 2" in found.memory
     assert found.memory in repr(found)
     assert found.sent == ("" if ranks == 1 else "a rank sends in each step: 786.4 kB by all_reduce")
+    # Products of both layers: forward, gradients of weights, and the gradient of what the second is given.
+    assert trace.computed == (0, (2 + 2 + 1) * 2 * rows * 64 * 1024)
     assert found.ok
+
+
+@pytest.mark.parametrize(("stage", "shared"), [(1, ("optimizer",)), (3, ("weights", "gradients", "optimizer"))])
+def test_what_deepspeed_shards_is_counted_by_formulas(stage: int, shared: tuple[str, ...], tmp_path: Path):
+    found = rehearsed(train_wide, 512, stage, folder=tmp_path, ranks=(0,))
+    weights = 2 * 64 * 1024 * 4
+    held = dict.fromkeys(("weights", "gradients"), weights) | {"optimizer": 3 * weights + 1024}
+    peak = max(found.traces[0].memory, key=sum)._asdict()
+    for name, size in held.items():
+        assert peak[name] == (size // 4 if name in shared else size)
+    assert peak["buckets"] == 0
+    assert [finding.kind for finding in found.findings] == ["note"]
+    assert found.sent == ""  # it exchanges something else
+
+
+def test_the_memory_of_larger_batches_follows_from_that_of_smaller_ones(tmp_path: Path):
+    found, larger = (rehearsed(train_wide, rows, folder=tmp_path, ranks=(0,), grows=True) for rows in (1600, 6400))
+    ((half, of_half), (quarter, _)) = found.traces[0].smaller
+    assert (half, quarter) == (800, 400)
+    most, of_larger = (max(map(sum, each.traces[0].memory)) for each in (found, larger))
+    per_row = (most - of_half) / (1600 - half)
+    assert of_larger == pytest.approx(most + 4800 * per_row, rel=0.002)
+    assert "a row of the batch costs at most" not in found.memory
+    assert len(found.traces) == 1
+
+
+def test_computing_is_compared_with_links():
+    trace = Trace(0, sent={"all_reduce": 1e9}, computed=(65e12, 8.1e12), ended=True)  # in a second each
+    found = Rehearsal((trace,), 2, 60.0, "T4", 10**10, (65e12, 8.1e12))
+    assert "computes 73.1 TFLOP" in found.sent
+    assert "sending at 4.0 Gbit/s" in found.sent
 
 
 @pytest.mark.parametrize(
@@ -274,16 +308,6 @@ def test_shapes_that_depend_on_numbers_that_were_not_computed_are_noted(tmp_path
     (finding,) = rehearsed(train_on_rows_above_zero, folder=tmp_path, ranks=(0,)).findings
     assert finding.kind == "note"
     assert "aten::index" in finding.text
-
-
-def train_with_deepspeed() -> None:
-    train(accelerator=Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)))
-
-
-def test_deepspeed_is_rehearsed_as_ddp_which_is_said(tmp_path: Path):
-    found = rehearsed(train_with_deepspeed, folder=tmp_path)
-    assert [finding.kind for finding in found.findings] == ["note"]
-    assert len(found.traces[0].rates[0]) == 24
 
 
 def train_with_a_closure() -> None:
