@@ -46,7 +46,7 @@ class Zero(NamedTuple):
             held: bytes.
             weights: their number.
             trained: those that have gradients.
-            width: bytes of each: 4, or 2 in mixed precision. The optimizer has a copy in 32 bits, from stage 1 on always.
+            width: bytes of each: 4, or 2 in mixed precision; then, or from stage 1 on, the optimizer has a copy of 4.
             optimizer: bytes of its state for all of them.
         """
         copy = 4 * trained if width == 2 or self.stage else 0
