@@ -298,11 +298,11 @@ def outcomes():
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    shared_kernel.wait_for_server()
     folder = tmp_path_factory.mktemp("modules")
     (folder / "self_made_module.py").write_text(SELF_MADE)
     shared_kernel.run(f"import sys\nsys.path.insert(0, {str(folder)!r})\n%load_ext nb_accelerate").ok()
     shared_kernel.run("from nb_accelerate import notebook_launcher").ok()
-    shared_kernel.wait_for_server()
     for code in (*IDIOMS.values(), f"idioms = [{', '.join(IDIOMS)}]", COLLECT):
         shared_kernel.run(code).ok()
     return shared_kernel

@@ -22,11 +22,11 @@ def texts(cell: Cell) -> list[str]:
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.wait_for_server()
     # Seconds. A rank that was off the CPU for a while says the same as the other nevertheless.
     shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
     shared_kernel.put("nb_accelerate.notebook.magics.names._ANSWER_WITHIN", 20.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
-    shared_kernel.wait_for_server()
     first = shared_kernel.run("%%distributed\nrank").ok()
     assert first.stdout == "2 processes on CPU\n[rank 0] 0\n[rank 1] 1\n"
     yield shared_kernel

@@ -555,8 +555,8 @@ def test_what_cannot_be_followed_is_refused_with_the_line(two: list[dict[str, An
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
-    shared_kernel.run("%load_ext nb_accelerate").ok()
     shared_kernel.wait_for_server()
+    shared_kernel.run("%load_ext nb_accelerate").ok()
     shared_kernel.run("%%distributed -n 2\n1").ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()

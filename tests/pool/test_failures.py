@@ -52,9 +52,9 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel, ranks: int) -> Iterator[Kernel]:
+    shared_kernel.wait_for_server()
     shared_kernel.run(SETUP).ok()
     shared_kernel.run(BLOCKED_RANKS).ok()
-    shared_kernel.wait_for_server()
     shared_kernel.run(f"%distributed start -n {ranks}").ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()

@@ -24,9 +24,9 @@ COMPUTED_BY_EACH = {"char-RNN without a loader", "GCN", "GCN of an adjacency mat
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.wait_for_server()
     shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
     shared_kernel.run("import torch\ntorch.set_num_threads(1)\n%load_ext nb_accelerate").ok()
-    shared_kernel.wait_for_server()
     shared_kernel.run("%distributed start -n 2").ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()

@@ -18,8 +18,8 @@ SAID = "each of the 2 processes trains a model of its own with all of its rows. 
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
-    shared_kernel.run("%load_ext nb_accelerate\nimport torch").ok()
     shared_kernel.wait_for_server()
+    shared_kernel.run("%load_ext nb_accelerate\nimport torch").ok()
     shared_kernel.run("%%distributed\nimport torch\nimport torch.distributed as dist").ok()
     shared_kernel.run("%distributed auto on").ok()
     shared_kernel.run(f"model = torch.nn.Linear(1, 1)\n{TRAIN}").ok()  # what is imported for the first optimizer stays

@@ -209,9 +209,9 @@ class TestState:
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.wait_for_server()
     shared_kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", fold=30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
-    shared_kernel.wait_for_server()
     shared_kernel.run("%%distributed\nimport torch").ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()
