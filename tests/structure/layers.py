@@ -7,6 +7,7 @@ room too: a package by its name, a module with its ``.py``.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -102,9 +103,17 @@ def _faults(file: Path, root: Path, room: str, rooms: dict[str, Room]) -> Iterat
             yield one.line, f"{room} ({here.half}) imports {target} ({there.half})"
 
 
+def tree_of(file: Path) -> ast.Module:
+    """What a source file has, parsed once for all tests of this process that read the package."""
+    return _parsed(file.read_text(encoding="utf-8"))
+
+
+_parsed = functools.lru_cache(512)(ast.parse)  # as many files as the package has
+
+
 def imports_of(file: Path, root: Path) -> Iterator[Import]:
     """What a file imports, anywhere in it. ``from a import b`` counts as ``a.b``."""
-    tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+    tree = tree_of(file)
     parts = file.relative_to(root).with_suffix("").parts
     containing = parts[:-1]
     yield from _walk(tree, containing, at_import=True)

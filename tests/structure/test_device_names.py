@@ -6,6 +6,8 @@ import ast
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from structure.layers import tree_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -46,7 +48,7 @@ def test_only_the_device_table_and_public_names_name_a_type_of_device() -> None:
         f"{name}:{line}"
         for file in sorted(PACKAGE.rglob("*.py"))
         if not (name := file.relative_to(PACKAGE).as_posix()).startswith("base/devices/")
-        for line in names_in(ast.parse(file.read_text(encoding="utf-8")), PUBLIC.get(name, set()))
+        for line in names_in(tree_of(file), PUBLIC.get(name, set()))
     ]
     assert found == []
 

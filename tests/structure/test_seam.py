@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from structure.layers import tree_of
 
 PACKAGE = Path(__file__).parents[2] / "nb_accelerate"
 OTHER_HALF = {"notebook": "nb_accelerate.training", "training": "nb_accelerate.notebook"}
@@ -21,9 +22,8 @@ TOLD_BY_THE_USER = {
 """Keys of ``sys.modules`` that are no constants: modules that the user loads anew."""
 
 
-def reaches(source: str, half: str) -> list[str]:
+def reaches(tree: ast.Module, half: str) -> list[str]:
     """What a file does to reach over to the other half."""
-    tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = []
     for node in ast.walk(tree):
@@ -39,10 +39,10 @@ def reaches(source: str, half: str) -> list[str]:
     return found
 
 
-def keys_of_modules(source: str) -> list[str]:
+def keys_of_modules(tree: ast.Module) -> list[str]:
     """The keys by which a file looks into ``sys.modules``, as they are written."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules":
             found.append(ast.unparse(node.slice))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "sys.modules.get":
@@ -54,15 +54,15 @@ def keys_of_modules(source: str) -> list[str]:
 
 @pytest.mark.parametrize("half", OTHER_HALF)
 def test_no_half_reaches_over_to_the_other(half: str):
-    files = {file: file.read_text(encoding="utf-8") for file in (PACKAGE / half).rglob("*.py")}
+    files = [*(PACKAGE / half).rglob("*.py")]
     assert files
-    assert {str(file): found for file, source in files.items() if (found := reaches(source, half))} == {}
+    assert {str(file): found for file in files if (found := reaches(tree_of(file), half))} == {}
 
 
 def test_the_notebook_half_looks_at_what_is_imported_in_one_way():
     refused = {}
     for file in (PACKAGE / "notebook").rglob("*.py"):
-        keys = keys_of_modules(file.read_text(encoding="utf-8"))
+        keys = keys_of_modules(tree_of(file))
         name = file.relative_to(PACKAGE).as_posix()
         strange = [key for key in keys if key[0] not in "'\"" or key.strip("'\"").startswith(SEEN_BY_IMPORTED)]
         if sorted(set(strange)) != TOLD_BY_THE_USER.get(name, []):
@@ -71,8 +71,11 @@ def test_the_notebook_half_looks_at_what_is_imported_in_one_way():
 
 
 def test_reaching_over_is_noticed():
-    assert reaches("import gc\n[one for one in gc.get_objects()]", "notebook") == ["searches with gc.get_objects"]
-    assert reaches("f('nb_accelerate.training.data:x')", "notebook") == ["names nb_accelerate.training.data:x"]
-    assert reaches("'''nb_accelerate.training'''", "notebook") == []
-    assert reaches("f('nb_accelerate.notebook.pool')", "training") == ["names nb_accelerate.notebook.pool"]
-    assert keys_of_modules("sys.modules['a'], sys.modules.get(b), 'c' in sys.modules") == ["'a'", "b", "'c'"]
+    for source, half, found in (
+        ("import gc\n[one for one in gc.get_objects()]", "notebook", ["searches with gc.get_objects"]),
+        ("f('nb_accelerate.training.data:x')", "notebook", ["names nb_accelerate.training.data:x"]),
+        ("'''nb_accelerate.training'''", "notebook", []),
+        ("f('nb_accelerate.notebook.pool')", "training", ["names nb_accelerate.notebook.pool"]),
+    ):
+        assert reaches(ast.parse(source), half) == found
+    assert keys_of_modules(ast.parse("sys.modules['a'], sys.modules.get(b), 'c' in sys.modules")) == ["'a'", "b", "'c'"]

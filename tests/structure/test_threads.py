@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from structure.layers import tree_of
+
 PACKAGE = Path(__file__).parents[2] / "nb_accelerate"
 
 ALLOWED = {
@@ -23,7 +25,7 @@ STARTING = {"Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "Thread
 def test_threads_are_helper_threads() -> None:
     found = {}
     for file in PACKAGE.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        nodes = list(ast.walk(tree_of(file)))
         used = [node.func for node in nodes if isinstance(node, ast.Call)]
         used += [base for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
         if starting := {ast.unparse(one).rpartition(".")[2] for one in used} & STARTING:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from pathlib import Path
+
+from structure.layers import tree_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nb_accelerate"
@@ -37,10 +38,8 @@ def _words(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-@functools.cache
 def _modules() -> list[tuple[str, ast.Module]]:
-    files = sorted(PACKAGE.rglob("*.py"))
-    return [(str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))) for path in files]
+    return [(str(path.relative_to(PACKAGE)), tree_of(path)) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def _imported(tree: ast.Module) -> set[str]:
