@@ -139,6 +139,7 @@ def test_the_file_lies_where_accelerate_looks_for_it(tmp_path: Path, variables: 
         ("compute_environment: AMAZON_SAGEMAKER\n", ["AMAZON_SAGEMAKER", "your own machines"]),
         ("- a\n- b\n", ["num_processes: 2"]),
         ("a: [\n", ["cannot be read"]),
+        ("num_machines: 1:4\n", ["num_machines='1:4'", "Write an integer of at least 1"]),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_file_and_key(tmp_path: Path, text: str, words: list[str]):

@@ -159,9 +159,11 @@ def test_bytes_of_strangers_end_nothing(tmp_path: Path) -> None:
     assert count > len(STRANGERS)
 
 
-def machines_here(endpoint: tuple[str, int], listener: socket.socket | None = None, **given: Any) -> Machines:
+def machines_here(
+    endpoint: tuple[str, int], listener: socket.socket | None = None, own: str = "127.0.0.2", **given: Any
+) -> Machines:
     options = LaunchOptions(function=print, **{"num_nodes": 2, "master_addr": endpoint[0], **given})
-    return Machines(options, endpoint, endpoint[0], listener, num_processes=1, check=lambda: None)
+    return Machines(options, endpoint, own, listener, num_processes=1, check=lambda: None)
 
 
 @pytest.fixture
@@ -306,3 +308,89 @@ def test_two_hosts_meet_across_a_cable(tmp_path: Path, two_hosts: list[str], bac
 
     found = run_on_two(tmp_path, options, lambda node: ["ip", "netns", "exec", HOSTS[node]])
     assert sorted(found) == EXPECTED
+
+
+WAITS = """
+import json, sys, time
+from pathlib import Path
+from nb_accelerate import notebook_launcher
+
+def wait(gate):
+    import os
+    Path(f"{gate}.{os.environ['RANK']}").touch()
+    while not Path(gate).exists():
+        time.sleep(0.01)
+
+options = json.loads(sys.argv[1])
+notebook_launcher(wait, (sys.argv[2],), num_processes=1, progress="off", **options)
+"""
+
+
+@contextlib.contextmanager
+def waiting(
+    folder: Path, options: Callable[[int], dict[str, object]], *nodes: int, prefix: Callable[[int], list[str]]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start launches whose ranks wait for the file gate in the folder. What they say goes to files said.NODE."""
+    machines = []
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            said = stack.enter_context((folder / f"said.{node}").open("w"))
+            words = [*prefix(node), sys.executable, "-c", WAITS, json.dumps(options(node)), str(folder / "gate")]
+            machines.append(subprocess.Popen(words, stdout=said, stderr=said, text=True))
+        try:
+            yield machines
+        finally:
+            for machine in machines:
+                machine.terminate()
+                machine.wait(20)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+def test_a_machine_that_is_killed_while_it_waits_leaves_its_number_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_store, "_GRACE", 1.0)
+    listener = socket.create_server(("127.0.0.2", 0))
+    endpoint: tuple[str, int] = listener.getsockname()
+    options = {"num_nodes": 3, "rdzv_backend": "c10d", "rdzv_endpoint": "{}:{}".format(*endpoint)}
+    machines = machines_here(endpoint, listener, **options)
+    not_here = {**options, "rdzv_conf": {"is_host": False}}
+    with waiting(tmp_path, lambda _: not_here, 1, prefix=lambda _: []) as [killed]:
+        wait_for(lambda: machines._store.check(["0/1"]), killed)
+        killed.kill()
+        killed.wait()
+        others = [machines_here(endpoint, own=f"127.0.0.{number}", **options) for number in (3, 4)]
+        with ThreadPoolExecutor(3) as pool:
+            met = [pool.submit(one.meet) for one in (machines, *others)]
+            names = sorted(one.result(60) for one in met)
+    assert names == [(number, "nb_accelerate none 1") for number in range(3)]
+    for one in (*others, machines):
+        one.close(FAILED)
+
+
+def wait_for(is_there: Callable[[], object], *processes: subprocess.Popen[str]) -> None:
+    """Wait for what processes bring about that send this one no event."""
+    while not is_there():
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(150)
+def test_a_cut_between_machines_whose_ranks_go_on_is_told_on_both(tmp_path: Path, two_hosts: list[str]) -> None:
+    def options(node: int) -> dict[str, object]:
+        return {"num_nodes": 2, "node_rank": node, "master_addr": two_hosts[0]}
+
+    def said(node: int) -> list[str]:
+        return re.findall(r"nothing has been heard of the machine at (\S+)", (tmp_path / f"said.{node}").read_text())
+
+    with waiting(tmp_path, options, 0, 1, prefix=lambda node: ["ip", "netns", "exec", HOSTS[node]]) as machines:
+        wait_for(lambda: len([*tmp_path.glob("gate.*")]) == 2, *machines)
+        subprocess.run(["ip", "-n", HOSTS[1], "link", "set", "nbveth1", "down"], check=True)
+        wait_for(lambda: said(0) and said(1), *machines)
+        subprocess.run(["ip", "-n", HOSTS[1], "link", "set", "nbveth1", "up"], check=True)
+        (tmp_path / "gate").touch()
+        assert [machine.wait(60) for machine in machines] == [0, 0]
+    assert said(0) == [two_hosts[1]]
+    assert said(1) == [f"{two_hosts[0]}:29500"]

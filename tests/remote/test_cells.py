@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import sys
@@ -187,6 +188,8 @@ def lose(machines: Machines, kernel: Kernel, kind: str) -> None:
     elif kind == "silent":
         kernel.run("from nb_accelerate.notebook.remote import sender\nsender.SILENCE_LIMIT = 2").ok()
         machines.kill(host, signal.SIGSTOP)
+    elif kind == "sshd":
+        machines.kill(next(one for one in host.parents() if one.name().startswith("sshd")))
     else:
         children = psutil.Process(kernel.pid).children()
         carriers = [child for child in children if child.name() == "ssh" and "b" in child.cmdline()]
@@ -225,7 +228,14 @@ def test_an_interrupt_takes_back_what_is_on_its_way_to_a_machine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rank", "host", "command", "silent", "server"])
+@pytest.mark.parametrize(
+    ("machines", "kind"),
+    [
+        *itertools.product(["command", "ssh"], ["rank", "host", "silent", "server"]),
+        *[("ssh", "command"), ("ssh", "sshd")],
+    ],
+    indirect=["machines"],
+)
 def test_each_line_that_a_loss_is_told_with_does_what_it_says(machines: Machines, kernel: Kernel, kind: str) -> None:
     kernel.run("%load_ext nb_accelerate")
     kernel.run(KEPT).ok()
@@ -233,7 +243,7 @@ def test_each_line_that_a_loss_is_told_with_does_what_it_says(machines: Machines
     lose(machines, kernel, kind)
     told = kernel.run("%%distributed\nrank")
     assert told.error == "PoolError"
-    if kind in ("host", "command", "silent"):
+    if kind not in ("rank", "server"):
         assert "1 and 2 are lost: machine" in told.message
         assert told.message.count("is lost") == 1
     ranks = "0" if kind != "rank" else "0,1"

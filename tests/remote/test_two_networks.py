@@ -12,9 +12,10 @@ import psutil
 import pytest
 from fixtures import relay
 from fixtures.hosts import HOSTS
+from remote.test_cells import FOUND, KEPT, advised
 from remote.test_launches import wait_for, waits
 
-from nb_accelerate.errors import DeadlineError, LaunchError, StartError
+from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, StartError
 from nb_accelerate.notebook.launch import notebook_launcher
 from nb_accelerate.notebook.pool.options import CellOptions
 from nb_accelerate.notebook.pool.pool import Pool
@@ -23,6 +24,8 @@ from nb_accelerate.notebook.pool.source import read_cell
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from fixtures.kernels import Kernel
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndist.all_reduce(x)\nx.item()"
 
@@ -189,9 +192,14 @@ def test_a_cable_that_is_cut_between_ranks_is_told_and_ranks_go_on_when_it_is_ba
 
 
 @pytest.mark.slow
-def test_only_the_store_and_connections_between_ranks_listen(pool: Pool, networks: list[str]) -> None:
-    run(pool, SUM)
-    assert {address.rpartition(":")[0] for address in listeners()} <= set(networks)
+@pytest.mark.parametrize("two_hosts", ["", "ipv6"], indirect=True)
+def test_only_the_store_and_connections_between_ranks_of_cells_listen(pool: Pool, networks: list[str]) -> None:
+    assert run(pool, SUM) == [7.0] * 3
+    assert {address.rpartition(":")[0].strip("[]") for address in listeners()} <= set(networks)
+    with pytest.raises(RankDiedError):
+        run(pool, "import os\nif rank == 2:\n    os.kill(os.getpid(), 9)\ndist.barrier()")
+    assert pool.restart(2) == [2]
+    assert run(pool, SUM) == [7.0] * 3
 
 
 def started(tmp_path: Path, function: Callable[[str], Any] = waits) -> tuple[Any, list[psutil.Process]]:
@@ -238,3 +246,45 @@ def test_a_machine_that_goes_away_is_told_after_15_seconds_and_nothing_stays(
     assert 13 < told < 17.5  # at most 16, and what a busy machine adds
     assert ended < 20
     assert "rank 0 was in waits" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cut off", "started again"])
+def test_each_line_that_a_machine_behind_a_cut_cable_is_told_with_does_what_it_says(
+    over_the_cable: None, kernel: Kernel, how: str
+) -> None:
+    kernel.run(
+        "%load_ext nb_accelerate\nfrom nb_accelerate.notebook.remote import sender\nsender.SILENCE_LIMIT = 3"
+    ).ok()
+    kernel.run(KEPT).ok()
+    there = [one for one in psutil.process_iter() if one.name() == "nb-host" and is_behind_the_cable(one)]
+    cable("down")
+    if how == "started again":  # its end of the connection is gone, which the kernel's does not know
+        for process in [*there, *there[0].children(recursive=True)]:
+            process.kill()
+        cable("up")
+    began = time.monotonic()
+    told = kernel.run("%%distributed\nimport time\ntime.sleep(60)")
+    print(f"{how}: told after {time.monotonic() - began:.1f} s: {told.message}")
+    assert f"1 and 2 are lost: machine {HOSTS[1]}" in told.message or f"machine {HOSTS[1]} is lost" in told.message
+    told = kernel.run("%%distributed\nrank")
+    assert "--ranks 0" in told.message
+    assert kernel.run("%%distributed --ranks 0 --out found\nkept").ok()
+    assert kernel.run("%distributed pull kept\nkept, found").ok().value == "(10, [10])"
+    [line] = advised(told.message)
+    if how == "cut off":
+        failed = kernel.run(line)
+        assert failed.error == "StartError"
+        assert f"machine {HOSTS[1]} cannot be reached: " in failed.message
+        line = advised(failed.message)[0]
+        cable("up")
+    assert "ranks 1, 2 are new" in kernel.run(line).ok().stdout
+    kernel.run(FOUND).ok()
+    assert kernel.run("found").ok().value == "[(7.0, 10), (7.0, None), (7.0, None)]"
+    psutil.wait_procs(there, timeout=20)
+    assert not any(one.is_running() for one in there)
+
+
+def is_behind_the_cable(process: psutil.Process) -> bool:
+    said = subprocess.run(["ip", "netns", "identify", str(process.pid)], check=True, capture_output=True, text=True)
+    return said.stdout.strip() == HOSTS[1]

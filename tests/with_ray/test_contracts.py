@@ -124,8 +124,25 @@ def a_raylet_that_is_killed_is_named_at_once_and_nothing_stays_there(
     try:
         assert pool.restart() == [1, 2]
         assert cells.run(pool, cells.SUM) == [7.0] * 3
+        a_head_that_is_killed_is_named_and_not_waited_for(pool)
         pool.stop()
         close()
     finally:
+        started = psutil.Process(again.pid).children(recursive=True)
         again.terminate()
+        for process in psutil.wait_procs(started, timeout=5)[1]:  # which wait for the head
+            process.kill()
         again.wait(30)
+
+
+def a_head_that_is_killed_is_named_and_not_waited_for(pool: Pool) -> None:
+    running = pool.begin(read_cell("import time\ntime.sleep(60)"), CellOptions(progress="off"))
+    [head] = [one for one in psutil.Process().children(recursive=True) if one.name() == "gcs_server"]
+    head.kill()
+    began = time.monotonic()
+    with pytest.raises(PoolError, match=f"rank 0 is lost: machine {NODES[0]} is lost"):
+        pool.finish(running)
+    with pytest.raises(StartError, match=r"no cluster of Ray answers at address='.*Start one there with: ray start"):
+        pool.restart(0)
+    assert time.monotonic() - began < 30
+    assert cells.run(pool, "rank", ranks=(1, 2)) == [1, 2]

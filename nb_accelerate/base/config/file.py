@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -271,7 +272,10 @@ def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that
 
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if file.suffix == ".json":
+            found = json.loads(text)
+        else:  # for which 1:4 is the number 64, to the base 60
+            found = yaml.safe_load(re.sub(r"(?m)(?<=: )(\d+:[\d:]+)(?!\S)", r"'\1'", text))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):

@@ -24,7 +24,7 @@ from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.environ import variables_of_file, working_directory
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
-from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, broken_way, meet, meet_again
+from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, broken_way, listening, meet
 from nb_accelerate.notebook.launch.own_modules import own_entries, own_modules, versions
 from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
@@ -95,8 +95,7 @@ class Cluster(Placing):
         self._is_closed = False
         self._hosts = open_hosts(options, check)
         try:
-            for link in self._hosts.links:
-                self._compare(link)
+            self._compare(self._hosts.links)
             plans, self.plan = plan_machines(options, self._hosts.machines, [link.hello for link in self._hosts.links])
             self._places = self._placed(plans)
             self.by_value = self._modules_to_send()
@@ -132,19 +131,19 @@ class Cluster(Placing):
     def reopen(self) -> None:
         """Start the hosts of lost machines again, for the same ranks. Raises what a new cluster does."""
         self._hosts.reopen(self._check)
-        for place, link in zip(self._places, self._hosts.links, strict=True):
-            if link is not place.link:
-                self._compare(link)
+        known = [place.link for place in self._places]
+        self._compare([link for link in self._hosts.links if link not in known])
         self._places = self._placed([place.plan for place in self._places])
         self._met_at = None
 
-    def _compare(self, link: Link) -> None:
-        """Note how the software of a machine differs from this one's. Raises StartError if ranks cannot run."""
-        python = self._options.engine.remote_python
-        differences = compare(software_here(), {name: link.hello[name] for name in software_here()}, python=python)
-        if differences.obstacles:
-            raise StartError(f"machine {link.name}: {'. '.join(differences.obstacles)}")
-        self.notes += [f"machine {link.name}: {warning}" for warning in differences.warnings]
+    def _compare(self, links: Sequence[Link]) -> None:
+        """Note how the software of machines differs from this one's. Raises StartError if ranks cannot run."""
+        python, here = self._options.engine.remote_python, software_here()
+        for link in links:
+            differences = compare(here, link.hello, python=python)
+            if differences.obstacles:
+                raise StartError(f"machine {link.name}: {'. '.join(differences.obstacles)}")
+            self.notes += [f"machine {link.name}: {warning}" for warning in differences.warnings]
 
     def _placed(self, plans: Sequence[MachinePlan]) -> list[_Place]:
         """Ask each machine which of the folder and the search path of this process are there too."""
@@ -210,7 +209,7 @@ class Cluster(Placing):
         links = [place.link for place in self._places]
         port = int(self._options.use_port or 0)
         if self._met_at is not None:
-            return meet_again(links, self._met_at.address, port, self._check)
+            return listening(links, self._met_at.address, port, self._check)
         if self._options.master_addr == LOOPBACK:
             known = self._hosts.engine.address(self._hosts.machines[0])
             addresses = addresses_to_try(links, known, self._check)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from nb_accelerate.errors import ConfigError, MissingDependencyError
-from nb_accelerate.notebook.launch.machine import facts_here, interface_of, software_here
+from nb_accelerate.notebook.launch.machine import facts_here, software_here
 from nb_accelerate.notebook.remote.connection_back import address_towards
 from nb_accelerate.notebook.worker.connections import addresses_of
 
@@ -106,16 +106,17 @@ def reach(places: list[tuple[str, str, int]]) -> dict[str, Any]:
     """
     with ThreadPoolExecutor(max_workers=max(1, len(places))) as pool:
         found = list(pool.map(_way_to, *zip(*places, strict=True)))
-    return next((way for way in found if "error" in way), {"ways": found})
+    interfaces = _addresses()
+    ways = [{**way, "interface": interfaces.get(way.get("own", ""), "")} for way in found]
+    return next((way for way in found if "error" in way), {"ways": ways})
 
 
-def _way_to(name: str, address: str, port: int) -> dict[str, Any]:
+def _way_to(name: str, address: str, port: int) -> dict[str, str]:
     try:
         with socket.create_connection((address, port), timeout=_PROBE_TIMEOUT) as probe:
-            own = probe.getsockname()[0]
+            return {"own": probe.getsockname()[0]}
     except OSError as error:
         return {"error": f"cannot reach {name} at {address}:{port}: {error.strerror or error}"}
-    return {"own": own, "interface": interface_of(own) or ""}
 
 
 def connections(pids: list[int]) -> dict[str, Any]:

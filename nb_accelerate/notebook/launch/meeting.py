@@ -54,7 +54,7 @@ def meet(links: Sequence[Link], addresses: Sequence[str], port: int, check: Call
     failures = []
     for address in addresses:
         try:
-            met = _listening(links, address, port, check)
+            met = listening(links, address, port, check)
             _try_all_others(links, met.own, check)
         except StartError as error:
             if any(link.lost for link in links):
@@ -63,11 +63,6 @@ def meet(links: Sequence[Link], addresses: Sequence[str], port: int, check: Call
         else:
             return met
     raise StartError(f"{'. '.join(dict.fromkeys(failures))}. {_ADVICE}")
-
-
-def meet_again(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> Met:
-    """Have the first machine listen at the address that was found before."""
-    return _listening(links, address, port, check)
 
 
 def broken_way(links: Sequence[Link], met: Met) -> str:
@@ -80,12 +75,12 @@ def broken_way(links: Sequence[Link], met: Met) -> str:
     return ""
 
 
-def _listening(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> Met:
+def listening(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> Met:
     """Have the first machine listen, and the others reach it."""
-    listening = links[0].ask("listen", address=address, port=port, check=check)
-    reached = _reached(links, address, listening["port"], check)
-    interfaces = tuple(way["interface"] for way in (listening, *reached))
-    return Met(address, listening["port"], interfaces, tuple(way["own"] for way in reached))
+    first = links[0].ask("listen", address=address, port=port, check=check)
+    reached = _reached(links, address, first["port"], check)
+    interfaces = tuple(way["interface"] for way in (first, *reached))
+    return Met(address, first["port"], interfaces, tuple(way["own"] for way in reached))
 
 
 def _reached(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> list[dict[str, str]]:

@@ -6,6 +6,8 @@
         kind                  numbers that all machines are started with
         round                 number of the newest start of the ranks
         ROUND/NUMBER          the machine that has this number in it
+        ROUND/NUMBER/there    it still was when all numbers were taken
+        ROUND/NUMBER/beats    how often it has looked into the store since then
         ROUND/failed          why ranks have failed: the first reason of all machines counts
         closed, ended/NUMBER  a launch has ended, and nobody can take part any more
         the ranks' part       where the ranks of a round meet
@@ -52,7 +54,7 @@ _JOIN_TIMEOUT = 600
 """Seconds for all machines to come, as torchrun's."""
 
 _GRACE = 15.0
-"""Seconds after which a wait is ended here, if the store does not answer any more."""
+"""Seconds without an answer of the store, or a beat of a machine, after which that is told, or not waited for."""
 
 _NEWS_LIMIT = 10.0
 """Seconds for another machine to tell why its ranks have failed, when ranks here have lost them."""
@@ -112,7 +114,7 @@ class Machines:
         self._is_given_up = False
         self._store: Any = None
         self._round = self._number = -1
-        self._others: list[str] = []
+        self._others: dict[int, str] = {}
         try:
             self._in_thread(functools.partial(self._connect, listener))
         except BaseException:
@@ -144,15 +146,28 @@ class Machines:
         self._unreachable: MachineError | None = None
         self._reason = ""
         self._is_over = self._is_watch_closed = False
+        self._beats: dict[str, tuple[int, float]] = {}
+        self._told: set[str] = set()
         self._wake = threading.Event()
         self._thread = HelperThread(self._run, name="machines", on_failure=self._lost_store)
         self._thread.start()
 
     def check(self) -> None:
-        """Tell the others of a failure here, or abandon the request because of one there."""
-        if not (self._is_over or self._request.done.is_set() or self._tells_own_cause()) and self._news is not None:
+        """Tell the others of a failure here, abandon the request because of one there, or say who is silent."""
+        if self._is_over or self._request.done.is_set() or self._tells_own_cause():
+            return
+        if self._news is not None:
             self._is_over = True
             self._request.abandon(self._news)
+            return
+        late = time.monotonic() - _GRACE
+        silent = {machine for machine, (_, heard) in [*self._beats.items()] if heard < late and self._thread.is_alive()}
+        for machine in silent - self._told:
+            self._request.say(
+                f"nothing has been heard of the machine at {machine} for {_GRACE:g} s: it is down, or without network. "
+                "Ranks that wait for those there go on when it is back"
+            )
+        self._told = silent
 
     def explain(self, error: BaseException | None) -> BaseException | None:
         """Return why the request has failed: the reason of another machine if ranks here only know that they lost it.
@@ -165,13 +180,14 @@ class Machines:
         while self._thread.is_alive() and self._news is None and time.monotonic() < until:
             self._thread.join(_WAIT_INTERVAL)
         one = "the launch on the machine" if len(self._others) == 1 else "a launch on one of the machines"
+        others = [*self._others.values()]
         return (
             self._news
             or self._unreachable
             or MachineError(
-                f"{one} at {', '.join(self._others)} was killed, or that machine is down or without network: ranks "
+                f"{one} at {', '.join(others)} was killed, or that machine is down or without network: ranks "
                 "have lost others, and no machine has told why",
-                address=self._others[0].split()[0],
+                address=others[0].split()[0],
             )
         )
 
@@ -199,6 +215,7 @@ class Machines:
         is_last = False
         while not is_last:
             is_last = self._is_watch_closed  # before the check, which tells what was to be told
+            self._exchange_beats()
             if self._reason:
                 self._fail(f"on the machine at {self._me}, {self._reason}")
             is_new_round = int(self._store.get("round")) > self._round
@@ -210,6 +227,17 @@ class Machines:
                 self._news = self._news or MachineError("another machine has started again", address=self._endpoint[0])
             self._wake.wait(0 if is_last else _CHECK_INTERVAL)
             self._wake.clear()
+
+    def _exchange_beats(self) -> None:
+        """Say that this machine is there, and note when others have said so: the first of all, all of the first."""
+        self._store.add(f"{self._round}/{self._number}/beats", 1)
+        now = time.monotonic()
+        for number, machine in self._others.items() if self._is_first else ():
+            beats = self._store.add(f"{self._round}/{number}/beats", 0)
+            if beats != self._beats.get(machine, (-1, now))[0] or self._store.check([f"ended/{number}"]):
+                self._beats[machine] = beats, now
+        if not self._is_first:
+            self._beats[self._where] = 0, now
 
     def _lost_store(self, _: str, error: BaseException) -> None:
         """Keep why nothing is heard any more. Ranks that do not need the first machine go on."""
@@ -228,7 +256,8 @@ class Machines:
     def _leave(self, ended: str) -> None:
         with contextlib.suppress(RuntimeError):  # the first machine has gone, and its store with it
             if not self._others:  # it has only waited: others may come in its place
-                self._store.delete_key(f"{self._round}/{self._number}")
+                for key in (f"{self._round}/{self._number}", f"{self._round}/{self._number}/there"):
+                    self._store.delete_key(key)
                 return
             if ended != DONE:
                 self._fail(f"the launch on the machine at {self._me} {ended}")
@@ -317,7 +346,7 @@ class Machines:
         """Take a number in the newest round, and wait until all are taken; begin another round where none is free."""
         if self._others:
             self._begin_round_after(self._round)
-        self._others = []
+        self._others = {}
         while True:
             self._round = int(self._store.get("round"))
             taken = (number for number in self._wanted if self._takes(number))
@@ -337,21 +366,30 @@ class Machines:
     def _all_have_come(self) -> bool:
         """Wait for all machines of this round. Return False if another one has begun meanwhile."""
         keys = [f"{self._round}/{number}" for number in self._numbers]
+        marks, limit = [f"{key}/there" for key in keys], math.inf
         while not self._is_given_up:
-            here = [key for key in keys if self._store.check([key])]
+            if self._store.check(keys):  # each says again that it is there: it may have been killed while it waited
+                self._store.set(marks[self._number], "")
+                limit = min(limit, time.monotonic() + _GRACE)
+            has_ended = self._store.check(["closed"])  # first: who sees all earlier may have run its ranks to their end
+            are_there = self._store.check(marks)
             if int(self._store.get("round")) > self._round:
                 return False
-            if here == keys:  # before the next: who saw it earlier may have run its ranks to their end
-                self._others = [machine for key in keys if (machine := self._store.get(key).decode()) != self._me]
+            if are_there:
+                machines = enumerate(self._store.get(key).decode() for key in keys)
+                self._others = {number: machine for number, machine in machines if number != self._number}
                 return True
-            if self._store.check(["closed"]):
+            if has_ended:
                 raise StartError("the launch has ended on another machine: nobody can take part in it any more")
-            if time.monotonic() > self._until:
-                raise StartError(self._who_is_missing(keys, here))
+            if time.monotonic() > limit:
+                self._begin_round_after(self._round)
+            elif time.monotonic() > self._until:
+                raise StartError(self._who_is_missing(keys, keys if limit == math.inf else marks))
             time.sleep(_WAIT_INTERVAL)
         raise TimeoutError("nobody waits any more")
 
-    def _who_is_missing(self, keys: list[str], here: list[str]) -> str:
+    def _who_is_missing(self, keys: list[str], marks: list[str]) -> str:
+        here = [key for key, mark in zip(keys, marks, strict=True) if self._store.check([mark])]
         who = f"here is {', '.join(self._store.get(key).decode() for key in here)}"
         if len(self._wanted) == 1:
             missing = [str(number) for number, key in zip(self._numbers, keys, strict=True) if key not in here]

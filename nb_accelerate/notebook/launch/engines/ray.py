@@ -69,9 +69,11 @@ class RayEngine(Engine):
         self._addresses: dict[str, str] = {}
         self._ended: dict[int, futures.Future[str]] = {}
         self._asked_for: set[int] = set()
+        self._num_ranks: int | None = None
 
     @override
     def machines(self, num_ranks: int | None = None) -> Sequence[Machine]:
+        self._num_ranks = num_ranks
         self._driver = _Driver(self.options, num_ranks)
         found = self._driver.machines
         self._addresses = {machine["name"]: machine["address"] for machine in found}
@@ -81,6 +83,10 @@ class RayEngine(Engine):
     @override
     def start(self, machine: Machine, command: Sequence[str]) -> Stream:
         assert self._driver is not None
+        if self._driver.has_ended:  # since the head of Ray has: another one may be there
+            self.close()
+            self.machines(self._num_ranks)
+            self._asked_for.clear()
         assert self._listener is not None
         number = list(self._addresses).index(machine.name)
         is_again = number in self._asked_for
@@ -100,6 +106,8 @@ class RayEngine(Engine):
         futures.wait(both, timeout=_CONNECT_TIMEOUT, return_when=futures.FIRST_COMPLETED)
         if came.done():
             return RayStream(machine.name, came.result(), ended)
+        if ended.done() and is_again and self._driver.has_ended:
+            return self.start(machine, command)
         if ended.done():
             raise StartError(f"{machine.name}: {ended.result()}")
         raise StartError(
@@ -163,6 +171,7 @@ class _Driver:
 
     Attributes:
         machines: name, address and number of ranks of each, in the order of ranks.
+        has_ended: the process has, and with it all that it has started.
 
     Raises:
         StartError: Ray cannot place these actors.
@@ -193,6 +202,7 @@ class _Driver:
             self.close()
             raise
         self.machines: list[dict[str, Any]] = answer["machines"]
+        self.has_ended = False
         self._thread = HelperThread(self._listen, name="driver-of-ray")
         self._thread.start()
 
@@ -241,6 +251,7 @@ class _Driver:
     def _listen(self) -> None:
         while "error" not in (answer := self._heard()):
             self._ended[answer["ended"]].set_result(answer["why"])
+        self.has_ended = True
         for ended in self._ended:
             if not ended.done():
                 ended.set_result(answer["error"])

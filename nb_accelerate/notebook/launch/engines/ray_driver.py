@@ -195,6 +195,7 @@ class Cluster:
     """
 
     def __init__(self, address: str, hosts: list[tuple[str, int | None]], num_ranks: int | None, folder: str) -> None:
+        self._address = address
         self._ends = contextlib.ExitStack()
         self._kept: list[futures.Future[str]] = []
         self._begun: set[int] = set()  # machines on which a host was started
@@ -235,8 +236,13 @@ class Cluster:
 
         node, name, _ = self._places[machine]
         if machine in self._begun:
+            ended: futures.Future[str] = futures.Future()
+            try:
+                _check_reachable(self._address)
+            except CannotPlaceError as error:
+                ended.set_result(str(error))
+                return ended
             if not any(facts["Alive"] and facts["NodeManagerAddress"] == node.address for facts in ray.nodes()):
-                ended: futures.Future[str] = futures.Future()
                 ended.set_result(f"Ray does not run on {name} now. Start it there again: ray start --address ...")
                 return ended
             ray.kill(self._actors[machine])
