@@ -152,9 +152,10 @@ def test_ranks_of_a_machine_that_is_lost_are_replaced_as_the_error_says(
     run(pool, "kept = rank")
     hosts = machines.hosts()
     host = hosts[-1] if who.endswith("b") else hosts[0]
+    running = pool.begin(read_cell("import time\ntime.sleep(30)"), CellOptions(progress="off"))
     machines.kill(next(one for one in host.children() if one.name() == "nb-server") if "server" in who else host)
     with pytest.raises(PoolError) as caught:
-        run(pool, "import time\ntime.sleep(30)")
+        pool.finish(running)
     said = str(caught.value)
     lost, lives = ([1, 2], 0) if who.endswith("b") else ([0], 1)
     others = r"So is rank [12]\. Their" if lost[0] else "Its"
