@@ -50,6 +50,10 @@ class Files:
             self._written.setdefault(os.path.abspath(path), user_call()[0])  # noqa: PTH100 - a link stays a link
         return self._instead(path)
 
+    def as_named(self, text: str) -> str:
+        """Return a text with files and folders as the function names them."""
+        return text.replace(self._own, "").replace(self._of_rank_0, "")
+
     def _instead(self, path: Any) -> str:
         """Return where a file is written instead, in a folder that is there."""
         instead: str = ("" if self._is_ours(path) else self._own) + os.path.abspath(path)  # noqa: PTH100 - as above

@@ -135,7 +135,7 @@ def _rehearse_rank(
     except BaseException as error:
         trace.ended = isinstance(error, SystemExit) and not error.code
         if not trace.ended:
-            text = str(error).strip().split("\n")[0]
+            text = recorder.files.as_named(str(error).strip().split("\n")[0])
             if isinstance(error, SystemExit):  # of argparse, say, which prints why
                 text = said.getvalue().strip().split("\n")[-1] or text
             trace.failure = f"{type(error).__name__}: {text}" if text else type(error).__name__
