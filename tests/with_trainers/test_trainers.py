@@ -29,26 +29,30 @@ TRAINERS = {
 """Programs of `programs.py`, and what ends them on two ranks with accelerate: it wraps losses, and loads to "cpu:0"."""
 
 
+def environment(folder: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LD_LIBRARY_PATH")}
+    return {
+        **kept,
+        "PYTHONPATH": str(HERE.parents[1]),
+        "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folders in which each package has trained, by its name."""
     folder = tmp_path_factory.mktemp("runs")
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LD_LIBRARY_PATH")}
     started = {
         package: subprocess.Popen(
             [sys.executable, *before, str(HERE / "programs.py"), str(folder / package)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={
-                **kept,
-                "PYTHONPATH": str(HERE.parents[1]),
-                "TMPDIR": str(folder),
-                "OMP_NUM_THREADS": "1",
-                "HF_HUB_OFFLINE": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "ACCELERATE_USE_CPU": "true",
-            },
+            env=environment(folder),
         )
         for package, before in PACKAGES.items()
     }
@@ -86,3 +90,14 @@ def test_a_trainer_computes_what_it_computes_with_accelerate(runs: dict[str, Pat
         return
     assert theirs is not None, (folders["accelerate"] / "0.log").read_text()
     assert [rest for _, *rest in ours] == [rest for _, *rest in theirs]
+
+
+@pytest.mark.limit(240)
+def test_rehearsals_of_trainers_raise_no_alarm(tmp_path: Path) -> None:
+    command = [sys.executable, *PACKAGES["nb_accelerate"], str(HERE / "rehearsals.py"), str(tmp_path)]
+    subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, timeout=200, check=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == TRAINERS.keys()
+    for findings, steps in found.values():
+        assert steps
+        assert {kind for kind, _ in findings} <= {"invented"}

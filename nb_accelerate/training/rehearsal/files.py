@@ -25,7 +25,7 @@ from nb_accelerate.errors.traceback_lines import is_ours, is_users_file
 from nb_accelerate.training.process import live_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from nb_accelerate.training.rehearsal.report import Line
@@ -82,7 +82,8 @@ class Files:
         replace(self._open, builtins, "open")
         replace(lambda _: builtins.open, io, "open")
         replace(self._save, torch, "save")
-        replace(self._found, os, "stat", "scandir", "listdir")
+        replace(self._found, os, "stat")
+        replace(self._listed, os, "scandir", "listdir")
         replace(self._changed, os, *_CHANGES)
         # Classes that have bound functions before: of Python 3.10, of 3.13 and later.
         bound = [getattr(pathlib, "_NormalAccessor", None), *map(vars(glob).get, ("_Globber", "_StringGlobber"))]
@@ -124,6 +125,18 @@ class Files:
 
         return found
 
+    def _listed(self, plain: Any) -> Any:
+        def listed(path: Any = ".") -> Any:
+            if not _is_path(path):
+                return plain(path)
+            absolute = os.path.abspath(path)  # noqa: PTH100 - as above
+            folders = [path, self._of_rank_0 + absolute, self._own + absolute]
+            folders = [each for each in folders if os.access(f"{each}/.", os.F_OK)] or [path]
+            named = {getattr(each, "name", each): each for folder in folders for each in plain(folder)}
+            return [*named] if plain.__name__ == "listdir" else _Entries(named.values())
+
+        return listed
+
     def _changed(self, plain: Any) -> Any:
         def change(path: Any, *args: Any, **kwargs: Any) -> Any:
             """Change what was written in the other folder; what a user's line would change elsewhere stays."""
@@ -139,6 +152,25 @@ class Files:
             return plain(there, *args, **kwargs)
 
         return change
+
+
+class _Entries(contextlib.AbstractContextManager["_Entries"]):
+    """What `os.scandir` returns, of several folders."""
+
+    def __init__(self, entries: Iterable[os.DirEntry[str]]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[os.DirEntry[str]]:
+        return self._entries
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(self._entries)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Have nothing to close, as all entries were read."""
 
 
 def _is_path(path: Any) -> bool:

@@ -75,8 +75,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # noqa: SLF001 - no public name
             return func(*args, **kwargs)  # DTensor looks for the shape of what it will make
-        if any(each is not torch.Tensor for each in types):  # those that take themselves apart, such as DTensor
-            return NotImplemented  # this is called again with the plain tensors in them
+        if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):  # such as DTensor
+            return NotImplemented  # it takes itself apart, and this is called again with the plain tensors in it
         schema = func._schema  # noqa: SLF001 - as modes of torch do
         name: str = schema.name
         given = tensors_in(args, kwargs)
@@ -111,6 +111,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Write down something that all ranks do together."""
         if not self._is_apart:
             self.trace.exchanges.append(Exchange(what, *user_call()))
+            if self._tape is not None:
+                self._tape.of_rank_0("")  # others are never before it, and find what it has written
 
     def _follow_backward(self, in_backward: bool) -> None:
         """Mark where a backward begins and ends; what is kept for it are the activations."""
@@ -168,13 +170,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not collective.is_of_all:
             self.note("what only some ranks exchange, in a group of their own or by send and recv, is not compared")
             return
-        if self._tape is not None:
-            if name == "barrier":  # what rank 0 has written before it can be read behind it
-                self._tape.of_rank_0(name)
-            elif collective.arguments.get("root_rank") == 0:
-                are_weights = self._phase == "prepare" and any(map(is_large, collective.given))
-                if not are_weights:  # which the others keep as they made them
-                    self._tape.carry(collective, self._ranks, self.trace.rank)
+        if self._tape is not None and collective.arguments.get("root_rank") == 0:
+            are_weights = self._phase == "prepare" and any(map(is_large, collective.given))
+            if not are_weights:  # which the others keep as they made them
+                self._tape.carry(collective, self._ranks, self.trace.rank)
         compared = collective.tensors("output_tensors") if collective.name == "scatter" else collective.given
         self.tell(f"{name} of {', '.join(map(described, compared))}" if compares else name)
 

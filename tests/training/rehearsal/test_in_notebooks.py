@@ -94,8 +94,15 @@ nb_accelerate.notebook_launcher = launched
         ("04_language_model.ipynb", 2),
         ("06_data.ipynb", 8),
         ("07_trackers.ipynb", 3),
+        ("how_to/binder.md", 1),
+        ("how_to/colab.md", 1),
+        ("how_to/compare_runs.md", 4),
         ("how_to/inference.md", 4),
+        ("how_to/jupyterlab.md", 2),
+        ("how_to/kaggle.md", 1),
+        ("how_to/tensorboard_wandb.md", 2),
         ("how_to/tqdm_and_logging.md", 3),
+        ("how_to/vs_code.md", 2),
     ],
 )
 def test_functions_of_pages_raise_no_alarm(kernel: Kernel, page: str, launches: int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -357,10 +358,37 @@ def write_everything() -> None:
         os.replace("out/best.pt", "out/last.pt")
         assert Path("out/last.pt").exists()
         assert not Path("out/best.pt").exists()
-        assert {path.name for path in Path().iterdir()} >= {"kept.txt"}
+        assert {path.name for path in Path().iterdir()} >= {"kept.txt", "out", "weights"}
+        with os.scandir() as entries:
+            assert {entry.name for entry in entries if entry.is_dir()} >= {"out", "weights"}
+        assert next(os.scandir("out")).name in os.listdir("out")
     accelerator.wait_for_everyone()
     assert torch.load("out/model.pt").keys() == model.state_dict().keys()  # of rank 0, on all ranks
     accelerator.end_training()
+
+
+def resume_from_the_newest() -> None:
+    """Save in a folder that is there, and resume from the newest, as trainers do, without a barrier between."""
+    accelerator, model = train(1)
+    if accelerator.is_main_process:
+        for step in (3, 6):
+            os.makedirs(f"there/checkpoint-{step}")
+            torch.save(step, f"there/checkpoint-{step}/state.pt")
+    accelerator.gather(torch.ones(2))
+    newest = max(os.listdir("there"))
+    if torch.load(f"there/{newest}/state.pt") != 6:
+        raise ValueError(newest)
+    copy.deepcopy(accelerator.unwrap_model(model))  # for weights that are averaged over steps
+
+
+def test_folders_have_what_rank_0_has_written_as_soon_as_ranks_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "ranks").mkdir()
+    assert rehearsed(resume_from_the_newest, folder=tmp_path / "ranks").findings == []
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_nothing_is_written_and_what_was_written_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
