@@ -116,12 +116,14 @@ def described(
     text += f"; a row of the batch costs {'' if is_line else 'at most '}{size(per_row)}"
     # Not in these numbers: the context of CUDA and buffers of NCCL, and fragmentation of 5 to 15 %.
     least, greatest = 1.05 * sum(peak) + 0.5e9, 1.15 * sum(peak) + 1e9
+    if capacity and per_row > 0:
+        steps_fit = not mark.what.endswith("step") or greatest < 0.9 * capacity
+        room = (0.9 * capacity - 1e9) / 1.15 - (sum(held) - per_row * rows) if steps_fit else 0
+        text += f", and batches of up to {int(room / per_row):,} rows fit" if room >= per_row else ", and no batch fits"
     text += f". With CUDA, NCCL and fragmentation {size(least)} to {size(greatest)}"
     if not capacity:
         return text
-    room = (0.9 * capacity - 1e9) / 1.15 - (sum(held) - per_row * rows)
-    of_rows = f", and so do batches of {int(room / per_row):,} such rows" if room > per_row > 0 else ""
-    fits = f"it fits{of_rows}" if greatest < 0.9 * capacity else "too close to say"
+    fits = "it fits" if greatest < 0.9 * capacity else "too close to say"
     whose = f"of {size(capacity)}" + (f" ({device})" if device else "")
     return f"{text} {whose}: {TOO_MUCH if least > capacity else fits}"
 

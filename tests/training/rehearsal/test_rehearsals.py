@@ -217,7 +217,9 @@ def test_the_rows_that_have_room_are_counted():
     marks = [Mark(0, "the backward", 2, 4), Mark(1, "the optimizer's step", 2, 4)]
     trace = Trace(0, memory=[memory, step], marks=marks, ended=True)
     # (0.9 * 16 - 1) / 1.15 - 4 = 7.65 GB, and 0.25 GB a row
-    assert Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory.endswith("it fits, and so do batches of 30 such rows")
+    assert "and batches of up to 30 rows fit" in Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory
+    assert "and no batch fits" in Rehearsal((trace,), 1, 60.0, "T4", 5 * 10**9).memory
+    assert "and no batch fits" in Rehearsal((trace,), 1, 60.0, "T4", 9 * 10**9).memory  # the steps do not
 
 
 def shard() -> None:
