@@ -157,6 +157,7 @@ def test_ranks_are_taken_out_of_a_collective_while_the_cable_is_cut_and_meet_aga
 
 
 @pytest.mark.slow
+@pytest.mark.limit(120)
 def test_a_cable_that_is_cut_between_ranks_is_told_and_ranks_go_on_when_it_is_back(
     networks: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -221,6 +221,7 @@ def _sent_bytes() -> int:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="makes a network of its own")
+@pytest.mark.limit(180)
 @pytest.mark.parametrize(("shards", "ranks"), [(False, 2), (False, 4), (True, 2), (True, 4)])
 def test_bytes_that_are_sent_are_those_on_the_wire(shards: bool, ranks: int, tmp_path: Path):
     code = f"""

@@ -174,6 +174,7 @@ def test_what_deepspeed_shards_is_counted_by_formulas(stage: int, shared: tuple[
     assert found.sent == ""  # it exchanges something else
 
 
+@pytest.mark.slow
 def test_the_memory_of_larger_batches_follows_from_that_of_smaller_ones(tmp_path: Path):
     found, larger = (rehearsed(train_wide, rows, folder=tmp_path, ranks=(0,), grows=True) for rows in (1600, 6400))
     ((half, of_half), (quarter, _)) = found.traces[0].smaller
