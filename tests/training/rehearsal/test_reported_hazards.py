@@ -142,9 +142,8 @@ def head_of_each_rank(good: bool) -> None:
 def folder_that_all_ranks_make(good: bool) -> None:
     """Lightning-AI/pytorch-lightning#529."""
     accelerator = Accelerator(cpu=True)
-    accelerator.wait_for_everyone()
-    if not good or accelerator.is_main_process:
-        os.makedirs("runs/first")  # here
+    with accelerator.main_process_first():
+        os.makedirs("runs/first", exist_ok=good)  # here
     epoch(accelerator, *prepared(accelerator))
 
 
