@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -270,17 +269,23 @@ def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None
 def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that has changed is another one
     import yaml  # here, because it is slow to import
 
+    class Loader(yaml.SafeLoader):
+        """Leaves 1:4 a text, which YAML 1.1 reads as a number to the base 60."""
+
+    Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
     try:
         text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            found = json.loads(text)
-        else:  # for which 1:4 is the number 64, to the base 60
-            found = yaml.safe_load(re.sub(r"(?m)(?<=: )(\d+:[\d:]+)(?!\S)", r"'\1'", text))
+        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"The configuration file {str(file)!r} has no lines such as 'num_processes: 2'.")
     return ConfigFile(path=file, **_checked(file, found))
+
+
+def _whole_number(loader: Any, node: Any) -> Any:
+    """Return a whole number of a YAML file; a text with a colon as it is."""
+    return node.value if ":" in node.value else loader.construct_yaml_int(node)
 
 
 def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:

@@ -146,10 +146,8 @@ class Rehearsal:
         if all(self.speeds) and any(trace.computed):
             seconds = sum(each / speed for each, speed in zip(trace.computed, self.speeds, strict=True))
             link = 8 * sum(trace.sent.values()) / seconds / 1e9
-            text += (
-                f"; and it computes {sum(trace.computed) / 1e12:,.3g} TFLOP. At the peak speed of the {self.device} "
-            )
-            text += f"that takes as long as sending at {link:,.1f} Gbit/s: over a slower link, sending takes longer"
+            text += f"; and it computes {sum(trace.computed) / 1e12:,.3g} TFLOP. At the peak speed of the {self.device}"
+            text += f" that takes as long as sending at {link:,.1f} Gbit/s: over a slower link, sending takes longer"
         return text
 
     def _how_far(self) -> str:

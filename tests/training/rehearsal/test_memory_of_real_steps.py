@@ -86,6 +86,7 @@ def convolutions() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "perceptron": (perceptron, lambda: torch.randn(1024, 1024)),
+    "checkpointing, few rows": (Checkpointed, lambda: torch.randn(8, 256)),  # most is held in the optimizer's step
     "GPT-2 of 2 layers, tied": (LanguageModel, lambda: torch.randint(8000, (4, 256))),
     "CNN": (convolutions, lambda: torch.randn(16, 3, 48, 48)),
     "checkpointing": (Checkpointed, lambda: torch.randn(1024, 256)),

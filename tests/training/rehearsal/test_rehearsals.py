@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +375,7 @@ def resume_from_the_newest() -> None:
     """Save in a folder that is there, and resume from the newest, as trainers do, without a barrier between."""
     accelerator, model = train(1)
     if accelerator.is_main_process:
+        time.sleep(0.3)  # so that ranks that did not wait would be before it
         for step in (3, 6):
             os.makedirs(f"there/checkpoint-{step}")
             torch.save(step, f"there/checkpoint-{step}/state.pt")
