@@ -143,7 +143,7 @@ class Rehearsal:
         if not parts:
             return ""
         text = f"a rank sends in each step: {', '.join(parts)}"
-        if all(self.speeds) and any(trace.computed):
+        if all(self.speeds) and sum(trace.computed) > 1e9:  # else neither takes as long as starting it
             seconds = sum(each / speed for each, speed in zip(trace.computed, self.speeds, strict=True))
             link = 8 * sum(trace.sent.values()) / seconds / 1e9
             text += f"; and it computes {sum(trace.computed) / 1e12:,.3g} TFLOP. At the peak speed of the {self.device}"
