@@ -81,10 +81,11 @@ def test_the_next_server_removes_the_folder_of_one_that_was_killed_and_of_no_oth
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files. Its path is so short that ranks' folders are made there, and not in /tmp."""
+    with tempfile.TemporaryDirectory(prefix="nb-", dir="/tmp") as path:
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield Path(path)
 
 
 def test_there_is_a_folder_as_long_as_there_are_ranks(folder: Path):
