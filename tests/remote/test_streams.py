@@ -171,7 +171,7 @@ def test_a_command_that_ignores_the_end_of_its_input_is_ended_with_its_children(
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("echo no; echo 'not today' >&2; exit 3", "sh ended with exit code 3: not today"),
+        ("echo no; echo 'not today.' >&2; exit 3", "sh ended with exit code 3: not today"),
         ("kill -TERM $$", "sh was ended by SIGTERM"),
         ("exec >&-; sleep 1000", "sh has closed its output"),
         ("seq 100000 >&2; exit 1", "sh ended with exit code 1: 99996; 99997; 99998; 99999; 100000"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import psutil
 
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.notebook.launch.machine import facts_here, software_here
-from nb_accelerate.notebook.remote.connection_back import address_towards
+from nb_accelerate.notebook.remote.connection_back import address_towards, family_of
 from nb_accelerate.notebook.worker.connections import addresses_of
 
 _PROBE_TIMEOUT = 5.0
@@ -104,19 +105,36 @@ def reach(places: list[tuple[str, str, int]]) -> dict[str, Any]:
 
     Returns the address and interface of this one on the way to each, in their order.
     """
-    with ThreadPoolExecutor(max_workers=max(1, len(places))) as pool:
-        found = list(pool.map(_way_to, *zip(*places, strict=True)))
-    interfaces = _addresses()
-    ways = [{**way, "interface": interfaces.get(way.get("own", ""), "")} for way in found]
-    return next((way for way in found if "error" in way), {"ways": ways})
+    interfaces, until, ways, codes = _addresses(), time.monotonic() + _PROBE_TIMEOUT, [], []
+    with contextlib.ExitStack() as opened:
+        probes = [opened.enter_context(socket.socket(family_of(address))) for _, address, _ in places]
+        for probe, (name, address, port) in zip(probes, places, strict=True):
+            probe.setblocking(False)  # a thread for each would cost more than all else where machines are many
+            try:
+                codes.append(probe.connect_ex((address, port)))
+            except OSError as error:  # its name is not known
+                return _unreached(name, address, port, str(error.strerror))
+        for probe, code, place in zip(probes, codes, places, strict=True):
+            if why := _failure(probe, code, until):
+                return _unreached(*place, why)
+            own = probe.getsockname()[0]
+            ways.append({"own": own, "interface": interfaces.get(own, "")})
+    return {"ways": ways}
 
 
-def _way_to(name: str, address: str, port: int) -> dict[str, str]:
-    try:
-        with socket.create_connection((address, port), timeout=_PROBE_TIMEOUT) as probe:
-            return {"own": probe.getsockname()[0]}
-    except OSError as error:
-        return {"error": f"cannot reach {name} at {address}:{port}: {error.strerror or error}"}
+def _failure(probe: socket.socket, code: int, until: float) -> str:
+    """Wait for a connection that was begun, and return why there is none; "" if there is."""
+    if code == errno.EINPROGRESS:
+        poll = select.poll()
+        poll.register(probe, select.POLLOUT)
+        if not poll.poll(1000 * max(0.0, until - time.monotonic())):
+            return "timed out"
+        code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return os.strerror(code) if code else ""
+
+
+def _unreached(name: str, address: str, port: int, why: str) -> dict[str, Any]:
+    return {"error": f"cannot reach {name} at {address}:{port}: {why}"}
 
 
 def connections(pids: list[int]) -> dict[str, Any]:

@@ -127,4 +127,4 @@ def ended(command: str, code: int | None, said: str) -> str:
     else:
         how = f"ended with exit code {code}"
     lines = [line.strip() for line in said.splitlines() if line.strip()][-5:]
-    return f"{command} {how}{': ' if lines else ''}{'; '.join(lines)}"
+    return f"{command} {how}{': ' if lines else ''}{'; '.join(lines)}".rstrip(".")

@@ -196,6 +196,7 @@ class _ExecutedServer(Server):
         join_group_of(self._parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, self._hangup)
         self._selector.close()
         self._control.close()
         self._scratch.leave()

@@ -121,6 +121,8 @@ class Server:
         for fd in (wakeup_read, wakeup_write):
             os.set_blocking(fd, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Sent to a stopped process whose parent has ended, by which it goes on: this one then ends what it has started.
+        self._hangup = signal.signal(signal.SIGHUP, lambda *_: None)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         self._own_fds += [wakeup_read, wakeup_write]
         self._selector.register(wakeup_read, selectors.EVENT_READ, "child")
