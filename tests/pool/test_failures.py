@@ -307,6 +307,31 @@ class TestInterrupts:
         assert (ended.error, ended.message) == ("KeyboardInterrupt", "the cell was interrupted")
         notebook.run("%%distributed\nprint(kept)").ok()
 
+    def test_an_interrupt_for_which_a_value_that_is_pulled_has_to_be_waited_for_is_told(
+        self, notebook: Kernel, tmp_path: Path
+    ):
+        begun, gate = tmp_path / "begun", tmp_path / "gate"
+        os.mkfifo(gate)
+        notebook.run(
+            f"""%%distributed --ranks 0
+class Held:
+    def __reduce__(self):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGINT}})
+        open({str(begun)!r}, "w").close()
+        open({str(gate)!r}).close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
+        return int, ()
+held = Held()"""
+        ).ok()
+        cell = notebook.start("%distributed pull held --ranks 0")
+        while not begun.exists():
+            time.sleep(0.01)
+        notebook.interrupt()
+        notebook.wait_for_output(cell, "rank 0 runs C code that cannot be interrupted")
+        gate.open("w").close()
+        assert notebook.finish(cell).error == "KeyboardInterrupt"
+        notebook.run("%%distributed\nprint(kept)").ok()
+
     def test_an_interrupt_between_cells_reaches_no_rank(self, notebook: Kernel):
         notebook.interrupt()
         notebook.run("%%distributed\nprint(kept)").ok()

@@ -32,7 +32,7 @@ from nb_accelerate.notebook.ranks.failing.errors import death, error_of, how_it_
 from nb_accelerate.notebook.ranks.failing.incidents import Wording
 from nb_accelerate.notebook.ranks.loop import RankLoop
 from nb_accelerate.notebook.ranks.output.request_output import DisplayIds
-from nb_accelerate.notebook.ranks.output.sinks import sink_here
+from nb_accelerate.notebook.ranks.output.sinks import say_here
 from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.steps import StepKind, cell_steps, stop_steps
@@ -213,7 +213,7 @@ class RankGroup:
             world_size=self.size,
             on_host=self.plan.kind.is_host,
             stuck=self._check_ways,
-            **options,
+            **{"say": say_here(), **options},
         )
         request.idle = lambda: self._idle_beside(request)
         return request
@@ -340,12 +340,7 @@ class RankGroup:
         awaits: Awaits = Awaits.ANSWER,
     ) -> list[Any]:
         """Ask ranks what they do while they are started and connected, and return the answers, in their order."""
-        timeouts, sink = self._timeouts(), sink_here()
-
-        def say(line: str) -> None:
-            sink.write("stderr", line + "\n")
-            sink.flush()
-
+        timeouts = self._timeouts()
         request = Request(
             ranks=ranks,
             send=send,
@@ -354,7 +349,7 @@ class RankGroup:
             wording=replace(_CELL, what=what),
             world_size=self.size,
             start=timeouts.start,
-            say=say,
+            say=say_here(),
             awaits=awaits,
         )
         with interrupts.go_to(lambda: self.loop.interrupt(request)):

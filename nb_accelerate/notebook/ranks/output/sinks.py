@@ -27,6 +27,8 @@ from nb_accelerate.notebook.display.drawing.block import flush, write
 from nb_accelerate.notebook.ranks.output.rank_output import last_drawing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nb_accelerate.notebook.display.drawing.block import Block
     from nb_accelerate.notebook.protocol.output import StreamName
 
@@ -178,6 +180,17 @@ def sink_here() -> Sink:
     shell = ipython.get_ipython() if ipython is not None else None
     kernel = getattr(shell, "kernel", None)
     return StreamSink() if kernel is None else CellSink(kernel)
+
+
+def say_here() -> Callable[[str], None]:
+    """Return a function that shows a line of this package's own where the code that runs now would print."""
+    sink = sink_here()
+
+    def say(line: str) -> None:
+        sink.write("stderr", line + "\n")
+        sink.flush()
+
+    return say
 
 
 class StreamSink(Sink):
