@@ -15,6 +15,8 @@ import pytest
 from fixtures.hosts import HOSTS
 from fixtures.screens import Terminal
 
+from nb_accelerate import notebook_launcher
+
 pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
 
 # Trains from its last checkpoint; with a step, rank 1 kills itself there in the first attempt.
@@ -79,7 +81,7 @@ def launch(host: int, flags: list[str], script: Path, *arguments: str) -> subpro
     return job
 
 
-def train(folder: Path, address: str, flags: list[str], killed_at: int = -1) -> str:
+def train(folder: Path, address: str, flags: list[str], killed_at: int) -> str:
     """Run the job on both machines; returns its losses."""
     folder.mkdir()
     script = folder / "train.py"
@@ -93,15 +95,22 @@ def train(folder: Path, address: str, flags: list[str], killed_at: int = -1) -> 
     return (folder / "losses.json").read_text()
 
 
-@pytest.mark.limit(240)  # it runs three of them
+def train_here(folder: str) -> None:
+    sys.argv[1:] = [folder, "-1"]
+    exec(TRAIN, {})
+
+
+@pytest.mark.limit(240)  # it runs two of them
 def test_a_job_trains_on_two_machines_and_goes_on_after_one_of_its_processes_was_killed(
     tmp_path: Path, two_hosts: list[str]
 ) -> None:
-    numbered = train(tmp_path / "static", two_hosts[0], [])
+    (tmp_path / "here").mkdir()
+    notebook_launcher(train_here, (str(tmp_path / "here"),), 2, progress="off")
+    alone = (tmp_path / "here" / "losses.json").read_text()
     again = ["--rdzv_conf=join_timeout=60", "--max_restarts=1"]
     for backend in ("static", "c10d"):
         flags = [f"--rdzv_backend={backend}", *again]
-        assert train(tmp_path / f"killed_{backend}", two_hosts[0], flags, killed_at=3) == numbered
+        assert train(tmp_path / f"killed_{backend}", two_hosts[0], flags, killed_at=3) == alone
 
 
 def test_a_machine_that_does_not_come_is_named(tmp_path: Path, two_hosts: list[str]) -> None:

@@ -216,14 +216,18 @@ def enumerate_others(error: Any) -> list[tuple[int, int]]:
 
 
 def table() -> list[Any]:
-    """Every way on two ranks is in the fast suite, and one for what else there is.
+    """Every way on two ranks is in the fast suite; one rank alone, and more than two, are in the slow one.
 
-    Each rank of ``spawn`` imports torch: how many there are matters there for the first way and for a rank that dies.
+    Each rank of ``spawn`` is an interpreter that starts and imports torch: there, ranks wait for the one that ends in
+    the first way, in a death and in a hang.
     """
+    sizes = {"forkserver": (1, 2, 4), "fork": (1, 4), "spawn": (1,)}
+    more = {("spawn", raises): (1, 4), ("spawn", is_killed): (1, 4), ("fork", is_killed): (1, 2, 4)}
+    more["spawn", hangs_in_a_collective] = (2,)
     rows = []
     for way in WAYS:
-        for method in ("forkserver", "fork", "spawn"):
-            for world_size in (1, 2, 4) if method != "spawn" or way in (raises, is_killed) else (2,):
+        for method, usual in sizes.items():
+            for world_size in more.get((method, way), usual):
                 fast = (method, world_size) == ("forkserver", 2) and way not in (hangs_in_c, hangs_in_a_collective)
                 fast |= (method, world_size) == ("fork", 2) and way is is_killed
                 name = f"{way.__name__}-{method}-{world_size}"

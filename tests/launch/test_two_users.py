@@ -73,7 +73,10 @@ sys.path[:0] = [root, f"{root}/tests"]
 home = os.getcwd()
 os.chdir(shared)
 from nb_accelerate import notebook_launcher
+from fixtures.kernels import WAIT_FOR_SERVER
+import torch._dynamo  # ranks that are forked have it from here
 
+exec(WAIT_FOR_SERVER)
 exec(TRAIN)
 found = {"values": {}, "refused": {}, "seconds": {}}
 for method in methods:
@@ -86,6 +89,7 @@ for method in methods:
 from fixtures.kernels import Kernel
 os.chdir(home)  # a kernel itself is started with python -m, which begins with the folder it is in
 kernel = Kernel()
+kernel.wait_for_server()
 kernel.run(f"import os, sys\\nsys.path.insert(0, {root!r})\\n%load_ext nb_accelerate\\nos.chdir({str(shared)!r})").ok()
 began = time.monotonic()
 kernel.run("%distributed start -n 2").ok()
@@ -241,7 +245,7 @@ over = threading.Event()
 def again(act, pause):
     while not over.wait(pause):
         act()
-threads = [threading.Thread(target=again, args=one) for one in ((files, 0.01), (processes, 0.05), (ports, 0.001))]
+threads = [threading.Thread(target=again, args=one) for one in ((files, 0.03), (processes, 0.5), (ports, 0.02))]
 for thread in threads:
     thread.start()
 sys.stdin.read()
