@@ -116,8 +116,8 @@ def run_rehearsal(
         raise ConfigError(f"device={device!r} is none of {', '.join(_DEVICES)}. Give its memory too: memory='24GB'.")
     options: dict[str, Any] = {"devices": "cpu", "progress": "off", "timeout": 2 * _SECONDS, "engine": "auto"}
     with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
-        job = (function, topologies, folder, _SECONDS)
-        (traces,) = notebook_launcher(rehearse_ranks, job, 1, kwargs={"grows": capacity > 0}, **options, **of_launch)
+        job = (function, topologies, folder, _SECONDS, device or "", int(capacity))
+        (traces,) = notebook_launcher(rehearse_ranks, job, 1, **options, **of_launch)
     return Rehearsal(tuple(traces), num_processes, _SECONDS, device or "", int(capacity), (speeds[0], speeds[1]))
 
 

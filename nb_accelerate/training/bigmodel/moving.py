@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nb_accelerate.errors import PlacedModelError
 from nb_accelerate.training.bigmodel.tensors import set_module_tensor_to_device
+from nb_accelerate.training.process import context
 from nb_accelerate.training.pytree import map_tensors, send_to_device
 
 if TYPE_CHECKING:
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 
 
 def numbered(device: Device) -> torch.device:
-    """Return a device with its number, which tensors have too.
+    """Return a device with its number, which tensors have too; in a rehearsal the CPU, with that number.
 
     Raises:
         PlacedModelError: this machine has no such device.
     """
+    if (rehearsal := context.rehearsal()) is not None:
+        return torch.device(rehearsal.on_cpu(device))
     try:
         return torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, TypeError) as error:  # the second by a torch without CUDA
@@ -33,8 +36,8 @@ def numbered(device: Device) -> torch.device:
 
 
 def is_cpu(device: Device | None) -> bool:
-    """Return whether a device is the CPU; True for none, where nothing moves."""
-    return device is None or numbered(device).type == "cpu"
+    """Return whether a device is the CPU, and stands for no other; True for none, where nothing moves."""
+    return device is None or numbered(device) == torch.device("cpu")
 
 
 def move_tensor(module: nn.Module, name: str, device: torch.device, values: Mapping[str, Tensor] | None = None) -> None:

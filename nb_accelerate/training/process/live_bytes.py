@@ -24,29 +24,32 @@ class LiveBytes:
     Attributes:
         changes: the number of a storage and the bytes that it has from then on; 0 when it is gone.
         labels: what each storage is for, by its number. A label may be given after the storage is gone.
-        is_logging: whether changes are logged. Which storages are on the device is known in any case.
+        devices: the number of the device that each storage is on, by its number.
+        is_logging: whether changes are logged. Which storages are on a device is known in any case.
     """
 
     def __init__(self) -> None:
         self.changes: list[tuple[int, int]] = []
         self.labels: dict[int, str] = {}
+        self.devices: dict[int, int] = {}
         self.is_logging = True
         self._numbers: dict[int, tuple[int, Any]] = {}  # by address, which is not given again while a storage lives
         self._next = itertools.count()
 
-    def see(self, tensors: Iterable[Tensor], label: str = "") -> None:
-        """Log tensors that are on the device now, if their storages are new, or are to have a label."""
+    def see(self, tensors: Iterable[Tensor], label: str = "", device: int = 0) -> None:
+        """Log tensors that are on a device now, if their storages are new, or are to have a label."""
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 continue  # a sparse one has no storage
             storage: Any = tensor.untyped_storage()
             if storage._cdata not in self._numbers:  # noqa: SLF001 - no public name tells storages apart
-                self._add(storage)
+                self._add(storage, device)
             if label:
                 self.labels[self._numbers[storage._cdata][0]] = label  # noqa: SLF001 - as above
 
-    def _add(self, storage: Any) -> None:
+    def _add(self, storage: Any, device: int) -> None:
         number, address = next(self._next), storage._cdata  # noqa: SLF001 - as above
+        self.devices[number] = device
 
         def gone(_: object) -> None:
             del self._numbers[address]
@@ -65,26 +68,28 @@ class LiveBytes:
             self._changed(known[0], storage.nbytes())
             self.labels[known[0]] = label
 
-    def has(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the device."""
+    def device_of(self, tensor: Tensor) -> int | None:
+        """Return the number of the device that a tensor is on; None if it is on none."""
         if tensor.layout is not torch.strided:
-            return False
+            return None
         storage: Any = tensor.untyped_storage()
-        return storage._cdata in self._numbers  # noqa: SLF001 - as above
+        known = self._numbers.get(storage._cdata)  # noqa: SLF001 - as above
+        return None if known is None else self.devices[known[0]]
 
     def label_rest(self, label: str) -> None:
         """Label all storages that live and have no label yet."""
         for number, _ in self._numbers.values():
             self.labels.setdefault(number, label)
 
-    def history(self) -> Iterator[dict[str, int]]:
-        """Yield the bytes by label after each change. It is the same dictionary each time."""
+    def history(self, device: int = 0) -> Iterator[dict[str, int]]:
+        """Yield the bytes on a device, by label, after each change. It is the same dictionary each time."""
         sizes: dict[int, int] = {}
         held: dict[str, int] = {}
         for number, size in self.changes:
-            label = self.labels.get(number, "")
-            held[label] = held.get(label, 0) + size - sizes.get(number, 0)
-            sizes[number] = size
+            if self.devices[number] == device:
+                label = self.labels.get(number, "")
+                held[label] = held.get(label, 0) + size - sizes.get(number, 0)
+                sizes[number] = size
             yield held
 
 

@@ -71,11 +71,11 @@ class Mark(NamedTuple):
     rows: int  # in the batch
 
 
-def points(live: LiveBytes, marks: Sequence[Mark]) -> tuple[list[Memory], list[Mark]]:
-    """Return the memory over time, at the greatest of each of a few hundred intervals, and the marks among these."""
+def points(live: LiveBytes, marks: Sequence[Mark], device: int) -> tuple[list[Memory], list[Mark]]:
+    """Return the memory of a device over time, the greatest of each of a few hundred intervals, and the marks there."""
     per_point = 1 + len(live.changes) // _POINTS
     found: list[Memory] = []
-    for number, held in enumerate(live.history()):
+    for number, held in enumerate(live.history(device)):
         total = sum(held.values())
         if number // per_point == len(found):
             found.append(_memory(held))
@@ -108,7 +108,7 @@ def described(
     mark = _mark_before(marks, index)
     names = (name if name != "gathered" else "gathered weights" for name in Memory._fields)
     parts = ", ".join(f"{name} {size(part)}" for name, part in zip(names, peak, strict=True) if part)
-    text = f"memory of a rank: {size(sum(peak))} in {mark.what} of step {mark.step} ({parts})"
+    text = f"{size(sum(peak))} in {mark.what} of step {mark.step} ({parts})"
     rows, held = outside_of_steps(memory, marks)
     slopes = [(sum(held) - less) / (rows - fewer) for fewer, less in smaller if fewer < rows]
     per_row = max(slopes, default=held.of_rows / rows)

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors.traceback_lines import user_frames
 from nb_accelerate.training.process import context
-from nb_accelerate.training.process.live_bytes import FusedAttention
+from nb_accelerate.training.rehearsal.devices import OnCpu, answers, kept_on_cpu
 from nb_accelerate.training.rehearsal.exchanges import Tape, averaging_nothing
 from nb_accelerate.training.rehearsal.files import Files
 from nb_accelerate.training.rehearsal.memory import outside_of_steps
@@ -42,12 +42,18 @@ class TimeIsUpError(BaseException):
 
 
 def rehearse_ranks(
-    function: Callable[[], Any], topologies: Sequence[Topology], folder: str, seconds: float, *, grows: bool = False
+    function: Callable[[], Any],
+    topologies: Sequence[Topology],
+    folder: str,
+    seconds: float,
+    device: str = "",
+    capacity: int = 0,
 ) -> list[Trace]:
     """Rehearse each rank in a process of its own, all at once. Called in the one rank of a launch.
 
     They are forked, so that the function's data are in memory once. The folder is for files, and for what rank 0 sends.
-    With ``grows``, two more take the steps of the first rank with a half and a quarter of the rows of each batch.
+    For a device of that capacity (bytes), two more take the steps of the first rank with a half and a quarter of the
+    rows of each batch.
     """
     torch.set_num_threads(1)  # threads of more would not be there after a fork
     importlib.import_module("torch._dynamo")  # which each optimizer imports, for seconds
@@ -55,10 +61,10 @@ def rehearse_ranks(
     ranks = [topology.rank for topology in topologies]
     forks, started, traces = multiprocessing.get_context("fork"), list[Any](), list[Trace]()
     try:
-        smaller = [(topologies[0], 2), (topologies[0], 4)] if grows else []
+        smaller = [(topologies[0], 2), (topologies[0], 4)] if capacity else []
         for topology, divisor in [*((each, 1) for each in topologies), *smaller]:
             mine, its = forks.Pipe(duplex=False)
-            arguments = (function, topology, ranks, Path(folder), seconds, its, divisor)
+            arguments = (function, topology, ranks, Path(folder), seconds, its, divisor, device, capacity)
             process = forks.Process(target=_rehearse_rank, args=arguments)
             process.start()
             its.close()
@@ -91,6 +97,8 @@ def _rehearse_rank(
     seconds: float,
     pipe: Any,
     divisor: int,
+    device: str,
+    capacity: int,
 ) -> None:
     """Rehearse the rank whose place this process takes, and end: nothing that is replaced here is put back."""
     trace, began = Trace(topology.rank), time.monotonic()
@@ -100,7 +108,9 @@ def _rehearse_rank(
     recorder = Recorder(trace, ranks, tape, Files(folder, own, trace.files), divisor)
     # Libraries send nothing anywhere, and draw no bars.
     os.environ.update(topology.as_variables() | {"WANDB_MODE": "disabled", "TQDM_DISABLE": "1"})
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # modes of torch are of this thread
     torch.compiler.set_stance("force_eager")
+    torch.serialization.register_package(0, lambda _: None, kept_on_cpu)
     context.this_rank().rehearsal = recorder
     dist.init_process_group("fake", rank=topology.rank, world_size=topology.world_size, store=FakeStore())
     # Numbers that were not computed are not shown. Notes of this package go to `sys.__stdout__`, logs have streams.
@@ -121,7 +131,8 @@ def _rehearse_rank(
             mock.patch.object(dist, "init_process_group"),
             mock.patch.object(DistributedDataParallel, "__init__", init),
             mock.patch.object(torch.UntypedStorage, "resize_", recorder.resized(torch.UntypedStorage.resize_)),
-            FusedAttention(),
+            mock.patch.multiple("torch.cuda", **answers(device, capacity, recorder.note)),
+            OnCpu(topology.local_rank, recorder.device_of),
             recorder,
         ):
             signal.setitimer(signal.ITIMER_REAL, seconds, 2.0)  # the seconds until one that goes on is told again

@@ -19,9 +19,11 @@ from nb_accelerate.training.comm import torch_distributed
 from nb_accelerate.training.data.dispatching.batch_parts import CountedBatch, count_rows, take_from
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.precision import OptimizerStep
+from nb_accelerate.training.process.context import topology_here
 from nb_accelerate.training.process.live_bytes import LiveBytes, tensors_in
 from nb_accelerate.training.process.shapes_only import Ran, is_large, run_operation
 from nb_accelerate.training.pytree import map_tensors
+from nb_accelerate.training.rehearsal.devices import on_cpu
 from nb_accelerate.training.rehearsal.exchanges import Collective, RehearsedCollectives, WatchedCall, described
 from nb_accelerate.training.rehearsal.files import frames, user_call
 from nb_accelerate.training.rehearsal.memory import Mark, Zero, points
@@ -49,6 +51,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.files = files
+        self.on_cpu = on_cpu
+        self._device = topology_here().local_rank  # the number of its own
         self._ranks = ranks
         self._tape = tape
         self._divisor = divisor  # of the rows of batches: 1, but where only memory is asked for
@@ -59,6 +63,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_apart = False
         self._saved = set[str]()
         self._live = LiveBytes()
+        self.device_of = self._live.device_of
         self._marks: list[Mark] = []
         self._sent: dict[str, float] = {}  # since the last step
         self._computed = [0.0, 0.0]  # likewise: operations on numbers of 16 bits, and of 32
@@ -81,8 +86,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name: str = schema.name
         given = tensors_in(args, kwargs)
         in_backward = torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - nothing else tells
-        is_on_device = bool(self._phase) or in_backward or any(map(self._live.has, given))
-        if is_on_device:
+        known = [found for each in given if (found := self._live.device_of(each)) is not None]
+        target = getattr(kwargs.get("device"), "index", None)  # the CPU has a number where it stands for another device
+        device = target if target is not None else next(iter(known), self._device)
+        if self._phase or in_backward or known or target is not None:
             if name == "aten::_local_scalar_dense":
                 self._read()
             self._follow_backward(in_backward)
@@ -92,8 +99,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.note(f"{name}: the shape of what it returns depends on numbers that were not computed")
             if (operations := _operations(func, name, args, kwargs, result)) > 0:
                 self._computed[tensors_in(result)[0].element_size() > 2] += operations
-            if self._phase != "prepare":  # what stays of that is seen later; the rest may be on the host
-                self._live.see(tensors_in(result), "gathered" if name.startswith("fsdp::") else "")
+            if self._phase != "prepare" or target is not None:  # what stays is seen later; the rest may be on the host
+                if name.startswith("aten::_foreach_"):  # of tensors on any device
+                    for made, one in zip(tensors_in(result), args[0], strict=False):
+                        on = self._live.device_of(one)
+                        self._live.see([made], device=device if on is None else on)
+                self._live.see(tensors_in(result), "gathered" if name.startswith("fsdp::") else "", device)
         elif name in ("aten::normal_", "aten::uniform_") and _initializes():
             result = run_operation(func, args, kwargs)[0]
         else:
@@ -137,11 +148,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see_inputs(self, tensors: Iterable[Tensor]) -> None:
         """Count what a prepared model is given, which is on the device whoever put it there."""
-        self._live.see(tensors)
+        self._live.see(tensors, device=self._device)
 
     def exchange_bucket(self, bucket: Tensor) -> None:
         """Count a bucket of gradients that all ranks reduce."""
-        self._live.see([bucket], "buckets")
+        self._live.see([bucket], "buckets", self._device)
         self.send("all_reduce", bucket.nbytes, dist.get_world_size())
 
     def resized(self, resize: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +227,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             begun.since_step += rows
             self._pass = begun
             batch = batch if place is None else place(batch)
-            self._live.see(tensors_in(batch))
+            self._live.see(tensors_in(batch), device=self._device)
             return batch
 
         return placed
@@ -230,7 +241,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def step(self, step: OptimizerStep) -> Any:
         """Take a step of an optimizer, and see its gradients and its state."""
         parameters = list(parameters_of(step.optimizer))
-        self._live.see((local_part(each.grad) for each in parameters if each.grad is not None), "gradients")
+        self._live.see(
+            (local_part(each.grad) for each in parameters if each.grad is not None), "gradients", self._device
+        )
         by_default = [group for group in step.optimizer.param_groups if group.get("foreach", True) is None]
         for group in by_default:
             group["foreach"] = not group.get("fused")  # as on GPUs, which takes the memory of another copy or two
@@ -238,7 +251,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             taken = step()
         for group in by_default:
             group["foreach"] = None
-        self._live.see(map(local_part, tensors_in(list(step.optimizer.state.values()))), "optimizer")
+        self._live.see(map(local_part, tensors_in(list(step.optimizer.state.values()))), "optimizer", self._device)
         return taken
 
     def stepped(self, rates: list[float], rate: float) -> None:
@@ -254,7 +267,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._live.is_logging:
             self._mark("what follows the step")
             if self.is_fast:
-                self.trace.memory, self.trace.marks = points(self._live, self._marks)
+                held = {each: points(self._live, self._marks, each) for each in {*self._live.devices.values()}}
+                fullest = max(held, key=lambda each: max(map(sum, held[each][0])))
+                self.trace.memory, self.trace.marks = held[fullest]
+                self.trace.fullest = f" on device {fullest}, the fullest of {len(held)}" if len(held) > 1 else ""
                 self._live.is_logging = False
                 if self._zero is not None:
                     state = max(held.optimizer for held in self.trace.memory)
@@ -292,7 +308,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         wrapped = getattr(model, "_orig_mod", model)
         if wrapped is not model:
             self.note("torch.compile: the model was rehearsed without being compiled")
-        self._live.see(map(local_part, (*wrapped.parameters(), *wrapped.buffers())), "weights")
+        self._live.see(map(local_part, (*wrapped.parameters(), *wrapped.buffers())), "weights", self._device)
         # What torch calls in place of a model; see `training.accelerator.losses`.
         vars(model)["_compiled_call_impl"] = WatchedCall(model, self, is_sharded=is_sharded)
 

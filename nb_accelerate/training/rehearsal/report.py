@@ -58,6 +58,7 @@ class Trace:
     notes: dict[str, None] = field(default_factory=dict)  # what could not be rehearsed
     memory: list[Memory] = field(default_factory=list)  # over the first two steps
     marks: list[Mark] = field(default_factory=list)  # where parts of these begin
+    fullest: str = ""  # the device that this is of, where the rank has several
     smaller: list[tuple[int, int]] = field(default_factory=list)  # rows of smaller batches, and the most bytes then
     sent: dict[str, float] = field(default_factory=dict)  # bytes by operation, in the second step
     computed: tuple[float, float] = (0.0, 0.0)  # operations on floating-point numbers of 16 and 32 bits, in that step
@@ -129,7 +130,8 @@ class Rehearsal:
         trace = self._fullest
         if not trace.memory:
             return "memory is not counted: no two steps were taken" if self.capacity else ""
-        return described(trace.memory, trace.marks, self.traces[0].smaller, self.capacity, self.device)
+        text = described(trace.memory, trace.marks, self.traces[0].smaller, self.capacity, self.device)
+        return f"memory of a rank{trace.fullest}: {text}"
 
     @property
     def _fullest(self) -> Trace:

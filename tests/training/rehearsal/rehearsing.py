@@ -21,9 +21,9 @@ def rehearsed(
     world_size: int = 4,
     ranks: Sequence[int] = (0, -1),
     seconds: float = 30,
-    grows: bool = False,
+    capacity: int = 0,
 ) -> Rehearsal:
     """Rehearse ranks of many, the first and the last by default."""
     topologies = [Topology.of_machine(rank % world_size, world_size) for rank in ranks]
-    traces = rehearse_ranks(functools.partial(function, *args), topologies, str(folder), seconds, grows=grows)
+    traces = rehearse_ranks(functools.partial(function, *args), topologies, str(folder), seconds, capacity=capacity)
     return Rehearsal(tuple(traces), world_size, seconds)
