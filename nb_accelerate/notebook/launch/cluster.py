@@ -22,6 +22,7 @@ from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.environ import variables_of_file, working_directory
+from nb_accelerate.notebook.launch.host_facts import SENT_FACTS
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
 from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, broken_way, listening, meet
@@ -415,16 +416,9 @@ def _facts(machine: Machine, hello: Mapping[str, Any], *, prefers_cpu: bool | No
     if "error" in hello:
         raise StartError(f"machine {machine.name}: {hello['error']}")
     kinds = {kind.name: kind for kind in DEVICE_KINDS}
-    return MachineFacts(
-        num_cpus=hello["num_cpus"],
-        accelerators=tuple(
-            VisibleDevices(kind=kinds[name], names=tuple(names)) for name, names in hello["devices"].items()
-        ),
-        prefers_cpu=hello["prefers_cpu"] if prefers_cpu is None else prefers_cpu,
-        num_threads=hello["num_threads"],
-        loopback=hello["loopback"],
-        shared_memory=hello["shared_memory"],
-    )
+    devices = (VisibleDevices(kind=kinds[name], names=tuple(names)) for name, names in hello["devices"].items())
+    facts = MachineFacts(accelerators=tuple(devices), **{name: hello[name] for name in SENT_FACTS})
+    return facts if prefers_cpu is None else replace(facts, prefers_cpu=prefers_cpu)
 
 
 def _counts(options: LaunchOptions, machines: Sequence[Machine], facts: Sequence[MachineFacts]) -> list[int]:

@@ -22,6 +22,9 @@ from nb_accelerate.notebook.worker.connections import addresses_of
 _PROBE_TIMEOUT = 5.0
 """Seconds for another machine to accept a connection."""
 
+SENT_FACTS = ("num_cpus", "prefers_cpu", "num_threads", "loopback", "shared_memory")
+"""What the kernel is sent of `MachineFacts` beside the devices."""
+
 _VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """What the environment of a host says about how ranks are to be set up."""
 
@@ -68,14 +71,8 @@ def _devices() -> dict[str, Any]:
         facts = facts_here({})
     except (ConfigError, MissingDependencyError) as error:  # which the kernel says, with the name of this machine
         return {"devices": {}, "error": str(error)}
-    return {
-        "devices": {devices.kind.name: devices.names for devices in facts.accelerators},
-        "prefers_cpu": facts.prefers_cpu,
-        "num_threads": facts.num_threads,
-        "num_cpus": facts.num_cpus,
-        "loopback": facts.loopback,
-        "shared_memory": facts.shared_memory,
-    }
+    devices = {devices.kind.name: devices.names for devices in facts.accelerators}
+    return {"devices": devices, **{name: getattr(facts, name) for name in SENT_FACTS}}
 
 
 def place(cwd: str, path: list[str]) -> dict[str, Any]:
@@ -105,36 +102,29 @@ def reach(places: list[tuple[str, str, int]]) -> dict[str, Any]:
 
     Returns the address and interface of this one on the way to each, in their order.
     """
-    interfaces, until, ways, codes = _addresses(), time.monotonic() + _PROBE_TIMEOUT, [], []
+    until, interfaces = time.monotonic() + _PROBE_TIMEOUT, _addresses()
     with contextlib.ExitStack() as opened:
         probes = [opened.enter_context(socket.socket(family_of(address))) for _, address, _ in places]
-        for probe, (name, address, port) in zip(probes, places, strict=True):
+        for probe, (_, *where) in zip(probes, places, strict=True):
             probe.setblocking(False)  # a thread for each would cost more than all else where machines are many
-            try:
-                codes.append(probe.connect_ex((address, port)))
-            except OSError as error:  # its name is not known
-                return _unreached(name, address, port, str(error.strerror))
-        for probe, code, place in zip(probes, codes, places, strict=True):
-            if why := _failure(probe, code, until):
-                return _unreached(*place, why)
-            own = probe.getsockname()[0]
-            ways.append({"own": own, "interface": interfaces.get(own, "")})
-    return {"ways": ways}
+            with contextlib.suppress(OSError):  # the second attempt tells
+                probe.connect(tuple(where))
+        found = [_way_by(probe, until, *place) for probe, place in zip(probes, places, strict=True)]
+    ways = [{**way, "interface": interfaces.get(way.get("own", ""), "")} for way in found]
+    return next((way for way in found if "error" in way), {"ways": ways})
 
 
-def _failure(probe: socket.socket, code: int, until: float) -> str:
-    """Wait for a connection that was begun, and return why there is none; "" if there is."""
-    if code == errno.EINPROGRESS:
-        poll = select.poll()
-        poll.register(probe, select.POLLOUT)
-        if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-            return "timed out"
-        code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    return os.strerror(code) if code else ""
-
-
-def _unreached(name: str, address: str, port: int, why: str) -> dict[str, Any]:
-    return {"error": f"cannot reach {name} at {address}:{port}: {why}"}
+def _way_by(probe: socket.socket, until: float, name: str, address: str, port: int) -> dict[str, str]:
+    poll = select.poll()
+    poll.register(probe, select.POLLOUT)
+    poll.poll(1000 * max(0.0, until - time.monotonic()))
+    try:
+        probe.connect((address, port))
+    except OSError as error:
+        if error.errno != errno.EISCONN:
+            why = "timed out" if isinstance(error, BlockingIOError) else error.strerror or error
+            return {"error": f"cannot reach {name} at {address}:{port}: {why}"}
+    return {"own": probe.getsockname()[0]}
 
 
 def connections(pids: list[int]) -> dict[str, Any]:

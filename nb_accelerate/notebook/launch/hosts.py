@@ -135,14 +135,12 @@ _kept: _Kept | None = None
 
 def open_hosts(options: LaunchOptions, check: Callable[[], object]) -> Hosts:
     """Return the hosts that were kept if they are for this launch and still answer, or else start new ones."""
-    kept = _take()
-    if kept is None:
-        return Hosts(options, check)
-    with contextlib.ExitStack() as undo:
-        undo.callback(kept.hosts.close)
-        if kept.hosts.are_for(options) and kept.hosts.answer(check):
-            undo.pop_all()
-            return kept.hosts
+    if (kept := _take()) is not None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(kept.hosts.close)
+            if kept.hosts.are_for(options) and kept.hosts.answer(check):
+                undo.pop_all()
+                return kept.hosts
     return Hosts(options, check)
 
 

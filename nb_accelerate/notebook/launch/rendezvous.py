@@ -29,6 +29,7 @@ from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.launch.rendezvous_store import DONE, FAILED, INTERRUPTED, Machines
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
+from nb_accelerate.notebook.remote.connection_back import address_towards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -261,14 +262,11 @@ def _why_not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool
 
 
 def _own_address_towards(host: str) -> str:
-    # Connecting a datagram socket sends nothing; it asks the routing table.
-    family, where = _resolved(host, 9)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(where)
-        except OSError as error:
-            raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
-        return str(probe.getsockname()[0])
+    _, where = _resolved(host, 9)
+    try:
+        return address_towards(where[0])
+    except OSError as error:
+        raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

@@ -65,11 +65,8 @@ _LEAVING_LIMIT = 5.0
 _HEARD_LIMIT = 3.0
 """Seconds for the others to end too, before the store goes that says why this launch has ended."""
 
-_GIVE_UP_LIMIT = 2.0
-"""Seconds for a wait that was given up to end."""
-
 _CONNECT_LIMIT = 2.0
-"""Seconds of one attempt to connect."""
+"""Seconds of one attempt to connect, for which a wait that was given up is waited for."""
 
 _RETRY_INTERVAL = 0.2
 """Seconds between two attempts to connect."""
@@ -289,7 +286,7 @@ class Machines:
                     raise self._no_first_machine(TimeoutError("it has no network"))
         except BaseException:
             self._is_given_up = True
-            thread.join(_GIVE_UP_LIMIT)
+            thread.join(_CONNECT_LIMIT)
             raise
         try:
             if errors:
