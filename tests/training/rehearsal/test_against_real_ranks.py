@@ -97,7 +97,10 @@ def save_loops(numbers: list[int], world_size: int) -> None:
 
 def compare(numbers: list[int], world_size: int, run_ranks: RunRanks, folder: Path) -> None:
     real = run_ranks(loops, numbers, world_size, world_size=world_size)
-    found = rehearsed(save_loops, numbers, world_size, folder=folder, world_size=world_size, ranks=range(world_size))
+    all_ranks = range(world_size)
+    found = rehearsed(
+        save_loops, numbers, world_size, folder=folder, world_size=world_size, ranks=all_ranks, seconds=120
+    )
     assert found.ok, found
     for rank, trace in enumerate(found.traces):
         saved = torch.load(f"{folder}/{rank}{Path('loops.pt').absolute()}")
@@ -110,10 +113,12 @@ def compare(numbers: list[int], world_size: int, run_ranks: RunRanks, folder: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.limit(180)
 def test_two_ranks_do_what_was_rehearsed(run_ranks: RunRanks, tmp_path: Path):
     compare(list(range(24)), 2, run_ranks, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.limit(180)
 def test_four_ranks_do_what_was_rehearsed(run_ranks: RunRanks, tmp_path: Path):
     compare(list(range(24, 72)), 4, run_ranks, tmp_path)

@@ -86,6 +86,8 @@ nb_accelerate.notebook_launcher = launched
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
+    # sklearn sets KMP variables, after which a launch would start another server.
+    shared_kernel.run("import sklearn").ok()
     shared_kernel.wait_for_server()
     return shared_kernel
 
@@ -148,6 +150,7 @@ if accelerator.is_main_process and arguments.bad:
 
 
 @pytest.mark.slow
+@pytest.mark.limit(180)
 def test_a_script_is_rehearsed_with_the_flags_of_its_launch(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(dedent(SCRIPT).replace("from accelerate", "from nb_accelerate"))
