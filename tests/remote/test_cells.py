@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import signal
 import sys
@@ -329,6 +330,35 @@ def test_an_interrupt_ends_a_cell_and_no_rank(pool: Pool) -> None:
         pool.finish(handle)
     assert time.monotonic() - began < 15
     assert run(pool, "os.getpid()") == pids
+
+
+WAIT_UNTIL_SILENT = """
+import gc, time
+from nb_accelerate.notebook.remote import link
+while not any(one.is_slow() for one in gc.get_objects() if isinstance(one, link.Link)):
+    time.sleep(0.05)
+link._CLOSE_TIMEOUT = 600
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", ["command", "ssh"], indirect=True)
+def test_an_interrupt_ends_the_wait_for_a_machine_that_is_silent(machines: Machines, kernel: Kernel) -> None:
+    kernel.run("%load_ext nb_accelerate")
+    kernel.run("%%distributed --out pids\nimport os\nos.getpid()").ok()
+    rank_0, rank_1, _ = json.loads(kernel.run("pids").ok().value or "")
+    host = machines.hosts()[1]
+    machines.kill(host, signal.SIGSTOP)
+    kernel.set_timeouts("nb_accelerate.notebook.pool.Pool", quit=600.0)
+    kernel.run(WAIT_UNTIL_SILENT).ok()
+    cell = kernel.start("%distributed stop")
+    wait_for(lambda: not psutil.pid_exists(rank_0))  # it was told to end, and so were the others
+    kernel.manager.interrupt_kernel()
+    assert kernel.finish(cell).error == "KeyboardInterrupt"
+    assert "no ranks" in kernel.run("%distributed status").ok().stdout
+    if host.is_running():  # on another machine
+        machines.kill(host, signal.SIGCONT)
+    wait_for(lambda: not psutil.pid_exists(rank_1))  # the host ends what it has started
 
 
 @pytest.mark.slow

@@ -115,6 +115,11 @@ class Cluster(Placing):
             else:
                 self._hosts.close()
 
+    def give_up(self) -> None:
+        """Wait no longer for hosts that are silent."""
+        for place in self._places:
+            place.link.give_up()
+
     @property
     def lost(self) -> str:
         """Which machines are lost, and why; "" if none is."""

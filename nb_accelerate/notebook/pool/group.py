@@ -368,15 +368,20 @@ class RankGroup:
         """End every rank, the thread and the server. Can be repeated if an exception broke it off.
 
         Args:
-            interrupts: an interrupt that comes meanwhile has ranks killed that run exit handlers.
+            interrupts: at one that comes meanwhile ranks are killed, and machines that are silent are not waited for.
             ask: whether ranks are idle, so that they can be told to end by themselves.
         """
         seconds = self._timeouts().quit if ask else 0.0
         self._end([*self.ranks.values()], seconds=seconds, interrupts=interrupts)
-        self.loop.close()
-        if self.loop.output is not None:
-            self.loop.output.close()
-        self._resources.close()
+        with interrupts.go_to(self._give_up):
+            self.loop.close()
+            if self.loop.output is not None:
+                self.loop.output.close()
+            self._resources.close()
+
+    def _give_up(self) -> None:
+        if self._cluster is not None:
+            self._cluster.give_up()
 
     def _end(self, ranks: Sequence[RankProxy], *, seconds: float, interrupts: Interrupts) -> None:
         alive = [rank for rank in ranks if not rank.handle.ended]
@@ -391,7 +396,12 @@ class RankGroup:
         timeouts = replace(self._timeouts(), save=0.0) if self.missing else self._timeouts()  # a save needs all ranks
         steps = stop_steps(timeouts, seconds=seconds)
         request = Request(ranks=alive, send=send, steps=steps, wording=_CELL, awaits=Awaits.END, world_size=self.size)
-        with interrupts.go_to(lambda: self.loop.interrupt(request)):
+
+        def hurry() -> None:
+            self.loop.interrupt(request)
+            self._give_up()
+
+        with interrupts.go_to(hurry):
             self.loop.begin(request)
             wait(request.done)
 

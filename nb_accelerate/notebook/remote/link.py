@@ -295,6 +295,11 @@ class Link:
         if not self._is_closed:
             os.write(self._bell_write, why.encode())
 
+    def give_up(self) -> None:
+        """End the link if its host is silent: an interrupt does not wait for it. The host ends by itself."""
+        if self.is_slow():
+            self._ring("it was silent when the wait for its end was interrupted")
+
     def quit(self) -> None:
         """Have the host end, without waiting for that: several can end together before they are closed."""
         if not (self.lost or self._is_closed):
@@ -329,9 +334,13 @@ class Link:
     def _await_end(self) -> None:
         """Wait until the host has ended what it has started."""
         poll = select.poll()
-        poll.register(self._stream.reads, select.POLLIN)
+        for fd in (self._stream.reads, self._bell_read):
+            poll.register(fd, select.POLLIN)
         deadline = time.monotonic() + _CLOSE_TIMEOUT
-        while poll.poll(1000 * max(0.0, deadline - time.monotonic())) and time.monotonic() < deadline:
+        while (ready := poll.poll(1000 * max(0.0, deadline - time.monotonic()))) and time.monotonic() < deadline:
+            if any(fd == self._bell_read for fd, _ in ready):
+                self._answer_bell()
+                return
             try:
                 if not os.read(self._stream.reads, 1 << 20):
                     return
