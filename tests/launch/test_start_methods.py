@@ -22,7 +22,7 @@ import pytest
 
 from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError, StartError
-from nb_accelerate.notebook.launch import Launch, notebook_launcher
+from nb_accelerate.notebook.launch import Launch, notebook_launcher, servers
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.ranks.end_reports import end_reports
 from nb_accelerate.notebook.ranks.request_panel import make_panel
@@ -385,3 +385,14 @@ def test_launches_of_several_threads_inherit_nothing_of_one_another() -> None:
         for number, (own, _) in enumerate(ranks):
             others = [found for other, (_, found) in enumerate(ranks) if other != number]
             assert not any(own & found for found in others)
+
+
+def test_variables_that_scikit_learn_sets_as_it_is_imported_leave_the_warm_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("KMP_DUPLICATE_LIB_OK", raising=False)
+    monkeypatch.delenv("KMP_INIT_AT_FORK", raising=False)
+    before = servers.warm_server().pid
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")
+    monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")
+    assert servers.warm_server().pid == before

@@ -177,7 +177,8 @@ class ExecutedServer(RankServer):
 
 
 _READ_AT_IMPORT = ("TORCH", "PYTORCH", "TQDM_", "ATEN_", "MKL_", "KMP_", "NPY_")
-_READ_LATER = ("TORCHELASTIC_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_", "TORCH_HOME")
+_SET_BY_SKLEARN = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")  # as it is imported, for a library that it brings itself
+_READ_LATER = ("TORCHELASTIC_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_", "TORCH_HOME", *_SET_BY_SKLEARN)
 
 
 def _born_with() -> tuple[Any, ...]:
