@@ -44,7 +44,7 @@ if device == "disk":
 else:
     model = model.to_empty(device="cpu")
     load_checkpoint_in_model(model, folder)
-print(model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False).tolist())
+print(model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=1, do_sample=False).tolist())
 """
 
 
@@ -92,6 +92,7 @@ def _generate(limit: Path, folder: Path, device: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
+@pytest.mark.limit(180)  # seconds: how long a system looks for pages to drop varies by a factor of three
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 def test_a_mapped_model_generates_where_one_in_memory_is_killed(memory_limit: Path, folder: Path) -> None:
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 2e9
