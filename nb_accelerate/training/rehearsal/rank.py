@@ -105,7 +105,7 @@ def _rehearse_rank(
     writes_tape = topology.is_main and divisor == 1
     tape = Tape(folder, writes=writes_tape) if 0 in ranks else None
     own = f"{topology.rank}" if divisor == 1 else f"{topology.rank} of fewer rows, {divisor}"
-    recorder = Recorder(trace, ranks, tape, Files(folder, own, trace.files), divisor)
+    recorder = Recorder(trace, ranks, tape, Files(folder, own, trace.files), topology.local_rank, divisor)
     # Libraries send nothing anywhere, and draw no bars.
     os.environ.update(topology.as_variables() | {"WANDB_MODE": "disabled", "TQDM_DISABLE": "1"})
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # modes of torch are of this thread

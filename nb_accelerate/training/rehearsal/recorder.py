@@ -19,7 +19,6 @@ from nb_accelerate.training.comm import torch_distributed
 from nb_accelerate.training.data.dispatching.batch_parts import CountedBatch, count_rows, take_from
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.precision import OptimizerStep
-from nb_accelerate.training.process.context import topology_here
 from nb_accelerate.training.process.live_bytes import LiveBytes, tensors_in
 from nb_accelerate.training.process.shapes_only import Ran, is_large, run_operation
 from nb_accelerate.training.pytree import map_tensors
@@ -47,12 +46,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     As a mode of torch, which is not public, it sees the collectives that torch runs, whoever calls them.
     """
 
-    def __init__(self, trace: Trace, ranks: Sequence[int], tape: Tape | None, files: Files, divisor: int = 1) -> None:
+    def __init__(
+        self, trace: Trace, ranks: Sequence[int], tape: Tape | None, files: Files, device: int, divisor: int = 1
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.files = files
         self.on_cpu = on_cpu
-        self._device = topology_here().local_rank  # the number of its own
+        self._device = device  # the number of its own
         self._ranks = ranks
         self._tape = tape
         self._divisor = divisor  # of the rows of batches: 1, but where only memory is asked for

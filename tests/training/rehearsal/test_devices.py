@@ -103,7 +103,9 @@ def written_for_gpus(folder: Path) -> None:
     free, total = torch.cuda.mem_get_info()
     for _ in range(4 if free <= total == 10**10 else 0):
         rows = torch.randn(ROWS, WIDTH).cuda(non_blocking=True) + torch.zeros(1, device="cuda")
-        accelerator.backward(model(rows.to(device, torch.float32, copy=True)))
+        loss = model(rows.to(device, torch.float32, copy=True))
+        assert loss.device == accelerator.device
+        accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
