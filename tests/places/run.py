@@ -39,6 +39,7 @@ QUICK = (
     "tests/pool/test_names.py",
     "tests/launch/test_displays.py",
     "tests/launch/test_notebook_launcher.py",
+    "tests/training/rehearsal/test_devices.py",
     "tests/training/rehearsal/test_rehearsals.py",
     *WIDGETS,
 )

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from typing_extensions import override
 
 from nb_accelerate.base.devices import DEVICE_KINDS, find_kind
-from nb_accelerate.training.process.live_bytes import FusedAttention
+from nb_accelerate.training.process.live_bytes import FusedAttention, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +93,19 @@ class OnCpu(FusedAttention):
         return tensor.device if number in (None, self._own) else torch.device("cpu", number)
 
 
+def of_subclasses(has_torch_function: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a check that leaves modes out, for `torch.nn.functional`.
+
+    Under a mode its functions look themselves up by name, and call what users have put there a second time.
+    """
+
+    def has(*given: Any) -> bool:
+        known = (Tensor, Parameter)
+        return any(type(each) not in known for each in tensors_in(given)) and has_torch_function(*given)
+
+    return has
+
+
 def kept_on_cpu(storage: Any, location: str) -> Any:
     """Return what `torch.load` has read for an accelerator, which stays where it is; None for other places."""
     return storage if on_cpu(location) != location or location.startswith("cpu:") else None
@@ -113,7 +127,7 @@ def answers(device: str, capacity: int, note: Callable[[str], None]) -> dict[str
     def answered(name: str, value: Any) -> Callable[..., Any]:
         def answer(*_: Any, **__: Any) -> Any:
             if name in of_memory:
-                note(f"torch.cuda.{name} has no device to ask here: what hangs on it may be otherwise in a run")
+                note(f"torch.cuda.{name} has no device to ask: what depends on it may differ in a run")
             return value
 
         return answer

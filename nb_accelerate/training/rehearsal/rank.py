@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors.traceback_lines import user_frames
 from nb_accelerate.training.process import context
-from nb_accelerate.training.rehearsal.devices import OnCpu, answers, kept_on_cpu
+from nb_accelerate.training.rehearsal.devices import OnCpu, answers, kept_on_cpu, of_subclasses
 from nb_accelerate.training.rehearsal.exchanges import Tape, averaging_nothing
 from nb_accelerate.training.rehearsal.files import Files
 from nb_accelerate.training.rehearsal.memory import outside_of_steps
@@ -125,6 +125,8 @@ def _rehearse_rank(
         raise TimeIsUpError
 
     signal.signal(signal.SIGALRM, end)
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    checks: dict[str, Any] = {name: of_subclasses(getattr(torch.nn.functional, name)) for name in names}
     init = averaging_nothing(DistributedDataParallel.__init__, recorder)
     try:
         with (
@@ -132,6 +134,7 @@ def _rehearse_rank(
             mock.patch.object(DistributedDataParallel, "__init__", init),
             mock.patch.object(torch.UntypedStorage, "resize_", recorder.resized(torch.UntypedStorage.resize_)),
             mock.patch.multiple("torch.cuda", **answers(device, capacity, recorder.note)),
+            mock.patch.multiple(torch.nn.functional, **checks),
             OnCpu(topology.local_rank, recorder.device_of),
             recorder,
         ):

@@ -120,3 +120,17 @@ def test_code_that_names_cuda_is_rehearsed(tmp_path: Path):
     assert [trace.fullest for trace in found.traces] == ["", ""]
     notes = [finding.text for finding in found.findings if finding.kind == "note"]
     assert [text.split()[0] for text in notes] == ["torch.cuda.mem_get_info", "torch.cuda.get_device_properties"]
+
+
+def with_an_own_loss() -> None:
+    plain = nn.functional.cross_entropy
+    nn.functional.cross_entropy = lambda *args, **kwargs: 3 * plain(*args, label_smoothing=0.1, **kwargs)
+    model = Accelerator().prepare(nn.Linear(2, 4))
+    loss = nn.functional.cross_entropy(model(torch.ones(1, 2)) * 0, torch.tensor([1]))
+    raise SystemExit(f"{loss.item():.3f}")
+
+
+def test_a_function_of_torch_that_users_have_replaced_is_called_once(tmp_path: Path):
+    found = rehearsed(with_an_own_loss, folder=tmp_path, world_size=2)
+    expected = 3 * torch.log(torch.tensor(4.0)).item()
+    assert [trace.failure for trace in found.traces] == [f"SystemExit: {expected:.3f}"] * 2
