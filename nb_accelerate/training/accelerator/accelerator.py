@@ -35,8 +35,7 @@ from nb_accelerate.training.accelerator.preparing import PreparingMixin
 from nb_accelerate.training.accelerator.recording import RecordingMixin
 from nb_accelerate.training.accelerator.resuming import ResumingMixin
 from nb_accelerate.training.accelerator.steering import Steering
-from nb_accelerate.training.accelerator.training import TrainingMixin
-from nb_accelerate.training.accelerator.unprepared import MAKE_IT_INSIDE, watch_for_unprepared_training
+from nb_accelerate.training.accelerator.training import MAKE_IT_INSIDE, TrainingMixin
 from nb_accelerate.training.precision import select_precision
 from nb_accelerate.training.precision.fp16 import FP16Precision
 from nb_accelerate.training.process.rng import resolve_rng_types
@@ -271,7 +270,6 @@ class Accelerator(
                 given,
                 counts,
             )
-        watch_for_unprepared_training(core.collectives, shared)
 
     def __reduce__(self) -> NoReturn:
         raise ShippingError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.compiling import compiled
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.losses import time_forward
-from nb_accelerate.training.accelerator.unprepared import check_owned
 from nb_accelerate.training.data import check_lengths, prepare_data_loader
 from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
 from nb_accelerate.training.process import context
@@ -223,10 +221,6 @@ class PreparingMixin(CoreMixin):
                 accumulation=core.accumulation,
                 step=step if rehearsal is None else rehearsal.watched(step),
                 scaler=core.precision.scaler,
-                # Not the core: a user who keeps one optimizer would keep all that was prepared with it.
-                before_first_step=None
-                if core.strategy.checks_optimizers
-                else partial(check_owned, models=core.shared.models),
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
                 owns_gradients=core.strategy.owns_gradients,

@@ -12,7 +12,6 @@ from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.losses import time_exchange
-from nb_accelerate.training.accelerator.unprepared import foreign_accelerator, forgotten_model
 from nb_accelerate.training.comm import operations
 from nb_accelerate.training.data import skip_first_batches
 from nb_accelerate.training.optim import AcceleratedOptimizer
@@ -29,6 +28,11 @@ if TYPE_CHECKING:
     from nb_accelerate.training.data import DataLoaderShard
 
 _BACKWARD, _RUNNING = Phase.BACKWARD, Phase.RUNNING  # Python 3.11 looks members of an enum up slowly
+
+MAKE_IT_INSIDE = (
+    "It knows only the process it was made in. Make it, and what it prepares, inside of the function that you launch: "
+    "def train(): accelerator = Accelerator(); model, optimizer, loader = accelerator.prepare(...)."
+)
 
 
 class AccumulateBlock:
@@ -198,10 +202,18 @@ class TrainingMixin(CoreMixin):
         """
         core, page = self.core, self.core.page
         if not core.process.is_here:
-            raise foreign_accelerator()
+            raise NotPreparedError(
+                "accelerator.backward was called on an Accelerator that was made in another process, before this one "
+                f"was started from it. {MAKE_IT_INSIDE}"
+            )
         is_distributed = core.collectives.world_size > 1
         if is_distributed and not core.shared.models and not core.shared.optimizers:
-            raise forgotten_model(core.collectives.world_size)
+            raise NotPreparedError(
+                f"accelerator.backward was called on {core.collectives.world_size} ranks, but no model and no "
+                "optimizer went through prepare. Each rank would train a copy of its own, on its part of the data. "
+                "Write model, optimizer, loader = accelerator.prepare(model, optimizer, loader). A model that you "
+                "wrapped yourself may be handed to prepare too; it stays as it is."
+            )
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"accelerator.backward takes the loss as a tensor, not as {type(loss).__name__}. Pass it as the loss "

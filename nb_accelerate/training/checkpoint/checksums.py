@@ -33,7 +33,7 @@ class FileRecord:
     """What a file was when it was written."""
 
     size: int
-    crc32: tuple[int, ...] | None  # of each 16 MiB, in order; None in manifests that had other checksums
+    crc32: tuple[int, ...]  # of each 16 MiB, in order
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
@@ -68,7 +68,7 @@ class Verification:
     def __init__(self, folder: Path, files: Mapping[str, FileRecord], *, rank: int = 0, num_ranks: int = 1) -> None:
         self._folder = folder
         self._pool = ThreadPoolExecutor(_threads_for(num_ranks), "nb-checksums")
-        blocks = [(name, index, crc32) for name in sorted(files) for index, crc32 in enumerate(files[name].crc32 or ())]
+        blocks = [(name, index, crc32) for name in sorted(files) for index, crc32 in enumerate(files[name].crc32)]
         self._blocks = [
             (folder / name, crc32, self._pool.submit(_crc32_of, folder / name, index * BLOCK))
             for name, index, crc32 in blocks[rank::num_ranks]
@@ -104,7 +104,7 @@ def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
                     raise OSError(f"{folder / part} is a link")
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
-            if size != was.size or (was.crc32 is not None and len(was.crc32) != -(-was.size // BLOCK)):
+            if size != was.size:
                 found.append(f"{path} has {size} bytes, and had {was.size} when saved: cut off or replaced.")
         except FileNotFoundError:
             found.append(f"{path} is missing.")

@@ -124,8 +124,7 @@ def number_of(loader: Any, name: str) -> int | None:
 
 def position_here(manifest: Manifest, number: int, loader: Any, world_size: int) -> int:
     """Return how many batches of its epoch a loader is to leave out, on this number of ranks."""
-    position = 0 if manifest.positions is None else manifest.positions[number]
-    before = manifest.rows_per_step[number] if number < len(manifest.rows_per_step) else None
+    position, before = manifest.positions[number], manifest.rows_per_step[number]
     now = number_of(loader, "total_batch_size")
     if position:
         _check_rows(manifest, number, loader)
@@ -145,8 +144,7 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
 
 def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
     """Look whether a loader in the middle of an epoch still reads as many rows: it shuffles others in another order."""
-    before = manifest.num_rows[number] if number < len(manifest.num_rows) else None
-    now = number_of(loader, "total_dataset_length")
+    before, now = manifest.num_rows[number], number_of(loader, "total_dataset_length")
     if before is None or now is None or before == now:
         return
     if now > before and isinstance(loader.get_sampler(), SequentialSampler):

@@ -120,16 +120,11 @@ def _info_of(folder: Path, *, read: bool) -> CheckpointInfo:
     if read and not damage:
         with Verification(where, manifest.files) as compared:
             damage = compared.result()
-    positions = manifest.positions or [0] * len(manifest.epochs)
-    try:
-        saved_at = datetime.fromisoformat(manifest.saved_at)
-    except ValueError:
-        saved_at = None
     return CheckpointInfo(
         folder=folder,
         step=manifest.global_step,
-        epoch=next(zip(manifest.epochs, positions, strict=False), None),
-        saved_at=saved_at,
+        epoch=next(zip(manifest.epochs, manifest.positions, strict=True), None),
+        saved_at=datetime.fromisoformat(manifest.saved_at),
         num_bytes=sum(file.size for file in manifest.files.values()),
         metrics=manifest.metrics,
         damage=tuple(damage),

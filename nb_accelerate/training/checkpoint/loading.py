@@ -74,7 +74,7 @@ class Checkpoint:
 
     def all_files(self) -> list[str]:
         """Return the names of all files, those in folders below too, as ``part/file``."""
-        if self.manifest is not None and self.manifest.files:
+        if self.manifest is not None:
             return list(self.manifest.files)
         return [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()]
 
@@ -93,10 +93,9 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     if damage:
         return None, damage
     # What is there besides is not part of it, and is not read.
-    listed = manifest.files if manifest is not None else {}  # format 1 has listed none
     entries = (*where.iterdir(), *where.glob(f"*/{METADATA_NAME}"))
-    there = frozenset(listed or [entry.relative_to(where).as_posix() for entry in entries])
-    return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
+    there = [entry.relative_to(where).as_posix() for entry in entries] if manifest is None else manifest.files
+    return Checkpoint(folder=where, asked_for=folder, there=frozenset(there), manifest=manifest), []
 
 
 def read_checkpoint(

@@ -9,10 +9,9 @@ import json
 import os
 import sys
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.version import __version__
 from nb_accelerate.errors import CheckpointError
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_FORMAT = 4  # 3: other checksums of files, which are not compared; 2: as 4; 1: no checksum of the manifest
+_FORMAT = 4
 _LARGEST = 1 << 28  # bytes of JSON that are read at most
 
 
@@ -37,11 +36,10 @@ class Manifest:
     ranks: list[int]  # which saved: all, the main one if no other called `save_state`, or the ranks of one machine
     epochs: list[int]  # of each loader, from 0
     seeds: list[int | None]  # with which it shuffles; None where it has no seed
-    positions: list[int] | None = None  # batches of that epoch that each rank had; None in files of older versions
+    positions: list[int] = field(default_factory=list)  # batches of that epoch that each rank had
     # of all ranks together; None where it has no fixed size
     rows_per_step: list[int | None] = field(default_factory=list)
-    # of its dataset; None where it does not say, and none in files of older versions
-    num_rows: list[int | None] = field(default_factory=list)
+    num_rows: list[int | None] = field(default_factory=list)  # of its dataset; None where it does not say
     # batches that each rank has trained with since the beginning; None if nobody has counted
     global_step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -56,8 +54,7 @@ class Manifest:
     )
     # processes, or groups that share rows, that read rows of their own; None: each process did
     num_readers: int | None = None
-    # ids of the launch of the run, one for each machine; none in files of older versions
-    launches: list[str] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)  # ids of the launch of the run, one for each machine
     # in UTC. For people: clocks may be set
     saved_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
 
@@ -85,19 +82,24 @@ class Manifest:
         try:
             with open_file(path) as file:
                 content: Any = json.loads(file.read(_LARGEST))
-            found = content.pop("format")
-            if found in (2, 3, _FORMAT) and content.pop("crc32") != _checksum_of({"format": found, **content}):
-                raise ValueError("its checksum does not fit its content")
-            if found in (1, 2, 3, _FORMAT):  # a list, say, is in no set
-                return _checked(content, has_crc32=found != 3)
+            if content["format"] == _FORMAT:
+                if content.pop("crc32") != _checksum_of(content):
+                    raise ValueError("its checksum does not fit its content")
+                odd = [name for name in content["files"] if not is_plain(name)]
+                if odd:
+                    raise ValueError(f"{odd[0]!r} is not the name of a file in this folder")
+                content["files"] = {
+                    name: FileRecord(file["size"], tuple(file["crc32"])) for name, file in content["files"].items()
+                }
+                return cls(**{field.name: content[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({type(error).__name__}: {error}). Load another checkpoint, or an intact copy of "
                 "this one."
             ) from error
         raise CheckpointError(
-            f"{path} is of format {found!r}, which nb_accelerate {__version__} does not know. It is damaged, or a "
-            "newer nb_accelerate has written it, which can read it."
+            f"{path} is of format {content['format']!r}, which nb_accelerate {__version__} does not know. It is "
+            "damaged, or a newer nb_accelerate has written it, which can read it."
         )
 
 
@@ -116,36 +118,3 @@ def examine(folder: Path) -> tuple[Path, Manifest | None, list[str]]:
 
 def _checksum_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _checked(content: dict[str, Any], *, has_crc32: bool) -> Manifest:
-    """Return what was read, if everything is of the kind that is written."""
-    # What older versions did not write.
-    content = {"files": {}, "versions": {}, "saved_at": "", **content}
-    content.setdefault("ranks", list(range(min(content["num_processes"], 1 << 20))))
-    if not _is_a(content["files"], dict[str, dict[str, int | list[int]]]):
-        raise TypeError("its files are no records")
-    content["files"] = {
-        name: FileRecord(file["size"], tuple(file["crc32"]) if has_crc32 else None)
-        for name, file in content["files"].items()
-    }
-    odd = [name for name in content["files"] if not is_plain(name)]
-    if odd:
-        raise ValueError(f"{odd[0]!r} is not the name of a file in this folder")
-    kinds = {name: kind for name, kind in get_type_hints(Manifest).items() if name in content}
-    for name, kind in kinds.items():
-        if name != "files" and not _is_a(content[name], kind):
-            raise TypeError(f"its {name} is {content[name]!r:.60}")
-    return Manifest(**{name: content[name] for name in kinds})
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Return whether a value of JSON is of a type such as ``dict[str, int | None]``."""
-    of = get_args(kind)
-    if isinstance(kind, UnionType):
-        return any(_is_a(value, member) for member in of)
-    if get_origin(kind) is list:
-        return type(value) is list and all(_is_a(item, of[0]) for item in value)
-    if get_origin(kind) is dict:
-        return type(value) is dict and all(_is_a(item, of[1]) for item in value.values())
-    return type(value) is kind

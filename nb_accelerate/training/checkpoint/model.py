@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 import logging
 from pathlib import Path
@@ -31,9 +30,7 @@ from nb_accelerate.training.checkpoint.files import (
     write,
 )
 from nb_accelerate.training.checkpoint.fitting import check_shapes
-from nb_accelerate.training.checkpoint.manifest import Manifest
 from nb_accelerate.training.checkpoint.names import (
-    OF_A_MODEL,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
@@ -79,27 +76,9 @@ def write_model(
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (staging.path / f"{name}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         sync_all(staging.path)
-        _warn_of_a_state(folder, staging)
         staging.publish()
     finally:
         staging.discard()
-
-
-def _warn_of_a_state(folder: str | os.PathLike[str], staging: Staging) -> None:
-    """Say that a checkpoint of `Accelerator.save_state` is in a folder whose weights are to be replaced by others."""
-    state = published(staging.target, "state")
-    try:
-        manifest = Manifest.read(state)
-    except CheckpointError:
-        return
-    replaced = [name for name in (manifest.files if manifest is not None else ()) if OF_A_MODEL.fullmatch(name)]
-    _, changed, missing = filecmp.cmpfiles(state, staging.path, replaced, shallow=False)
-    if changed or missing:
-        logger.warning(
-            "%s holds a checkpoint of save_state, and other weights are saved there now: load_state will refuse that "
-            "checkpoint. Give save_model a folder of its own.",
-            folder,
-        )
 
 
 def load_checkpoint_in_model(

@@ -26,7 +26,6 @@ class OptimizerTraining:
     accumulation: AccumulationState
     step: OptimizerStep
     scaler: torch.amp.GradScaler | None = None
-    before_first_step: Callable[[torch.optim.Optimizer], None] | None = None  # with the optimizer inside
     # averages what backward has not averaged; told whether a step follows
     complete_gradients: Callable[[bool], None] | None = None
     drop_gradients: Callable[[], None] | None = None  # those kept elsewhere than in ``parameter.grad``
@@ -81,7 +80,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.accelerated_step = training.step
         self._training = training
         self._accumulation = training.accumulation
-        self._before_first_step = training.before_first_step
 
     @property
     def is_lent_scaler(self) -> bool:
@@ -99,9 +97,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             NotPreparedError: with fp16, gradients do not come from ``accelerator.backward``.
         """
         if self._accumulation.window.closes:
-            if self._before_first_step is not None:
-                self._before_first_step(self.optimizer)
-                self._before_first_step = None
             page = here()
             page.trains()
             page.enter(_STEP)

@@ -110,7 +110,6 @@ class LossScaler(torch.amp.GradScaler):
         self.device_type = device
         self._begin(**options)
         self.num_scaled = 0
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._steps: weakref.WeakValueDictionary[int, ScaledStep] = weakref.WeakValueDictionary()
 
     def bind(self, optimizer: torch.optim.Optimizer) -> ScaledStep:
@@ -304,7 +303,6 @@ class FP16Precision(AutocastPrecision):
                 f"is {halves[0]!r}) are float16 already, too coarse to be updated. Prepare the model in float32: "
                 "write model.float() before prepare, or leave mixed_precision out."
             )
-        self.scaler.models.add(model)
         return super().prepare_model(model)
 
     @override

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
@@ -11,6 +10,7 @@ from nb_accelerate.base.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.base.config.dynamo import resolve_dynamo
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.config.precision import resolve_precision
+from nb_accelerate.base.progress_page import Phase, here
 from nb_accelerate.base.seam import asks_for_prepared, group_replaced
 from nb_accelerate.training.comm.data_parallel import between_groups
 from nb_accelerate.training.data.loops import RunningLoops
@@ -21,10 +21,9 @@ from nb_accelerate.training.strategies import select_collectives
 from nb_accelerate.training.strategies.select import ENGINE_VARIABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
-    from torch.optim import Optimizer
 
     from nb_accelerate.base.config.distributed import DistributedType
     from nb_accelerate.base.config.dynamo import TorchDynamoPlugin
@@ -60,9 +59,6 @@ class SharedTraining:
     scaler: LossScaler | None = None  # None until an `Accelerator` uses fp16
     accumulations: WeakSet[AccumulationState] = field(default_factory=WeakSet)  # positions in accumulation windows
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    given_optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
-    # called with each optimizer of this process before its step, prepared or not
-    before_step: Callable[[Optimizer], None] | None = None
     _optimizers: list[ref[AcceleratedOptimizer]] = field(default_factory=list)
 
     @property
@@ -72,8 +68,6 @@ class SharedTraining:
 
     def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
         """Add a prepared optimizer, unless it is in the list."""
-        with contextlib.suppress(TypeError):  # an engine's need not be one of torch
-            self.given_optimizers.add(optimizer.optimizer)
         if not any(known is optimizer for known in self.optimizers):
             self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
 
@@ -184,9 +178,12 @@ def remember(process: ProcessContext, choices: Choices | None) -> None:
     process.newest = choices
 
 
-def _has_prepared() -> bool:
+def _trains_prepared() -> bool:
+    """Return whether a prepared optimizer takes a step now, or has taken one: then gradients are exchanged in time."""
     shared = context.this_rank().training
-    return shared is not None and bool(shared.models or shared.optimizers)
+    if shared is None:
+        return False
+    return here().phase == Phase.STEP or any(optimizer.num_steps for optimizer in shared.optimizers)
 
 
-asks_for_prepared.subscribe(_has_prepared)
+asks_for_prepared.subscribe(_trains_prepared)

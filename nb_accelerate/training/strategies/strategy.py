@@ -54,7 +54,6 @@ class Strategy:
     # every rank holds all weights and all optimizer state, so that one rank can save alone
     is_replicated: ClassVar[bool] = True
     saves_shards: bool = False  # each rank saves the part that it holds; else one saves all of it
-    checks_optimizers: ClassVar[bool] = False  # `prepare` refuses optimizers that train no prepared model
     # `drop_gradients` drops all gradients, in place of an optimizer's own ``zero_grad``
     owns_gradients: ClassVar[bool] = False
 

@@ -148,27 +148,6 @@ def test_the_saved_scale_is_that_of_the_next_step(tmp_path):
     assert accelerator.scaler.get_scale() == 2048.0
 
 
-def test_an_optimizer_that_was_not_prepared_is_told_about_scaled_gradients(caplog):
-    accelerator = fp16()
-    model, optimizer = one(accelerator)
-    forgotten = accelerator.prepare(nn.Linear(2, 1, bias=False))
-    plain = torch.optim.SGD(forgotten.parameters(), lr=0.5)
-    accelerator.backward(spread(model) + spread(forgotten))
-    optimizer.step()
-    assert not caplog.messages
-    plain.step()
-    plain.step()
-    (told,) = caplog.messages
-    assert "SGD.step" in told
-    assert "accelerator.prepare(optimizer)" in told
-    late = accelerator.prepare(plain)
-    late.zero_grad()
-    accelerator.backward(spread(forgotten))
-    late.step()
-    assert forgotten.weight.grad.tolist() == [[1.0, 2.0]]
-    assert len(caplog.messages) == 1
-
-
 def test_a_loss_that_was_not_scaled_is_noticed_at_the_step():
     accelerator = fp16()
     model, optimizer = one(accelerator)

@@ -106,17 +106,6 @@ def test_each_object_is_placed_as_its_entry_says(monkeypatch):
     assert moved == []
 
 
-def test_an_optimizer_of_another_model_is_told(caplog):
-    accelerator = Accelerator(cpu=True)
-    (model, _), (late, foreign) = pair(), pair()
-    model, optimizer = accelerator.prepare(model, foreign)
-    accelerator.backward(model(torch.ones(1, 3, device=accelerator.device)).sum())
-    optimizer.step()
-    assert "2 parameters of this SGD" in caplog.text
-    accelerator.prepare(late)
-    optimizer.step()
-
-
 def test_tensors_of_no_model_may_be_trained_in_one_process():
     accelerator = Accelerator(cpu=True)
     image = torch.zeros(2, requires_grad=True)

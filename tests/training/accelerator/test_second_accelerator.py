@@ -248,12 +248,3 @@ def test_a_schedule_waits_for_the_optimizer_that_another_accelerator_prepared():
     scheduler.step()
     assert optimizer.step_was_skipped
     assert scheduler.get_last_lr() == [0.05]
-
-
-def test_an_optimizer_that_lost_its_model_is_told_so_whoever_prepared_the_model(caplog):
-    model, optimizer, _ = parts()
-    Accelerator(cpu=True).prepare(model)
-    stranger = nn.Linear(3, 1)
-    optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(stranger.parameters(), lr=0.1))
-    optimizer.step()
-    assert "2 parameters of this SGD" in caplog.text

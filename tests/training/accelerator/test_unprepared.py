@@ -30,6 +30,7 @@ def train_by_hand(kind: str) -> list[str]:
     from torch.nn.parallel import DistributedDataParallel
 
     from nb_accelerate import Accelerator
+    from nb_accelerate.local_sgd import LocalSGD
 
     said = collect_what_is_said()
     accelerator = Accelerator()
@@ -45,31 +46,22 @@ def train_by_hand(kind: str) -> list[str]:
         model = accelerator.prepare(model)
     if kind == "in part":
         other = accelerator.prepare(other)
-    for _ in range(2):
-        with accelerator.accumulate(model) if kind == "accumulating" else nullcontext():
-            model(torch.ones(2, 1)).sum().backward()
-            optimizer.step()
+    if kind in {"prepared", "apart"}:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    local = LocalSGD(accelerator, model, local_sgd_steps=2) if kind == "apart" else nullcontext()
+    with local:
+        for _ in range(2):
+            with accelerator.accumulate(model) if kind == "accumulating" else nullcontext():
+                model(torch.ones(2, 1)).sum().backward()
+                optimizer.step()
     return said
 
 
-def test_ranks_that_train_with_nothing_prepared_are_told_so_once(run_ranks: RunRanks):
-    first, second = run_ranks(train_by_hand, "nothing")
+@pytest.mark.parametrize("kind", ["nothing", "not kept", "accumulating", "in part"])
+def test_ranks_whose_first_step_no_exchange_precedes_are_told_so_once(run_ranks: RunRanks, kind: str):
+    first, second = run_ranks(train_by_hand, kind)
     assert len(first) == 1
     assert first[0].startswith("No gradients were exchanged, so each of the 2 processes trains a model of its own ")
-    assert second == []
-
-
-def test_what_prepare_returned_and_was_not_kept_is_told(run_ranks: RunRanks):
-    first, second = run_ranks(train_by_hand, "not kept")
-    assert len(first) == 1
-    assert first[0].startswith("The optimizer that prepare() returned is not used: ")
-    assert second == []
-
-
-def test_an_optimizer_that_does_not_wait_for_accumulated_gradients_is_told(run_ranks: RunRanks):
-    first, second = run_ranks(train_by_hand, "accumulating")
-    assert len(first) == 1
-    assert first[0].startswith("The optimizer was not prepared, so it does not wait for the last of the batches ")
     assert second == []
 
 
@@ -108,6 +100,6 @@ def test_a_rank_that_answers_many_calls_looks_at_steps_once(monkeypatch: pytest.
     assert len(hooks) == 1
 
 
-@pytest.mark.parametrize("kind", ["averaged", "in part"])
-def test_ranks_whose_gradients_may_be_averaged_are_not(run_ranks: RunRanks, kind: str):
+@pytest.mark.parametrize("kind", ["averaged", "prepared", "apart"])
+def test_ranks_whose_gradients_are_averaged_are_not(run_ranks: RunRanks, kind: str):
     assert run_ranks(train_by_hand, kind) == [[], []]

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def test_names_in_a_manifest_stay_inside_of_the_folder(tmp_path: Path):
     accelerator.save_state(where)
     whole = json.loads((where / "checkpoint.json").read_text())
     for name in ("/etc/passwd", "../state/optimizer.bin", "a/../../b", "", "a//b", "a\\b", "a\nb"):
-        content = {**whole, "files": {**whole["files"], name: {"size": 1, "crc32": []}}, "format": 1}
+        content = {**whole, "files": {**whole["files"], name: {"size": 1, "crc32": []}}}
+        del content["crc32"]
+        content["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         (where / "checkpoint.json").write_text(json.dumps(content))
         with pytest.raises(CheckpointError, match=r"checkpoint\.json.*name of"):
             accelerator.load_state(where)
@@ -97,11 +100,11 @@ _NAMES = (
     ".nb_accelerate-model-3/a",
 )  # fmt: skip
 _JSON = (
-    "", "{", "[]", "null", "0", "[" * 9999, '{"format": 2}', '{"format": 2, "crc32": 0}', "9" * 6000,
-    '{"format": 1, "files": {"../../precious": {"size": 4, "crc32": [1]}}}', '["/precious", "../../precious"]',
-    '{"format": 1, "step": -1, "num_processes": 1, "epochs": [], "seeds": []}', '{"format": 1, "step": 1e400}',
-    '{"format": 1, "step": 0, "num_processes": 1e3, "epochs": [0], "seeds": [0]}', '{"format": [], "files": []}',
-    '{"format": 1, "step": 0, "num_processes": 1, "epochs": [[]], "seeds": {}}', '{"format": true, "step": 0}',
+    "", "{", "[]", "null", "0", "[" * 9999, '{"format": 4}', '{"format": 4, "crc32": 0}', "9" * 6000,
+    '{"format": 4, "files": {"../../precious": {"size": 4, "crc32": [1]}}}', '["/precious", "../../precious"]',
+    '{"format": 4, "step": -1, "num_processes": 1, "epochs": [], "seeds": []}', '{"format": 4, "step": 1e400}',
+    '{"format": 4, "step": 0, "num_processes": 1e3, "epochs": [0], "seeds": [0]}', '{"format": [], "files": []}',
+    '{"format": 4, "step": 0, "num_processes": 1, "epochs": [[]], "seeds": {}}', '{"format": true, "step": 0}',
 )  # fmt: skip
 
 

@@ -169,21 +169,6 @@ def test_what_is_wrong_with_a_model_is_said(tmp_path: Path):
         load_checkpoint_in_model(Tied(), tmp_path / "whole")
 
 
-def test_other_weights_in_the_folder_of_a_state_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(2, 2))
-    accelerator.save_state(tmp_path)
-    accelerator.save_model(model, tmp_path)
-    assert not caplog.records
-    accelerator.load_state(tmp_path)  # they were the same
-    with torch.no_grad():
-        model.weight.add_(1)
-    accelerator.save_model(model, tmp_path)
-    assert "holds a checkpoint of save_state" in caplog.text
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        accelerator.load_state(tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.may_leave("threads")  # of tqdm
 def test_models_of_transformers_are_saved_and_loaded_both_ways(tmp_path: Path):

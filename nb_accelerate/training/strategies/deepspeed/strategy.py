@@ -56,7 +56,6 @@ class DeepSpeedStrategy(Strategy):
     """Train with DeepSpeed, as the selected one of some plugins says when a model is prepared."""
 
     is_replicated = False
-    checks_optimizers = True
     owns_gradients = True
     refusals: ClassVar[Mapping[str, str]] = {
         "LocalSGD": "DeepSpeed averages gradients at every step. Leave LocalSGD out, or deepspeed_plugin.",
