@@ -102,8 +102,11 @@ class CommunicationMixin(CoreMixin):
             ValueError: the loader has ``even_batches=False``, and processes have, or may have, different numbers of
                 rows at the end of the data. It is raised at the first batch.
         """
-        if _is_of_columns(input_data):
-            return tuple(self.gather_for_metrics(column, use_gather_object) for column in input_data)
+        if type(input_data) is tuple:  # of lists of objects, with an entry for each row, perhaps beside tensors
+            lists = [part for part in input_data if type(part) is list and not _only_tensors(part)]
+            others = [part for part in input_data if type(part) is not list or _only_tensors(part)]
+            if len({len(part) for part in lists}) == 1 and all(map(_only_tensors, others)):
+                return tuple(self.gather_for_metrics(column, use_gather_object) for column in input_data)
         collectives = self.core.data_collectives
         ranks = collectives.world_size
         loops = self.core.loops.together
@@ -153,7 +156,14 @@ def _rows_of_group(data: Any, loops: Sequence[RunningLoop], ranks: int) -> Group
     """Return the numbers of rows of the group that data were computed for. Outer loops come first."""
     if len({loop.rows for loop in loops}) == 1:
         return loops[0].rows
-    fitting = [loop for loop in loops if _entries(data) == _rows_on_rank(loop, ranks)]
+    entries = find_batch_size(data) if _only_tensors(data) else len(data) if isinstance(data, (list, tuple)) else None
+    fitting = []
+    for loop in loops:
+        on_rank = None if loop.rows is None else loop.rows.on_rank
+        if on_rank is None and (full := _rows_of_full_group(loop)) is not None:
+            on_rank = full // ranks
+        if entries == on_rank:
+            fitting.append(loop)
     if len({loop.rows for loop in fitting}) > 1:
         warnings.warn(
             "gather_for_metrics was called in a loop over several prepared loaders whose batches have equally many "
@@ -164,13 +174,6 @@ def _rows_of_group(data: Any, loops: Sequence[RunningLoop], ranks: int) -> Group
     return next((loop.rows for loop in [*fitting, *loops]), None)
 
 
-def _rows_on_rank(loop: RunningLoop, ranks: int) -> int | None:
-    if loop.rows is not None and loop.rows.on_rank is not None:
-        return loop.rows.on_rank
-    full = _rows_of_full_group(loop)
-    return None if full is None else full // ranks
-
-
 def _rows_of_full_group(loop: RunningLoop) -> int | None:
     try:
         return getattr(loop.loader, "total_batch_size", None)
@@ -178,17 +181,12 @@ def _rows_of_full_group(loop: RunningLoop) -> int | None:
         return None
 
 
-def _entries(data: Any) -> int | None:
-    if not _only_tensors(data):
-        return len(data) if isinstance(data, (list, tuple)) else None
-    return find_batch_size(data)
-
-
 def _rows_of_smaller_batch(data: Any, loops: Sequence[RunningLoop]) -> Any:
     """Cut what a single process computed for a full batch to the rows of a smaller last one."""
     rows_at_end: dict[int | None, set[int | None]] = {}
     for loop in loops:
-        rows_at_end.setdefault(_rows_of_full_group(loop), set()).add(_rows_at_end(loop))
+        at_end = (loop.rows.real or loop.rows.on_rank) if loop.end_of_dataloader and loop.rows is not None else None
+        rows_at_end.setdefault(_rows_of_full_group(loop), set()).add(at_end)
     # Where several loops have full batches of one size, what was given may belong to any of them.
     smaller = {full: found.pop() for full, found in rows_at_end.items() if len(found) == 1}
     if not any(smaller.values()):
@@ -196,21 +194,6 @@ def _rows_of_smaller_batch(data: Any, loops: Sequence[RunningLoop]) -> Any:
     if _only_tensors(data):
         return map_tensors(lambda tensor: tensor[: smaller.get(len(tensor))] if tensor.dim() else tensor, data)
     return data[: smaller.get(len(data))] if isinstance(data, (list, tuple)) else data
-
-
-def _rows_at_end(loop: RunningLoop) -> int | None:
-    if not loop.end_of_dataloader or loop.rows is None:
-        return None
-    return loop.rows.real or loop.rows.on_rank
-
-
-def _is_of_columns(data: Any) -> bool:
-    """Return whether a tuple has equally long lists of objects, an entry for each row, perhaps beside tensors."""
-    if type(data) is not tuple:
-        return False
-    lists = [part for part in data if type(part) is list and not _only_tensors(part)]
-    others = [part for part in data if type(part) is not list or _only_tensors(part)]
-    return len({len(part) for part in lists}) == 1 and all(map(_only_tensors, others))
 
 
 def _only_tensors(data: Any) -> bool:

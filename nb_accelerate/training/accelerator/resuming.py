@@ -206,13 +206,14 @@ class ResumingMixin(CheckpointMixin):
         """
         check_whole("number", number, at_least=0)
         check_whole("start", start, at_least=0)
-        return self._epochs_that_obey(start, number)
 
-    def _epochs_that_obey(self, start: int, number: int) -> Iterator[int]:
-        for epoch in self._counted(start, number):
-            yield epoch
-            self.core.steering.agree()
-            self._save_if_asked()
+        def obeying() -> Iterator[int]:  # so that wrong numbers are refused before the loop begins
+            for epoch in self._counted(start, number):
+                yield epoch
+                self.core.steering.agree()
+                self._save_if_asked()
+
+        return obeying()
 
     def _counted(self, start: int, number: int) -> Iterator[int]:
         steering, page = self.core.steering, here()
@@ -371,16 +372,13 @@ class ResumingMixin(CheckpointMixin):
                 steering.agree()
                 schedule.end_epoch(epoch, is_last=steering.stops or epoch == epochs - 1)
                 self._save_if_due(schedule)
-                if interval is None and not project.signals and epoch == first < epochs - 1:
-                    self._warn_if_nothing_is_saved(unsaved)
+                saves = interval is not None or bool(project.signals) or project.iteration != unsaved
+                if not saves and epoch == first < epochs - 1 and self.core.process.topology.is_main:
+                    logger.warning(
+                        "The first epoch is over and no checkpoint was saved that resumable could go on from. Write "
+                        'Accelerator(project_config=nb_accelerate.ProjectConfiguration(folder, save_every="1 epoch")).'
+                    )
         self.wait_for_checkpoint()
-
-    def _warn_if_nothing_is_saved(self, unsaved: int) -> None:
-        if self.core.recording.project.iteration == unsaved and self.core.process.topology.is_main:
-            logger.warning(
-                "The first epoch is over and no checkpoint was saved that resumable could go on from. Write "
-                'Accelerator(project_config=nb_accelerate.ProjectConfiguration(folder, save_every="1 epoch")).'
-            )
 
     def _batches(self, dataloader: DataLoaderShard, schedule: CheckpointSchedule) -> Generator[Any, None, None]:
         for batch in dataloader:

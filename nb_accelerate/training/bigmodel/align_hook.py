@@ -18,10 +18,17 @@ from typing_extensions import override
 from nb_accelerate.errors import ConfigError, PlacedModelError
 from nb_accelerate.training.bigmodel.hooks import ModelHook
 from nb_accelerate.training.bigmodel.mapped import files_of
-from nb_accelerate.training.bigmodel.moving import move_tensor, moved, numbered, owner_of, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.placement import Mapped, Staged, put_at_rest
 from nb_accelerate.training.bigmodel.schedule import Schedule
-from nb_accelerate.training.bigmodel.tensors import QUANTISED
+from nb_accelerate.training.bigmodel.tensors import (
+    QUANTISED,
+    move_tensor,
+    moved,
+    numbered,
+    owner_of,
+    tensor_at,
+    tensor_names,
+)
 from nb_accelerate.training.pytree import map_tensors, tensors_in
 from nb_accelerate.training.pytree.structures import find_device, send_to_device
 

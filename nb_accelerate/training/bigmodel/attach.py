@@ -12,10 +12,10 @@ from torch.nn.utils import parametrize
 from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.device_memory import named_classes
 from nb_accelerate.training.bigmodel.hooks import add_hook_to_module
-from nb_accelerate.training.bigmodel.moving import is_cpu, move_tensor, numbered, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.offloaded import PrefixedDataset
 from nb_accelerate.training.bigmodel.schedule import Schedule
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
+from nb_accelerate.training.bigmodel.tensors import is_cpu, move_tensor, numbered, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.ties import device_of
 
 if TYPE_CHECKING:
@@ -72,22 +72,18 @@ def whole_modules(model: nn.Module, devices: Mapping[str, torch.device], whole_c
     for name, device in devices.items():
         for module in _modules_around(name):
             used.setdefault(module, set()).add(device)
-    return {name for name in _by_classes_or_list(model, whole_classes) if len(used.get(name, ())) == 1}
-
-
-def _by_classes_or_list(model: nn.Module, whole_classes: Collection[str]) -> set[str]:
     classes = named_classes(getattr(model, "_no_split_modules", None))
-    # Whether a module reads weights of its submodules without calling them.
-    by_class = {
+    found = {
         name
         for name, module in model.named_modules(remove_duplicate=False)
         if type(module).__name__ in (*classes, *whole_classes)
-        or (
-            isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
-            or parametrize.is_parametrized(module)
-        )
+        # These read weights of their submodules without calling them.
+        or isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
+        or parametrize.is_parametrized(module)
     }
-    return by_class if classes else by_class | _elements_of_largest_list(model)
+    if not classes:
+        found |= _elements_of_largest_list(model)
+    return {name for name in found if len(used.get(name, ())) == 1}
 
 
 def _elements_of_largest_list(model: nn.Module) -> set[str]:

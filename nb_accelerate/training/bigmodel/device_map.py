@@ -30,8 +30,8 @@ from nb_accelerate.training.bigmodel.device_memory import (
     named_classes,
     read_limits,
 )
-from nb_accelerate.training.bigmodel.moving import tensor_names
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes, get_max_layer_size
+from nb_accelerate.training.bigmodel.tensors import tensor_names
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_in_config,
     device_of,

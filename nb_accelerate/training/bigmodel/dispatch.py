@@ -25,8 +25,8 @@ from nb_accelerate.training.bigmodel.hooks import (
     remove_hook_from_module,
 )
 from nb_accelerate.training.bigmodel.mapped import WeightFiles, check_files, files_of
-from nb_accelerate.training.bigmodel.moving import numbered, owner_of, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.offloaded import OffloadedWeightsLoader, check_space, save_offload_index
+from nb_accelerate.training.bigmodel.tensors import numbered, owner_of, tensor_at, tensor_names
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_on_same_device,
     device_of,
@@ -127,7 +127,9 @@ def _written(weights: Mapping[str, tuple[Tensor, torch.dtype]], folder: Path) ->
         file = folder.absolute() / f"weights-{uuid.uuid4().hex}.safetensors"  # beside those of other calls and ranks
         part = {name: weights[name][0].detach().to("cpu", weights[name][1]).contiguous().clone() for name in names}
         save_file(part, file)
-        rows |= {name: _row(file, name, weights[name][1]) for name in names}
+        for name in names:
+            dtype = str(weights[name][1]).removeprefix("torch.")
+            rows[name] = {"safetensors_file": str(file), "weight_name": name, "dtype": dtype}
     rows |= {name: rows[first[id(weight), dtype]] for name, (weight, dtype) in weights.items()}
     found = _mapped(rows, folder)
     before = _index_of(folder)
@@ -138,10 +140,6 @@ def _written(weights: Mapping[str, tuple[Tensor, torch.dtype]], folder: Path) ->
             with contextlib.suppress(OSError):  # Windows keeps a file that is mapped; elsewhere its maps stay
                 Path(old).unlink()
     return found
-
-
-def _row(file: Path, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    return {"safetensors_file": str(file), "weight_name": name, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def dispatch_model(
@@ -190,16 +188,26 @@ def dispatch_model(
         PlacedModelError: this machine has no such device.
         CheckpointError: the disk has too little space, or a file is damaged.
     """
-    _check(model, device_map)
+    if not isinstance(device_map, Mapping):
+        raise ConfigError(
+            f"device_map={device_map!r} is no map of names to devices. infer_auto_device_map(model) makes one, and "
+            "load_checkpoint_and_dispatch takes words such as 'auto'."
+        )
+    # transformers leaves these out of its maps on purpose, and replaces ``accelerate.big_modeling.check_device_map``
+    # for a while. That does nothing here, because a lower module cannot look a name up there.
+    left_out = dict.fromkeys(getattr(model, "_no_placement_params", None) or (), "cpu")
+    check_device_map(model, {**device_map, **left_out})
     check_files(tensor_at(model, name) for name in tensor_names(model))
     places: dict[str, Any] = {name: "disk" if at == "disk" else numbered(at) for name, at in device_map.items()}
     _remove_placement(model)
     devices = list(dict.fromkeys(places.values()))
     if len(devices) > 1 or "disk" in devices or force_hooks:
+        cpu = torch.device("cpu")
+        first = next((device for device in devices if device not in ("disk", cpu)), cpu)
         _place(
             model,
             places,
-            _main_device(devices) if main_device is None else numbered(main_device),
+            first if main_device is None else numbered(main_device),
             (state_dict, offload_dir, offload_index),
             {
                 "offload_buffers": offload_buffers,
@@ -213,21 +221,6 @@ def dispatch_model(
     return model
 
 
-def _check(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check a device map as `check_device_map`, but for what transformers leaves out of its maps on purpose.
-
-    To that end it replaces ``accelerate.big_modeling.check_device_map`` for a while. That does nothing here, because a
-    lower module cannot look a name up there; the class of the model says the same.
-    """
-    if not isinstance(device_map, Mapping):
-        raise ConfigError(
-            f"device_map={device_map!r} is no map of names to devices. infer_auto_device_map(model) makes one, and "
-            "load_checkpoint_and_dispatch takes words such as 'auto'."
-        )
-    left_out = dict.fromkeys(getattr(model, "_no_placement_params", None) or (), "cpu")
-    check_device_map(model, {**device_map, **left_out})
-
-
 def _remove_placement(model: nn.Module) -> None:
     """Take away hooks that placed a model before. Those of others stay."""
     for module in model.modules():
@@ -238,11 +231,6 @@ def _remove_placement(model: nn.Module) -> None:
             remove_hook_from_module(module)
             for other in others:
                 add_hook_to_module(module, other, append=True)
-
-
-def _main_device(devices: Sequence[Any]) -> torch.device:
-    cpu = torch.device("cpu")
-    return next((device for device in devices if device not in ("disk", cpu)), cpu)
 
 
 def _place(
@@ -265,7 +253,10 @@ def _place(
     weights = {**(state_dict or {}), **in_files}
     attach_align_device_hook_on_blocks(model, {"": main_device, **computing}, offload, weights, **options)
     retie_parameters(model, ties)
-    _refuse_moves(model)
+    model.to = functools.partial(_to, model)  # type: ignore[method-assign]
+    for name in MOVES[1:]:
+        if hasattr(model, name):
+            setattr(model, name, functools.partial(_refuse_move, name))
 
 
 def _separate_ties(model: nn.Module, computing: Mapping[str, torch.device]) -> None:
@@ -289,13 +280,6 @@ def _visitors(model: nn.Module, names: Sequence[str], *, offload_buffers: bool) 
         for name, tensor in tensors.items()
         if name in parameters or (name in saved and (offload_buffers or tensor.is_meta))
     }
-
-
-def _refuse_moves(model: nn.Module) -> None:
-    model.to = functools.partial(_to, model)  # type: ignore[method-assign]
-    for name in MOVES[1:]:
-        if hasattr(model, name):
-            setattr(model, name, functools.partial(_refuse_move, name))
 
 
 def _to(model: Any, *args: Any, **kwargs: Any) -> Any:

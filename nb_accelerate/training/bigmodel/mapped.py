@@ -19,6 +19,7 @@ import json
 import math
 import mmap
 import os
+import resource
 import sys
 import threading
 import time
@@ -83,7 +84,13 @@ def read_header(file: Path, descriptor: int) -> dict[str, TensorEntry]:
         kind = (header.pop("__metadata__", None) or {}).get("format", "pt")
         entries = {name: _entry(file, 8 + length, name, fields) for name, fields in header.items()}
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
-        _check_places(entries, 8 + length, size)
+        before = 8 + length
+        for name, entry in entries.items():
+            if entry.start != before:
+                raise ValueError(f"{name} does not begin where the weight before it ends")
+            before = entry.end
+        if before != size:
+            raise ValueError(f"it has {size} bytes, and its header says {before}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read, it may have been cut off or damaged: {error}") from error
     if kind != "pt":
@@ -105,16 +112,6 @@ def _entry(file: Path, data: int, name: str, fields: dict[str, Any]) -> TensorEn
     return TensorEntry(file, dtype, tuple(shape), data + start, data + end)
 
 
-def _check_places(entries: dict[str, TensorEntry], data: int, size: int) -> None:
-    before = data
-    for name, entry in entries.items():
-        if entry.start != before:
-            raise ValueError(f"{name} does not begin where the weight before it ends")
-        before = entry.end
-    if before != size:
-        raise ValueError(f"it has {size} bytes, and its header says {before}")
-
-
 _WILLNEED = 3
 _POPULATE_READ = 22  # Linux 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -132,19 +129,11 @@ class MajorFaults:
 
     @property
     def number(self) -> int:
-        """The number, at most a tenth of a second old. 0 where the system does not tell."""
+        """The number, at most a tenth of a second old."""
         now = time.monotonic()
         if now >= self._asked + _ASKED_AGAIN:
-            self._asked, self._number = now, _major_faults()
+            self._asked, self._number = now, resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         return self._number
-
-
-def _major_faults() -> int:
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def around(begin: int, end: int) -> tuple[int, int]:
@@ -449,14 +438,9 @@ class _File:
 def _are_better_mapped(files: Iterable[Path]) -> bool:
     """Return whether page faults of files are fast, or they are too large to be read into memory."""
     places = [file.resolve() for file in files]  # of links in a cache of downloads, where they lead to
-    if _REMOTE.isdisjoint(_file_system(folder) for folder in {place.parent for place in places}):
-        return True
-    return sum(place.stat().st_size for place in places if place.is_file()) > CPU.memory_left(1)
-
-
-def _file_system(folder: Path) -> str:
-    """Return the kind of file system that a folder is on, without what follows a dot."""
-    around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    # Of several at one place, the last covers the others.
-    innermost = max(enumerate(around), key=lambda item: (len(item[1].mountpoint), item[0]), default=None)
-    return innermost[1].fstype.partition(".")[0].lower() if innermost else ""
+    is_remote = False
+    for folder in {place.parent for place in places}:
+        around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+        around.sort(key=lambda part: len(part.mountpoint))  # of several at one place, the last covers the others
+        is_remote |= bool(around) and around[-1].fstype.partition(".")[0].lower() in _REMOTE
+    return not is_remote or sum(place.stat().st_size for place in places if place.is_file()) > CPU.memory_left(1)

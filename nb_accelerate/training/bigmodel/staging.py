@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from torch import Tensor
 
@@ -177,17 +178,17 @@ class Staging:
         """Begin to copy tensors, each place in memory once. Only one thread at a time, which holds `filling`."""
         unique = {(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype): tensor for tensor in tensors}
         with torch.inference_mode(False):
-            send = self._send if self._has_streams else self._send_one_by_one
-            copies = send(list(unique.values()))
+            if self._has_streams:
+                copies = self._send(list(unique.values()))
+            else:
+                copies = DeviceCopies([tensor.to(self.device) for tensor in unique.values()], None)
         on_device = dict(zip(unique, copies.tensors, strict=True))
         keys = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
         return DeviceCopies([on_device[key] for key in keys], copies.event)
 
-    def _send_one_by_one(self, tensors: Sequence[Tensor]) -> DeviceCopies:
-        return DeviceCopies([tensor.to(self.device) for tensor in tensors], None)
-
     def _send(self, tensors: Sequence[Tensor]) -> DeviceCopies:
-        offsets, nbytes = _lay_out(tensors)
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        *offsets, nbytes = itertools.accumulate(sizes, initial=0)
         self._turn ^= 1
         buffer = self._free_buffer(nbytes)
         for tensor, offset in zip(tensors, offsets, strict=True):
@@ -210,7 +211,11 @@ class Staging:
         if buffer is None or buffer.nbytes < nbytes:
             self._buffers[self._turn] = None
             self.make_room(nbytes)
-            buffer = self._buffers[self._turn] = _host_memory(self._room)
+            try:
+                buffer = torch.empty(self._room, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError:  # the system allows no more, or the device knows none
+                buffer = torch.empty(self._room, dtype=torch.uint8, device="cpu")
+            self._buffers[self._turn] = buffer
         return buffer
 
     def wait_for(self, copies: DeviceCopies) -> None:
@@ -226,23 +231,7 @@ class Staging:
             self._stream.wait_event(event)
 
 
-def _lay_out(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
-    """Return where in a buffer tensors begin, and how many bytes they take."""
-    offsets, end = [], 0
-    for tensor in tensors:
-        offsets.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end
-
-
 def _view(buffer: Tensor, like: Tensor, offset: int) -> Tensor:
     """Return a part of a buffer as a tensor of the same dtype, shape and order of axes."""
     part = buffer[offset : offset + like.nbytes].view(like.dtype)
     return part.as_strided(like.shape, torch.empty_like(like, device="meta").stride(), part.storage_offset())
-
-
-def _host_memory(nbytes: int) -> Tensor:
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # the system allows no more, or the device knows none
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

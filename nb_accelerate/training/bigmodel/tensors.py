@@ -1,4 +1,4 @@
-"""Put parameters and buffers of modules on devices: one by one, for a while, or when they are made."""
+"""Put parameters, buffers and inputs of modules on devices: one by one, for a while, or when they are made."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import ConfigError, PlacedModelError
 from nb_accelerate.training.bigmodel.sizes import as_dtype
+from nb_accelerate.training.process import context
 from nb_accelerate.training.process.memory import clear_device_cache
+from nb_accelerate.training.pytree import map_tensors, send_to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
+    from collections.abc import Iterator, Mapping
 
     Device = int | str | torch.device
 
@@ -60,14 +60,17 @@ def set_module_tensor_to_device(
     Raises:
         ConfigError: there is no such tensor, its shape is another, or it is on ``meta`` and no value is given.
     """
-    owner, name = _owner_of(module, tensor_name)
+    owner, name = owner_of(module, tensor_name)
+    target = numbered(device)
     old = getattr(owner, name)
     source = old if value is None else value
-    ties = _ties_of((source, old), tied_params_map)
+    pointers = (tensor.data_ptr() for tensor in (source, old)) if tied_params_map else ()
+    known = tied_params_map or {}
+    ties = next((known[pointer] for pointer in pointers if pointer in known), {})
     if device in ties:
         owner._parameters[name] = cast("nn.Parameter", ties[device])  # noqa: SLF001
         return
-    if source.is_meta and not _is_meta(device):
+    if source.is_meta and target.type != "meta":
         raise ConfigError(f"{tensor_name} is on the meta device, without numbers. Give the value that it is to have.")
     packed = type(old).__name__ in QUANTISED
     if value is not None:
@@ -77,33 +80,26 @@ def set_module_tensor_to_device(
                 "other models."
             )
         source = value.to(_dtype_for(value, old, dtype, packed=packed), non_blocking=non_blocking)
-    elif dtype is not None and _is_meta(device):
+    elif dtype is not None and target.type == "meta":
         source = old.to("meta").to(_dtype_for(old, old, dtype, packed=packed))
-    if source is not old or old.device != _device(device):
+    if source is not old or old.device != target:
         with torch.no_grad():
             made: Any = _made_like(old, source, device, non_blocking=non_blocking)
         (owner._buffers if name in owner._buffers else owner._parameters)[name] = made  # noqa: SLF001
         if fp16_statistics is not None:
             made.SCB = fp16_statistics.to(device, non_blocking=non_blocking)
-    if clear_cache and _device(device).type not in ("cpu", "meta"):
+    if clear_cache and target.type not in ("cpu", "meta"):
         clear_device_cache()
     ties[device] = getattr(owner, name)
 
 
-def _owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    """Return the module that has a parameter or buffer, and what it is called there."""
     path, _, name = tensor_name.rpartition(".")
     owner = functools.reduce(getattr, path.split(".") if path else [], module)
     if owner is None or (name not in owner._parameters and name not in owner._buffers):  # noqa: SLF001
         raise ConfigError(f"{type(module).__name__} has no parameter and no buffer {tensor_name!r}.")
     return owner, name
-
-
-def _ties_of(
-    tensors: tuple[Tensor, ...], tied_params_map: dict[int, dict[Device, Tensor]] | None
-) -> dict[Device, Tensor]:
-    """Return the row of the map for the first of some tensors that has one."""
-    pointers = (tensor.data_ptr() for tensor in tensors) if tied_params_map else ()
-    return next((tied_params_map[pointer] for pointer in pointers if pointer in tied_params_map), {})  # type: ignore[index,operator]
 
 
 def _dtype_for(value: Tensor, old: Tensor, dtype: str | torch.dtype | None, *, packed: bool) -> torch.dtype:
@@ -132,14 +128,6 @@ def _made_like(old: Tensor, source: Tensor, device: Device, *, non_blocking: boo
     if hasattr(old, "_is_hf_initialized"):  # transformers' note
         made._is_hf_initialized = old._is_hf_initialized  # noqa: SLF001
     return cast("Tensor", made)
-
-
-def _device(device: Device) -> torch.device:
-    return torch.empty(0, device=device).device  # "cuda" is the current one
-
-
-def _is_meta(device: Device) -> bool:
-    return torch.device(device).type == "meta"
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -179,7 +167,7 @@ def _parameters_on(module: nn.Module, device: Device) -> Iterator[None]:
     away = {
         name: (parameter, parameter.data)
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.device != _device(device)
+        if parameter.device != numbered(device)
     }
     for name in away:
         if away[name][0].is_meta:
@@ -239,3 +227,70 @@ def init_on_device(device: torch.device | str, include_buffers: bool = False) ->
             hooks.callback(register_module_buffer_registration_hook(buffer).remove)  # type: ignore[arg-type]
             hooks.enter_context(device)
         yield
+
+
+def numbered(device: Device) -> torch.device:
+    """Return a device with its number, which tensors have too; in a rehearsal the CPU, with that number.
+
+    Raises:
+        PlacedModelError: this machine has no such device.
+    """
+    if (rehearsal := context.rehearsal()) is not None:
+        return torch.device(rehearsal.on_cpu(device))
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # the second by a torch without CUDA
+        raise PlacedModelError(
+            f"This process sees no device {device!r}: {str(error).splitlines()[0].rstrip('.')}. Name another one, "
+            "'cpu' or 'disk', or write device_map='auto'."
+        ) from error
+
+
+def is_cpu(device: Device | None) -> bool:
+    """Return whether a device is the CPU, and stands for no other; True for none, where nothing moves."""
+    return device is None or numbered(device) == torch.device("cpu")
+
+
+def move_tensor(module: nn.Module, name: str, device: torch.device, values: Mapping[str, Tensor] | None = None) -> None:
+    """Move a tensor of a module to a device; one on ``meta`` gets its value. A parameter stays the same object else."""
+    tensor = tensor_at(module, name)
+    if type(tensor) is not nn.Parameter or tensor.is_meta:
+        value = values[name] if tensor.is_meta and values and name in values else None
+        set_module_tensor_to_device(module, name, device, value=value, clear_cache=False)
+    elif tensor.device != device:
+        tensor.data = tensor.data.to(device)
+
+
+def tensor_at(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer by its name, which may have dots."""
+    owner, attribute = owner_of(module, name)
+    tensor: Tensor = getattr(owner, attribute)
+    return tensor
+
+
+def tensor_names(module: nn.Module, *, recurse: bool = True) -> list[str]:
+    """Return the names of all parameters and buffers, tied ones by each of their names."""
+    parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=recurse, remove_duplicate=False)
+    return [name for name, _ in (*parameters, *buffers)]
+
+
+def moved(data: Any, device: torch.device) -> Any:
+    """Return data with its tensors on a device; the same object if they are there, as a cache that the module fills."""
+    if type(data) is Tensor:
+        return data.to(device)
+    if data is None or type(data) is bool:  # most of what a block is called with
+        return data
+    return data if _is_on(data, device) else send_to_device(data, device)
+
+
+def _is_on(data: Any, device: torch.device) -> bool:
+    there = True
+
+    def look(leaf: Any) -> Any:
+        nonlocal there
+        there = there and isinstance(leaf, Tensor) and leaf.device == device
+        return leaf
+
+    map_tensors(look, data, movable=True)
+    return there

@@ -14,7 +14,7 @@ from nb_accelerate.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from nb_accelerate.training.checkpoint.manifest import Manifest
 
@@ -72,7 +72,11 @@ def check_optimizer(file: str, state: Any, optimizer: Any) -> None:
     parameters = [parameter for group in groups_now for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in (states.get(number) or {}).items():
-            if _is_of_other_shape(value, parameter):
+            # What is of no shape, or of another number of dimensions, need not be of the parameter's; factored states
+            # have sizes of 1.
+            if type(value) is not torch.Tensor or value.dim() == 0 or value.dim() != parameter.dim():
+                continue
+            if any(size not in {1, of} for size, of in zip(value.shape, parameter.shape, strict=True)):
                 raise CheckpointError(
                     f"{file} does not fit: its {name} of parameter {number} is of shape {tuple(value.shape)}, and the "
                     f"parameter of shape {tuple(parameter.shape)} here. Make the model as it was when it was saved."
@@ -126,8 +130,16 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
     """Return how many batches of its epoch a loader is to leave out, on this number of ranks."""
     position, before = manifest.positions[number], manifest.rows_per_step[number]
     now = number_of(loader, "total_batch_size")
-    if position:
-        _check_rows(manifest, number, loader)
+    rows_before, rows_now = manifest.num_rows[number], number_of(loader, "total_dataset_length")
+    # In the middle of an epoch: other rows are shuffled in another order; rows may be added where none are shuffled.
+    if position and None not in (rows_before, rows_now) and rows_before != rows_now:
+        is_longer = rows_now > rows_before  # type: ignore[operator]  # neither is None
+        if not (is_longer and isinstance(loader.get_sampler(), SequentialSampler)):
+            raise CheckpointError(
+                f"It was saved in the middle of an epoch of {rows_before} rows, and the dataset has {rows_now} now: "
+                "rows would be left out or come twice. Go on with the same dataset, or load a checkpoint that was "
+                "saved between epochs."
+            )
     same_size = before is not None and before == now
     if not position or same_size or (before is now is None and manifest.readers == world_size):
         return position
@@ -139,19 +151,6 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
         f"It was saved by {manifest.readers} processes after {had} of an epoch, and this run of {world_size} "
         f"reads {reads}: rows would be left out or come twice. Start {manifest.readers} processes with the same "
         "batch_size, or load a checkpoint that was saved between epochs."
-    )
-
-
-def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
-    """Look whether a loader in the middle of an epoch still reads as many rows: it shuffles others in another order."""
-    before, now = manifest.num_rows[number], number_of(loader, "total_dataset_length")
-    if before is None or now is None or before == now:
-        return
-    if now > before and isinstance(loader.get_sampler(), SequentialSampler):
-        return
-    raise CheckpointError(
-        f"It was saved in the middle of an epoch of {before} rows, and the dataset has {now} now: rows would be left "
-        "out or come twice. Go on with the same dataset, or load a checkpoint that was saved between epochs."
     )
 
 
@@ -172,13 +171,6 @@ def check_random_numbers(file: str, states: Any) -> None:
             raise TypeError(f"its orders are {states['orders']!r:.60}")
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{file} holds no states of random numbers ({type(error).__name__}: {error}).") from error
-
-
-def _is_of_other_shape(value: Any, parameter: Tensor) -> bool:
-    """Return whether a part of an optimizer's state cannot belong to a parameter. Factored states have sizes of 1."""
-    if type(value) is not torch.Tensor or value.dim() == 0 or value.dim() != parameter.dim():
-        return False
-    return any(size not in {1, of} for size, of in zip(value.shape, parameter.shape, strict=True))
 
 
 def _groups(sizes: list[int]) -> str:

@@ -54,22 +54,19 @@ class CheckpointInfo:
         """Return what a table shows of it, in the order of its columns; a dash for a step that is not known."""
         losses = [name for name in self.metrics if "loss" in name]
         shown = "loss" if "loss" in losses else next(iter(losses or self.metrics), None)
+        after = ""
+        if self.epoch is not None:  # counted from 1 as the panel does; of a whole epoch its number
+            whole, batches = self.epoch
+            after = f"epoch {whole + 1}, batch {batches}" if batches else f"epoch {whole}" if whole else "the beginning"
         return (
             self.folder.name,
             "-" if self.step is None else f"{self.step:,}",
-            self._saved_after(),
+            after,
             "" if self.saved_at is None else f"{self.saved_at.astimezone():%Y-%m-%d %H:%M:%S}",
             size(self.num_bytes),
             "" if shown is None else f"{shown} {self.metrics[shown]:.4g}",
             "yes" if self.is_whole else f"no: {self.damage[0]}",
         )
-
-    def _saved_after(self) -> str:
-        """Return epoch and batch, counted from 1 as the panel does; of a whole epoch its number."""
-        if self.epoch is None:
-            return ""
-        whole, batches = self.epoch
-        return f"epoch {whole + 1}, batch {batches}" if batches else f"epoch {whole}" if whole else "the beginning"
 
 
 class Checkpoints(list[CheckpointInfo]):

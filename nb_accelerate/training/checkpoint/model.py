@@ -13,7 +13,7 @@ from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.bigmodel.device_map import planned_map
 from nb_accelerate.training.bigmodel.device_memory import limits_for
 from nb_accelerate.training.bigmodel.dispatch import dispatch_model
-from nb_accelerate.training.bigmodel.moving import numbered
+from nb_accelerate.training.bigmodel.tensors import numbered
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,

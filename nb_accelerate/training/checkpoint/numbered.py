@@ -111,10 +111,14 @@ def remove_old(
     """
     numbers = {folder: number for number, folder in numbered(saved.parent) if number >= first or folder == saved}
     others = [folder for folder in numbers if folder != saved]
-    manifests = {folder: manifest for folder in others if (manifest := _manifest_if_whole(folder)) is not None}
-    whole = list(manifests)
+    metrics: dict[Path, Mapping[str, float]] = {}  # of those of which all files are there and none is cut off
+    for folder in others:
+        _, manifest, damage = examine(folder)
+        if not damage:
+            metrics[folder] = {} if manifest is None else manifest.metrics
+    whole = list(metrics)
     if worth is not None:
-        whole.sort(key=lambda folder: worth(manifests[folder].metrics))  # of equal ones the newest stays
+        whole.sort(key=lambda folder: worth(metrics[folder]))  # of equal ones the newest stays
     stay = {saved, *whole[max(len(whole) - limit + 1, 0) :]}
     newest = max(numbers[folder] for folder in stay)
     for folder in others:
@@ -123,9 +127,3 @@ def remove_old(
                 remove(folder)
             except OSError as error:  # what was saved is there: the run need not end for this
                 logger.warning("%s is over the total_limit, and could not be removed: %s", folder, error)
-
-
-def _manifest_if_whole(folder: Path) -> Manifest | None:
-    """Return what is known about a checkpoint if all files are there and none is cut off, without reading them."""
-    _, manifest, damage = examine(folder)
-    return None if damage else manifest or Manifest(step=0, num_processes=0, ranks=[], epochs=[], seeds=[])

@@ -26,10 +26,9 @@ import torch
 
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.bigmodel.mapped import WeightFiles
-from nb_accelerate.training.bigmodel.moving import owner_of
 from nb_accelerate.training.bigmodel.offloaded import check_space
 from nb_accelerate.training.bigmodel.sizes import as_dtype
-from nb_accelerate.training.bigmodel.tensors import set_module_tensor_to_device
+from nb_accelerate.training.bigmodel.tensors import owner_of, set_module_tensor_to_device
 from nb_accelerate.training.bigmodel.ties import device_of
 from nb_accelerate.training.checkpoint.files import id_tensor_storage, load_state_dict, weights_of, write_safetensors
 from nb_accelerate.training.process.progress import progress
@@ -173,7 +172,11 @@ def place(
                 files = _written(part, written, Path(folder) / f"weights-{number}.safetensors", told)
                 for name, step in written.items():
                     _put(model, name, files[name], step)
-            _restore_states(model, part)
+            # What the ``get_extra_state`` of modules has returned, unless that is a tensor.
+            for name, module in model.named_modules():
+                key = f"{name}._extra_state" if name else "_extra_state"
+                if key in part and not isinstance(part[key], torch.Tensor):
+                    module.set_extra_state(part[key])
 
 
 def convert_others(
@@ -210,22 +213,17 @@ def _in_memory(part: Mapping[str, Any], names: Sequence[str], steps: Mapping[str
     if not read or not isinstance(part, WeightFiles):
         yield from read
         return
-    groups = _groups(sorted(read, key=lambda name: (part.entry(name).file, part.entry(name).start)), part)
+    groups: list[list[str]] = [[]]
+    for name in sorted(read, key=lambda name: (part.entry(name).file, part.entry(name).start)):
+        if groups[-1] and part.nbytes([*groups[-1], name]) > _AHEAD:
+            groups.append([])
+        groups[-1].append(name)
     with ThreadPoolExecutor(1, "nb-weights") as pool:
         ahead = pool.submit(part.fetch, groups[0])
         for group, following in zip(groups, [*groups[1:], []], strict=True):
             ahead.result()
             ahead = pool.submit(part.fetch, following)
             yield from group
-
-
-def _groups(names: Iterable[str], files: WeightFiles) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    for name in names:
-        if groups[-1] and files.nbytes([*groups[-1], name]) > _AHEAD:
-            groups.append([])
-        groups[-1].append(name)
-    return groups
 
 
 def _written(part: Mapping[str, Any], steps: Mapping[str, Step], file: Path, told: Told) -> WeightFiles:
@@ -264,12 +262,3 @@ def _put(model: nn.Module, name: str, value: Tensor, step: Step, *, scales: Tens
         set_module_tensor_to_device(
             model, name, device, value, dtype=step.dtype, fp16_statistics=scales, clear_cache=False
         )
-
-
-def _restore_states(model: nn.Module, part: Mapping[str, Any]) -> None:
-    """Give modules what their ``get_extra_state`` has returned, unless that is a tensor."""
-    suffix = "_extra_state"
-    for name, module in model.named_modules():
-        key = f"{name}.{suffix}" if name else suffix
-        if key in part and not isinstance(part[key], torch.Tensor):
-            module.set_extra_state(part[key])

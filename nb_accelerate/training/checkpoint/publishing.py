@@ -122,24 +122,21 @@ class Staging:
                 _put_copy(committed / name, self.target / name, trash)
             # What is ours and not in the new one: files of more ranks, say, or weights in the other format.
             for entry in list(os.scandir(self.target)):
-                if entry.name not in new and self._kind == "state" and _is_of_shards(entry):
-                    Path(entry).rename(trash / entry.name)
-                is_file = not entry.is_dir(follow_symlinks=False)
-                if is_file and entry.name not in new and _OURS[self._kind].fullmatch(entry.name):
-                    Path(entry).unlink()
+                if entry.name in new:
+                    continue
+                if not entry.is_dir(follow_symlinks=False):
+                    if _OURS[self._kind].fullmatch(entry.name):
+                        Path(entry).unlink()
+                elif self._kind == "state" and OF_SHARDS.fullmatch(entry.name):
+                    with os.scandir(entry.path) as shards:  # with nothing in it that is not ours
+                        is_ours = all(s.is_file(follow_symlinks=False) and IN_SHARDS.fullmatch(s.name) for s in shards)
+                    if is_ours:
+                        Path(entry).rename(trash / entry.name)
             sync(self.target)
             for number, folder in _committed(self.target, self._kind):
                 folder.rename(trash / str(number))  # the oldest first: the newest counts
         finally:
             shutil.rmtree(trash, ignore_errors=True)
-
-
-def _is_of_shards(entry: os.DirEntry[str]) -> bool:
-    """Return whether this is a folder of a sharded state, with nothing in it that is not ours."""
-    if not OF_SHARDS.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
-        return False
-    with os.scandir(entry.path) as inside:
-        return all(shard.is_file(follow_symlinks=False) and IN_SHARDS.fullmatch(shard.name) for shard in inside)
 
 
 def _refuse_planted(folder: Path) -> None:

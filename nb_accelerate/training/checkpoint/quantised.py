@@ -14,7 +14,7 @@ from nb_accelerate.training.bigmodel.device_memory import limits_for
 from nb_accelerate.training.bigmodel.dispatch import dispatch_model
 from nb_accelerate.training.bigmodel.mapped import WeightFiles
 from nb_accelerate.training.bigmodel.quantised import is_within, modules_not_to_quantise, replace_linear_layers
-from nb_accelerate.training.bigmodel.tensors import set_module_tensor_to_device
+from nb_accelerate.training.bigmodel.tensors import numbered, set_module_tensor_to_device
 from nb_accelerate.training.bigmodel.ties import device_of, find_tied_parameters, retie_parameters
 from nb_accelerate.training.checkpoint.files import load_state_dict
 from nb_accelerate.training.checkpoint.model import weight_files
@@ -109,7 +109,10 @@ def map_for(
     kept += config.keep_in_fp32_modules or []
     if isinstance(device_map, str):
         return _made_map(model, config, device_map, kept, no_split, max_memory), kept
-    placed: dict[str, int | str | torch.device] = {"": _first_device()} if device_map is None else {**device_map}
+    placed: dict[str, int | str | torch.device] = {**(device_map or {})}
+    if device_map is None:
+        first = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        placed[""] = torch.device("cpu") if first is None else numbered(first)
     return placed, [*kept, *_visiting(placed)]
 
 
@@ -132,11 +135,6 @@ def _check_devices(placed: DeviceMap, kept: Sequence[str]) -> None:
         if kind not in supported_torch_devices and (not module or not is_within(module, kept)):
             known = ", ".join(sorted(supported_torch_devices))
             raise ConfigError(f"bitsandbytes does not quantise weights on {device!r}, but on {known}.")
-
-
-def _first_device() -> torch.device:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if device is None else torch.empty(0, device=device).device
 
 
 def _visiting(placed: DeviceMap) -> list[str]:

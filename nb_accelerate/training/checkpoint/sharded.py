@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import io
     import os
     from collections.abc import Iterator, Mapping, Sequence
-    from enum import Enum
 
     from torch import Tensor, nn
     from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -261,11 +260,10 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _member(cls: object, name: str) -> Enum:
+def _member(cls: object, name: str) -> Any:
     if not isinstance(cls, EnumMeta):
         raise pickle.UnpicklingError(f"it would read {name} of {cls!r}, which no checkpoint needs")
-    member: Enum = cls[name]
-    return member
+    return cls[name]
 
 
 class ShardPlanner(DefaultLoadPlanner):

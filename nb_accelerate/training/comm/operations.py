@@ -221,18 +221,17 @@ def pad_across_processes(
     collectives.verify("pad_across_processes", data if len(tensors) == len(every) else tensors, tensors, shapes=False)
     sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0 for tensor in tensors]
     greatest = collectives.all_gather(torch.tensor(sizes, device="cpu")).amax(0).tolist()
-    missing = [most - size for most, size in zip(greatest, sizes, strict=True)]
-    padded = (
-        _pad(tensor, dim, rows, pad_index, first=pad_first) if rows else tensor
-        for tensor, rows in zip(tensors, missing, strict=True)
-    )
-    return _put_back(data, [tensor if tensor.is_nested else next(padded) for tensor in every])
-
-
-def _pad(tensor: Tensor, dim: int, rows: int, value: int, *, first: bool) -> Tensor:
-    dims_after = tensor.dim() - 1 - dim % tensor.dim()  # functional.pad takes dimensions from the last to the first
-    amount = (rows, 0) if first else (0, rows)
-    return functional.pad(tensor, (0, 0) * dims_after + amount, value=value)
+    padded = []
+    for tensor, most, size in zip(tensors, greatest, sizes, strict=True):
+        if most > size:
+            # functional.pad takes dimensions from the last to the first.
+            after = (0, 0) * (tensor.dim() - 1 - dim % tensor.dim())
+            amount = (most - size, 0) if pad_first else (0, most - size)
+            padded.append(functional.pad(tensor, after + amount, value=pad_index))
+        else:
+            padded.append(tensor)
+    rest = iter(padded)
+    return _put_back(data, [tensor if tensor.is_nested else next(rest) for tensor in every])
 
 
 def _put_back(data: Any, tensors: Sequence[Tensor]) -> Any:

@@ -19,6 +19,7 @@ from nb_accelerate.training.convert.order import line_here
 from nb_accelerate.training.convert.rows import PartsDiffer
 from nb_accelerate.training.convert.trial import Trial, find_cut, has_hooks
 from nb_accelerate.training.pytree import tensors_in
+from nb_accelerate.training.strategies.averaging import average
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -173,18 +174,7 @@ class SharedModels:
             # One that is in two models is averaged with the first.
             own = [parameters.pop(id(weight)) for weight in model.parameters() if id(weight) in parameters]
             if any(_version(weight.grad) != before[id(weight)] for weight in own):
-                self._average(own)
-
-    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put the mean over ranks in the place of gradients; one that no rank has stays None."""
-        lacks = any(weight.grad is None for weight in parameters)
-        mine = [torch.zeros_like(weight) if weight.grad is None else weight.grad.to_dense() for weight in parameters]
-        has = torch.tensor([float(weight.grad is not None) for weight in parameters], device=mine[0].device)
-        *means, has = operations.reduce(self._collectives, [*mine, has], "mean")
-        used = has.tolist() if lacks else [1.0] * len(parameters)
-        for weight, mean, ranks in zip(parameters, means, used, strict=True):
-            is_sparse = weight.grad is not None and weight.grad.is_sparse
-            weight.grad = None if not ranks else mean.to_sparse(1) if is_sparse else mean
+                average(self._collectives, own)
 
     def refuse_parameters(self, inputs: Any) -> None:
         """Refuse `torch.autograd.grad` of parameters, which does not average; gradients of inputs are whole."""

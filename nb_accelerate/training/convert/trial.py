@@ -216,7 +216,11 @@ def _same_gradients(
 ) -> bool:
     """Return whether gradients of parts make those of the whole."""
     whole, *parts = runs
-    seeds = [_seed(out) if out.requires_grad and out.is_floating_point() else None for out in whole.results]
+    seeds: list[Tensor | None] = []  # gradients of results, unlike in all places, and the same at each call
+    for out in whole.results:
+        numbers = torch.arange(1, out.numel() + 1, device=out.device, dtype=torch.float64)
+        numbers = (numbers * 0.7548776662).frac().sub(0.3).reshape(out.shape).to(out.dtype)
+        seeds.append(numbers if out.requires_grad and out.is_floating_point() else None)
     if all(seed is None for seed in seeds):
         return True
     whole.differentiate(seeds)
@@ -247,12 +251,6 @@ def _same_gradients(
         if not _close(together, wanted, least, of_others=largest * 1e-3):
             return False
     return True
-
-
-def _seed(out: Tensor) -> Tensor:
-    """Return a gradient for a result, unlike in all places, and the same at each call."""
-    numbers = torch.arange(1, out.numel() + 1, device=out.device, dtype=torch.float64)
-    return (numbers * 0.7548776662).frac().sub(0.3).reshape(out.shape).to(out.dtype)
 
 
 def _join(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Join | None:

@@ -267,8 +267,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         # Where it is known by its seed alone, as in scripts, it draws what a whole epoch draws.
         as_whole = not position or (order is None and shuffles(loader))
         with contextlib.ExitStack() as stack:
-            if self._progress.is_running:
-                stack.enter_context(_own_workers(reader.source.loader))
+            if self._progress.is_running:  # a loop inside of a loop, which does not take its persistent workers away
+                base: Any = reader.source.loader
+                stack.callback(setattr, base, "_iterator", base._iterator)  # noqa: SLF001 - torch's
+                base._iterator = None  # noqa: SLF001 - torch's
             if not as_whole:
                 cpu = device_kind("cpu")
                 stack.callback(rng.restore, rng.capture(cpu), cpu)
@@ -296,13 +298,3 @@ class DataLoaderAdapter(DataLoader[Any]):
             outer = outer.outer
         if outer is not None and self._progress is progress:
             self._progress = outer
-
-
-@contextlib.contextmanager
-def _own_workers(loader: Any) -> Iterator[None]:
-    """Begin to read a loader of torch inside a loop over it, without taking its persistent workers from that loop."""
-    kept, loader._iterator = loader._iterator, None  # noqa: SLF001 - torch's
-    try:
-        yield
-    finally:
-        loader._iterator = kept  # noqa: SLF001 - torch's

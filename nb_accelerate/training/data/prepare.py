@@ -15,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    IterDataPipe,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -46,8 +47,6 @@ from nb_accelerate.training.process.rng import RNGType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
 
     from nb_accelerate.training.comm import Collectives
     from nb_accelerate.training.data.dispatching.dispatcher import SliceFunction
@@ -207,7 +206,14 @@ class ReaderArguments:
     def _make_sync(self) -> Callable[[Any, Any], SamplerSync | None] | None:
         if RNGType.GENERATOR not in self.rng_types:
             return None
-        return partial(_order_sync, broadcast=partial(self.collectives.broadcast, source=0))
+        broadcast = partial(self.collectives.broadcast, source=0)
+
+        def sync(outer: Any, inner: Any) -> SamplerSync | None:
+            if isinstance(inner, SeedableRandomSampler):
+                return None  # its seed is in step
+            return sampler_sync(inner, broadcast) or sampler_sync(outer, broadcast)
+
+        return sync
 
     def _on_start(
         self, generator: torch.Generator | None = None, in_step: SamplerSync | None = None
@@ -223,12 +229,6 @@ class ReaderArguments:
         if batch_size is None or self.config.split_batches:
             return batch_size
         return batch_size * self.collectives.world_size
-
-
-def _order_sync(outer: Any, inner: Any, *, broadcast: Callable[[Tensor], Tensor]) -> SamplerSync | None:
-    if isinstance(inner, SeedableRandomSampler):
-        return None  # its seed is in step
-    return sampler_sync(inner, broadcast) or sampler_sync(outer, broadcast)
 
 
 def _copied(sampler: Any) -> Any:
@@ -329,6 +329,11 @@ def _reader_class(dataset: Any, collectives: Collectives, config: DataLoaderConf
     world_size = collectives.world_size
     if world_size == collectives.num_sharing == 1:
         return Reader
+    if isinstance(dataset, IterDataPipe):  # torch's iterator of one is a collective, which would meet those of ours
+        raise ConfigError(
+            f"{type(dataset).__name__} is a datapipe, which torch shares out between ranks by itself, and no longer "
+            "develops. Write a class of your own of IterableDataset around it."
+        )
     if config.dispatch_batches:
         return DispatchingReader
     if not isinstance(dataset, IterableDataset):

@@ -98,7 +98,8 @@ class ScaledStep(OptimizerStep):
 
     def holds_unscaled(self) -> bool:
         """Return whether gradients are unscaled and wait for their step. A user may have dropped them by hand."""
-        if self.unscaled and not any(bool(_values(gradient).any()) for gradient in self.gradients()):
+        values = (each._values() if each.is_sparse else each for each in self.gradients())  # noqa: SLF001 - for any()
+        if self.unscaled and not any(bool(value.any()) for value in values):
             self.discard()
         return self.unscaled
 
@@ -235,35 +236,26 @@ class LossScaler(torch.amp.GradScaler):
                     alike.setdefault(key, []).append(parameter)
         found: dict[torch.device, Tensor] = {}
         for (mesh, device, is_done), parameters in alike.items():
-            own = parameters if mesh is None else [_with_own_gradient(parameter.grad) for parameter in parameters]
+            own = parameters
+            if mesh is not None:
+                own = []
+                for parameter in parameters:
+                    shard: Any = parameter.grad.to_local()  # type: ignore[union-attr]  # of a DTensor
+                    own.append(shard.detach())
+                    own[-1].grad = shard
             part: Any = SimpleNamespace(param_groups=[{"params": own}])  # all that torch reads
             # On the device of the gradients, and waited for: torch's own copies would be read before they are there.
             inverse, none = inv_scale.to(device), torch.zeros_like(found_inf, device=device)
             parts = super()._unscale_grads_(part, torch.ones_like(inverse) if is_done else inverse, none, allow_fp16)
             for here in parts.values():
-                value = here if mesh is None else _largest(here, mesh)
+                value = here
+                if mesh is not None:
+                    value = here.to(mesh.device_type)
+                    for dimension in range(mesh.ndim):
+                        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+                    value = value.to(here.device)
                 found[device] = torch.maximum(found[device], value) if device in found else value
         return found
-
-
-def _with_own_gradient(gradient: Any) -> Tensor:
-    """Return a tensor that has this rank's shard of a gradient as its own gradient."""
-    shard: Tensor = gradient.to_local()
-    holder = shard.detach()
-    holder.grad = shard
-    return holder
-
-
-def _largest(value: Tensor, mesh: Any) -> Tensor:
-    """Return the largest value on the ranks of a mesh. Collective."""
-    largest = value.to(mesh.device_type)
-    for dimension in range(mesh.ndim):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
-    return largest.to(value.device)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - a sparse one has no any()
 
 
 class FP16Precision(AutocastPrecision):

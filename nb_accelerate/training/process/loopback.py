@@ -73,13 +73,6 @@ _paths: set[str] = set()
 """Of stores that only ranks can open."""
 
 
-def _is_of_ranks(store: Any) -> bool:
-    """Return whether a group meets through a store that only ranks can open, so that all its members are checked."""
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return isinstance(store, FileStore) and store.path in _paths  # type: ignore[attr-defined] # no stub
-
-
 def _checked(original: Any) -> Any:
     """Return a subclass of `original` that makes checked groups; for `isinstance` it stands for `original`."""
 
@@ -89,8 +82,13 @@ def _checked(original: Any) -> Any:
 
         def __call__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
             try:
+                inner = store
+                while (below := getattr(inner, "underlying_store", None)) is not None:
+                    inner = below
+                # A group that meets through a store that only ranks can open has members that are all checked.
+                is_of_ranks = isinstance(inner, FileStore) and inner.path in _paths  # type: ignore[attr-defined] # no stub
                 # With options of its own it is not torch that asks.
-                if size == 1 or args or set(kwargs) != {"timeout"} or not _is_of_ranks(store):
+                if size == 1 or args or set(kwargs) != {"timeout"} or not is_of_ranks:
                     return original(store, rank, size, *args, **kwargs)
                 return _connect(original, store, rank, size, kwargs["timeout"])
             except RuntimeError as error:

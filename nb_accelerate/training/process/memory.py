@@ -105,7 +105,11 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal batch_size
-        _check_call(name, wanted, before, args)
+        if len(args) >= len(wanted):  # the batch size is among them, and would push each argument one place on
+            raise TypeError(
+                f"{name} was called with {len(args) - before} arguments, but its batch size {wanted[before]!r} is "
+                f"found for you. Write {name}({', '.join(wanted[before + 1 :])})."
+            )
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
             try:
@@ -124,14 +128,3 @@ def find_executable_batch_size(
         )
 
     return run
-
-
-def _check_call(name: str, wanted: list[str], before: int, args: tuple[Any, ...]) -> None:
-    """Refuse a call that passes the batch size, which would push every argument one place on."""
-    if len(args) < len(wanted):
-        return
-    others = ", ".join(wanted[before + 1 :])
-    raise TypeError(
-        f"{name} was called with {len(args) - before} arguments, but its batch size {wanted[before]!r} is found for "
-        f"you. Write {name}({others})."
-    )

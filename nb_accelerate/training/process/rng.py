@@ -82,8 +82,8 @@ def capture(kind: DeviceKind, *, all_devices: bool = True) -> dict[str, Any]:
     }
     if kind.get_rng_state is not None:
         of_all = kind.get_rng_states if all_devices else None
-        states[_of_devices(kind)] = [kind.get_rng_state()] if of_all is None else list(of_all())
-        states[_used(kind)] = 0 if of_all is None else kind.current_device()
+        states[f"torch_{kind.name}_manual_seed"] = [kind.get_rng_state()] if of_all is None else list(of_all())
+        states[f"torch_{kind.name}_used"] = 0 if of_all is None else kind.current_device()  # of that list
     if (xla := _xla_model()) is not None:
         states["xm_seed"] = xla.get_rng_state()
     return states
@@ -98,8 +98,8 @@ def restore(states: Mapping[str, Any], kind: DeviceKind) -> None:
         np.random.set_state(states["numpy_random_seed"])
     if "torch_manual_seed" in states:
         torch.set_rng_state(states["torch_manual_seed"])
-    if of_devices := states.get(_of_devices(kind)):
-        current, used = kind.current_device(), states.get(_used(kind))
+    if of_devices := states.get(f"torch_{kind.name}_manual_seed"):
+        current, used = kind.current_device(), states.get(f"torch_{kind.name}_used")
         sees_as_many = len(of_devices) == kind.count()
         # A process may see more devices now, or fewer: where each sees its own, all of them are number 0. accelerate's
         # files do not say which one was used: that with the number of the local rank.
@@ -146,15 +146,6 @@ def synchronize(
 def _devices_with_numbers() -> list[str]:
     """Return the names of the types of devices that have random numbers of their own."""
     return [kind.name for kind in DEVICE_KINDS if kind.get_rng_state is not None]
-
-
-def _of_devices(kind: DeviceKind) -> str:
-    return f"torch_{kind.name}_manual_seed"
-
-
-def _used(kind: DeviceKind) -> str:
-    """Return the key of the index, in the list of states, of the device that the process used."""
-    return f"torch_{kind.name}_used"
 
 
 def _xla_model() -> Any:

@@ -44,7 +44,13 @@ def setup_process(
         group.create_alone(known.kind, known.device)
         return context.install(replace(known, group=context.default_group(), owns_group=True))
     if known is not None:
-        _check_same(known, cpu=cpu, options=options)
+        if cpu and not known.kind.is_host:
+            raise ConfigError(
+                f"cpu=True was given, but this process already trains on {known.device}, chosen when its first "
+                "Accelerator was made. Write cpu=True in the first one."
+            )
+        if options is not None and known.group is not None and options != known.options:
+            logger.warning("InitProcessGroupKwargs have no effect: this process already has a process group.")
         return known
     # Who it is and its device: as the environment says, or as the group that others have made.
     use_cpu = bool(environment.use_cpu) if cpu is None else cpu
@@ -55,7 +61,10 @@ def setup_process(
         name = environment.text(DEVICE) or environment.text("ACCELERATE_TORCH_DEVICE")
         kind, device = choose_device(topology, cpu=use_cpu, name=name)
     else:
-        topology = _topology_of_group(read)
+        # Who made the group need not have gone through the environment. Then all ranks are taken to be on this machine.
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if (read.rank, read.world_size) != (rank, size):
+            topology = replace(Topology(), rank=rank, world_size=size, local_rank=rank, local_world_size=size)
         if not use_cpu and dist.get_backend() == GLOO.name:
             use_cpu = True
             _say_what_is_idle(topology)
@@ -96,22 +105,3 @@ def _say_what_is_idle(topology: Topology) -> None:
             idle.name,
             idle.backend and idle.backend.name,
         )
-
-
-def _topology_of_group(read: Topology) -> Topology:
-    """Return rank and world size of this process in the group that exists; the environment only adds the machine."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (read.rank, read.world_size) == (rank, world_size):
-        return read
-    # Who made the group did not go through the environment. Take all ranks to be on this machine.
-    return replace(Topology(), rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-
-
-def _check_same(known: ProcessContext, *, cpu: bool | None, options: InitProcessGroupKwargs | None) -> None:
-    if cpu and not known.kind.is_host:
-        raise ConfigError(
-            f"cpu=True was given, but this process already trains on {known.device}, chosen when its first Accelerator "
-            "was made. Write cpu=True in the first one."
-        )
-    if options is not None and known.group is not None and options != known.options:
-        logger.warning("InitProcessGroupKwargs have no effect: this process already has a process group.")

@@ -102,7 +102,7 @@ def _initialize(told: Topology) -> None:
             )
         return
     if told.local_world_size == 1:
-        xmp.spawn(_nothing, nprocs=1)
+        xmp.spawn(lambda _rank: None, nprocs=1)
         return
     for name, value in _LEFT_BY_IMAGES.items():
         if os.environ.get(name) == value:
@@ -133,7 +133,3 @@ def _why_not_started(error: Exception) -> str:
         )
     said = str(error).strip().partition("\n")[0]
     return f"The XLA runtime could not be started ({said}). This is torch_xla {version} with {library}. {advice}."
-
-
-def _nothing(_rank: int) -> None:
-    """Run where ``xmp.spawn`` would train."""

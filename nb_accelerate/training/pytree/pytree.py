@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,29 +35,26 @@ def children_of(data: Any) -> tuple[list[Any], Rebuild] | None:
     kind = type(data)
     if isinstance(data, (list, tuple)):
         return list(data), (lambda items: kind(*items)) if hasattr(data, "_fields") else kind
-    if isinstance(data, MutableMapping):
-        return list(data.values()), lambda items: _refilled(data, items)
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and not isinstance(data, MutableMapping):
         return list(data.values()), lambda items: dict(zip(data, items, strict=True))
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        names = [field.name for field in dataclasses.fields(data)]
-        return [getattr(data, name) for name in names], lambda items: _replaced(data, names, items)
-    return None
-
-
-def _refilled(data: MutableMapping[Any, Any], items: Sequence[Any]) -> Any:
-    changed = copy.copy(data)  # keeps default factories and attributes
-    for key, item in zip(data, items, strict=True):
-        changed[key] = item
-    return changed
-
-
-def _replaced(data: Any, names: list[str], items: Sequence[Any]) -> Any:
-    changed = copy.copy(data)
-    for name, item in zip(names, items, strict=True):
+    put: Any
+    if isinstance(data, MutableMapping):
+        names, put = list(data), operator.setitem
+        inside = list(data.values())
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         # Works for frozen dataclasses and for fields that the constructor does not take.
-        object.__setattr__(changed, name, item)
-    return changed
+        names, put = [field.name for field in dataclasses.fields(data)], object.__setattr__
+        inside = [getattr(data, name) for name in names]
+    else:
+        return None
+
+    def changed(items: Sequence[Any]) -> Any:
+        made = copy.copy(data)  # keeps default factories and attributes
+        for name, item in zip(names, items, strict=True):
+            put(made, name, item)
+        return made
+
+    return inside, changed
 
 
 def map_tensors(function: Callable[[Any], Any], data: Any, *, strict: bool = False, movable: bool = False) -> Any:

@@ -195,7 +195,12 @@ class GradientAverage:
 
     def _differ(self, parameters: list[Tensor]) -> bool:
         """Return whether ranks have other gradients of parameters; they look once, before the first step."""
-        bits = sum(_bits(parameter.grad) for parameter in parameters if parameter.grad is not None)
+        bits = 0  # a sum of the bits of some numbers of each gradient, which no order of summing changes
+        for parameter in parameters:
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                flat = parameter.grad.detach().flatten()[:_COMPARED]
+                flat = torch.view_as_real(flat) if flat.is_complex() else flat
+                bits += int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
         pair = torch.tensor([bits, -bits], device=self._collectives.device)
         greatest, least = operations.reduce(self._collectives, pair, "max").tolist()
         return bool(greatest != -least)
@@ -211,17 +216,17 @@ class GradientAverage:
 
 
 def average(collectives: Collectives, parameters: Sequence[Tensor]) -> None:
-    """Average gradients; a rank without one contributes zeros. Collective."""
+    """Average gradients; a rank without one contributes zeros, and one that no rank has stays None. Collective."""
     if not parameters:
         return
-    has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
-    has = operations.reduce(collectives, has.to(collectives.device), "max")
-    used = [parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if anywhere]
-    if not used:
-        return
-    mine = [torch.zeros_like(own) if own.grad is None else own.grad.to_dense() for own in used]
-    for parameter, mean in zip(used, operations.reduce(collectives, mine, "mean"), strict=True):
-        parameter.grad = mean
+    mine = [torch.zeros_like(own) if own.grad is None else own.grad.to_dense() for own in parameters]
+    has = [float(own.grad is not None) for own in parameters]
+    # Both in one exchange. Who has all gradients need not wait for the device to read who has which.
+    *means, anywhere = operations.reduce(collectives, [*mine, mine[0].new_tensor(has)], "mean")
+    used = has if all(has) else anywhere.tolist()
+    for parameter, mean, is_used in zip(parameters, means, used, strict=True):
+        is_sparse = parameter.grad is not None and parameter.grad.is_sparse  # which optimizers such as SparseAdam want
+        parameter.grad = None if not is_used else mean.to_sparse(1) if is_sparse else mean
 
 
 _UNSEEN = (
@@ -235,12 +240,3 @@ _DIFFERING = (
     "part of the model was called by itself. Call accelerator.backward once for each model(inputs), with the sum of "
     "the losses."
 )
-
-
-def _bits(gradient: Tensor) -> int:
-    """Return a sum of the bits of some numbers of a gradient, which no order of summing changes."""
-    if gradient.is_sparse:
-        return 0
-    flat = gradient.detach().flatten()[:_COMPARED]
-    flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    return int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))

@@ -7,7 +7,7 @@ from fixtures.placed_models import Placed
 from torch import nn
 
 from nb_accelerate.training.bigmodel.attach import find_blocks
-from nb_accelerate.training.bigmodel.moving import tensor_names
+from nb_accelerate.training.bigmodel.tensors import tensor_names
 
 CPU = torch.device("cpu")
 

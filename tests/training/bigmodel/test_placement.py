@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -81,7 +82,7 @@ def test_pages_are_looked_at_again_only_if_some_were_missing_or_the_process_wait
 ) -> None:
     faults = 3
     seconds = 0.0
-    monkeypatch.setattr("nb_accelerate.training.bigmodel.mapped._major_faults", lambda: faults)
+    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_majflt=faults))
     monkeypatch.setattr("time.monotonic", lambda: seconds)
     files = CountedFiles([path])
     files.absent = 2
@@ -105,11 +106,11 @@ def test_all_blocks_of_the_same_files_ask_the_system_for_page_faults_once(
 ) -> None:
     questions: list[int] = []
 
-    def answer() -> int:
+    def answer(_: int) -> SimpleNamespace:
         questions.append(1)
-        return 0
+        return SimpleNamespace(ru_majflt=0)
 
-    monkeypatch.setattr("nb_accelerate.training.bigmodel.mapped._major_faults", answer)
+    monkeypatch.setattr("resource.getrusage", answer)
     monkeypatch.setattr("time.monotonic", lambda: 1.0)
     files = WeightFiles([path])
     placements = [_map(nn.Linear(4, 4), files) for _ in range(3)]

@@ -345,29 +345,11 @@ def test_tensors_come_back_to_where_they_were_if_batches_are_not_to_be_moved():
         assert [arrived[name].tolist() for name in batch] == [tensor.tolist() for tensor in tensors]
 
 
-def test_datapipes_are_read_by_rank_0_as_by_one_process(run_ranks):
-    """torch's own iterator of a datapipe is a collective, and gives each rank a part."""
-
-    def epochs(of_loader):
+def test_datapipes_are_refused_on_several_ranks(run_ranks):
+    def prepare():
         from torch.utils.data.datapipes.iter import IterableWrapper
 
-        found = []
-        for workers, persistent in ((0, False), (2, False), (2, True)):
-            torch.manual_seed(3)
-            pipe = IterableWrapper(range(11)).shuffle().sharding_filter()
-            stays = {"persistent_workers": True} if persistent else {}
-            read = of_loader(DataLoader(pipe, batch_size=2, num_workers=workers, **stays))
-            found += [[*read(), torch.rand(()).item()] for _ in range(2)]
-        return found
+        with pytest.raises(ConfigError, match="a class of your own of IterableDataset"):
+            Accelerator(cpu=True).prepare(DataLoader(IterableWrapper(range(11)), batch_size=2))
 
-    def by_ranks():
-        accelerator = Accelerator(cpu=True)
-
-        def of_loader(loader):
-            loader = accelerator.prepare(loader)
-            return lambda: [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()]
-
-        return epochs(of_loader)
-
-    plain = epochs(lambda loader: lambda: [row for batch in loader for row in batch.tolist()])
-    assert run_ranks(by_ranks) == [plain, plain]
+    run_ranks(prepare)

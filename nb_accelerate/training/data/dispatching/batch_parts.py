@@ -113,8 +113,11 @@ class _Cutter:
             return False, lambda _: first
         if kind in (list, tuple) and all(len(part) == number for part, number in zip(parts, self._rows, strict=True)):
             return self._cut_list(parts, path)
-        if kind in (list, tuple) and not self._careful and len(first) > 1 and _may_be_rows(first):
-            raise AmbiguousError(path, f"of {len(first)} entries of one form may have one for each row, or may not")
+        if kind in (list, tuple) and not self._careful and len(first) > 1:
+            # Entries of one form with arrays in them may be samples.
+            is_sample = not isinstance(first[0], (Tensor, np.ndarray)) and any(True for _ in _arrays(first))
+            if is_sample and len(set(map(_form, first))) == 1:
+                raise AmbiguousError(path, f"of {len(first)} entries of one form may have one for each row, or may not")
         return self._cut_container(parts, path)
 
     def _cut_list(self, parts: list[Any], path: str) -> tuple[bool, Take]:
@@ -146,12 +149,6 @@ class _Cutter:
         takers = [self.cut(list(column), name) for name, column in zip(paths[0], columns, strict=True)]
         rebuild = insides[0][1]
         return any(has_rows for has_rows, _ in takers), lambda wanted: rebuild([take(wanted) for _, take in takers])
-
-
-def _may_be_rows(items: Sequence[Any]) -> bool:
-    """Return whether entries of a list are structures of one form with arrays in them, such as samples."""
-    is_array = isinstance(items[0], (Tensor, np.ndarray))
-    return len(set(map(_form, items))) == 1 and not is_array and any(True for _ in _arrays(items))
 
 
 def _form(data: Any) -> Any:

@@ -134,22 +134,19 @@ class DispatchingReader(CollectiveReader):
 
     @override
     def __len__(self) -> int:
-        batches = super().__len__()
-        steps, rest = divmod(batches, self.per_batch)
-        if rest and not self._drops_last:
-            steps += 1
-        return steps - (steps > 0 and not self.even_batches and self._gets_nothing_at_the_end(batches))
-
-    def _gets_nothing_at_the_end(self, batches: int) -> bool:
-        """Return whether the incomplete last group, which is not filled up, has no row for this rank."""
-        size, rank = self._batch_rows, self.collectives.rank
+        steps, rest = divmod(super().__len__(), self.per_batch)
         if self._drops_last:
-            return False
+            return steps
+        steps += rest > 0
+        size, rank = self._batch_rows, self.collectives.rank
+        if self.even_batches or not steps:
+            return steps
+        # An incomplete last group that is not filled up may have no row for this rank.
         if size is None:
-            return 0 < batches % self.per_batch <= rank
+            return steps - (0 < rest <= rank)
         real = self._rows_of_last_group(size)
         first, end = part_bounds(real, self._ranks, even=False)[rank]
-        return real > 0 and first == end
+        return steps - (real > 0 and first == end)
 
     def _rows_of_last_group(self, size: int) -> int:
         """Return how many rows an incomplete last group has; a TypeError if that cannot be told."""
@@ -253,7 +250,13 @@ class DispatchingReader(CollectiveReader):
         while message is not None:
             with numbers:
                 following, failure = next_or_error(groups)
-            code = _code(message, following, failure)
+            if failure is not None:
+                code = _FAILED
+            elif following is None:
+                code = _END
+            else:
+                same = following.layouts == message.layouts and following.end == message.end
+                code = _SAME if same else _OTHER
             collectives.scatter(*self._filled(message, code), 0)
             if code in (_OTHER, _FAILED):
                 collectives.broadcast_objects([_header(following, failure)], 0)
@@ -304,7 +307,11 @@ class DispatchingReader(CollectiveReader):
         start = self._beginning
         for batches in grouped(source, self.per_batch):
             group = list(itertools.chain.from_iterable(map(self._pieces, batches)))
-            full = self._is_full(group)
+            size = self._batch_rows
+            if self.split_batches:
+                full = num_rows(group) % self._ranks == 0
+            else:
+                full = len(group) == self._ranks and (size is None or all(each.rows in (size, None) for each in group))
             start = start or group
             if not full and self._drops_last:
                 continue
@@ -313,16 +320,9 @@ class DispatchingReader(CollectiveReader):
             elif full:
                 yield self._message([counted.batch for counted in group], None)
             else:
-                by_row = self.split_batches or self._batch_rows is not None
+                by_row = self.split_batches or size is not None
                 last = parts_of_last_group(group, start, self._ranks, even=self.even_batches, by_row=by_row)
                 yield self._message(*last)
-
-    def _is_full(self, group: list[CountedBatch]) -> bool:
-        """Return whether there is a batch for each rank, with all its rows."""
-        if self.split_batches:
-            return num_rows(group) % self._ranks == 0
-        size = self._batch_rows
-        return len(group) == self._ranks and (size is None or all(counted.rows in (size, None) for counted in group))
 
     def _cut_by_user(
         self, cut: SliceFunction, group: list[CountedBatch], start: list[CountedBatch]
@@ -395,15 +395,6 @@ class DataLoaderDispatcher(DataLoaderShard):
             bring_back=kwargs.get("device") is None,
         )
         super().__init__(dataset, reader=reader, **kwargs)
-
-
-def _code(message: _Message, following: _Message | None, failure: Exception | None) -> int:
-    if failure is not None:
-        return _FAILED
-    if following is None:
-        return _END
-    same = following.layouts == message.layouts and following.end == message.end
-    return _SAME if same else _OTHER
 
 
 def _header(message: _Message | None, failure: Exception | None) -> Any:

@@ -133,7 +133,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         size = self.rows_per_batch * self.num_processes
         first = self.process_index * self.rows_per_batch
         end = first + self.rows_per_batch
-        rows = islice(self.dataset, self._rows_left_out(), None)
+        left_out, worker = self.skip_batches, get_worker_info()
+        if worker is not None and left_out:  # workers take turns, a batch each
+            left_out = -(-(left_out - worker.id) // worker.num_workers)
+        rows = islice(self.dataset, left_out * self.batch_size, None)
         start: Sequence[Any] = ()
         group: list[Any] = []
         for full in zip_longest(*[rows] * size, fillvalue=_MISSING):  # faster than a list of each group
@@ -149,13 +152,6 @@ class IterableDatasetShard(IterableDataset[Any]):
             group, start or group, self.process_index, even_batches=self.even_batches, **sizes
         ):
             yield self._last_rows(piece, len(group))
-
-    def _rows_left_out(self) -> int:
-        worker = get_worker_info()
-        if worker is None:
-            return self.skip_batches * self.batch_size
-        # Workers take turns, a batch each.
-        return -(-(self.skip_batches - worker.id) // worker.num_workers) * self.batch_size if self.skip_batches else 0
 
     def _last_rows(self, rows: list[Any], real: int) -> list[Any]:  # noqa: ARG002 - for the subclass
         """Return the rows of an incomplete last group as they are to be yielded. Overridden to mark them."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +10,8 @@ from torch._C._autograd import _profiler_enabled
 from torch.utils.data import (
     BatchSampler,
     IterableDataset,
-    IterDataPipe,
     Subset,
     TensorDataset,
-    dataloader as torch_dataloader,
     default_collate,
 )
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
@@ -93,15 +89,13 @@ class TorchSource:
         """Begin an epoch, and return its batches. Arguments are those of `Reader.read`."""
         loader = self.loader
         if not (epoch and loader.persistent_workers and loader._iterator is None):  # noqa: SLF001 - torch's
-            with reading_alone(loader):
-                return accelerated(iter(loader), loader)
+            return accelerated(iter(loader), loader)
         # Workers that stay are started in a later epoch because training is resumed. They are seeded without drawing
         # the number for it: an uninterrupted run drew it in its first epoch.
         own, loader.generator = loader.generator, torch.Generator()
         try:
             loader.generator.manual_seed((torch.initial_seed() + epoch) % 2**63)
-            with reading_alone(loader):
-                return iter(loader)
+            return iter(loader)
         finally:
             loader.generator = own
 
@@ -147,30 +141,9 @@ class TorchSource:
             ) from error
 
 
-@contextlib.contextmanager
-def reading_alone(loader: DataLoader[Any]) -> Iterator[None]:
-    """Let torch begin to read a datapipe as if this process had no group.
-
-    With one it makes another group, sends a seed around, and gives each rank a part of the data: all ranks would have
-    to begin together. Here rank 0 reads all of it for them.
-    """
-    if not isinstance(loader.dataset, IterDataPipe):
-        yield
-        return
-    module: Any = torch_dataloader
-    before, module.dist = module.dist, SimpleNamespace(is_available=lambda: False, ProcessGroup=())
-    try:
-        yield
-    finally:
-        module.dist = before
-
-
 def numbers_drawn(loader: DataLoader[Any], epoch: int) -> int:
-    """Return how many random numbers torch draws when it begins to read a loader."""
-    begins = not (loader.persistent_workers and epoch)  # and draws a seed for workers
-    if not isinstance(loader.dataset, IterDataPipe):
-        return int(begins)
-    return (3 if loader.num_workers else 2) if begins else 1  # seeds of shuffles: workers get theirs at each reset
+    """Return how many random numbers torch draws when it begins to read a loader: a seed for workers that begin."""
+    return 0 if loader.persistent_workers and epoch else 1
 
 
 def accelerated(batches: Any, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -178,8 +151,13 @@ def accelerated(batches: Any, loader: DataLoader[Any]) -> Iterator[Any]:
     if type(batches) is not _SingleProcessDataLoaderIter:
         return batches  # type: ignore[no-any-return]
     sampler: Any = loader.batch_sampler
-    if sampler is not None and _is_of_tensors(loader.dataset) and loader.collate_fn is default_collate:
-        batches._dataset_fetcher = _TensorFetcher(loader.dataset)  # noqa: SLF001 - torch's
+    dataset = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if sampler is not None and type(dataset) is TensorDataset and loader.collate_fn is default_collate:
+        kinds = [type(each) is torch.Tensor and each.layout is torch.strided for each in dataset.tensors]
+        if all(kinds) and not any(each.is_nested for each in dataset.tensors):
+            batches._dataset_fetcher = _TensorFetcher(loader.dataset)  # noqa: SLF001 - torch's
     is_stream = isinstance(loader.dataset, IterableDataset)
     if type(sampler) is BatchSampler and type(sampler.sampler) in SHUFFLING and not is_stream:
         # torch's sampler converts all row numbers to a Python list before the first batch.
@@ -218,13 +196,3 @@ class _TensorFetcher:
             dataset = dataset.dataset
         rows = torch.tensor(numbers, device="cpu")
         return [tensor[rows] for tensor in dataset.tensors]
-
-
-def _is_of_tensors(dataset: Any) -> bool:
-    """Return whether a dataset is a `TensorDataset` of ordinary tensors, or a part of one, and no subclass."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) is TensorDataset and all(
-        type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        for tensor in dataset.tensors
-    )

@@ -72,12 +72,9 @@ def _shards(dataset: Any) -> int:
 
 def shuffled_without_seed(dataset: Any) -> bool:
     """Return whether a random generator in a ``datasets.IterableDataset`` was seeded by the operating system."""
-    return any(_entropy(generator).bit_length() > 64 for generator in _generators(dataset))
-
-
-def _entropy(generator: np.random.Generator) -> int:
-    found = getattr(getattr(generator.bit_generator, "seed_seq", None), "entropy", 0)
-    return found if isinstance(found, int) else 0
+    seeds = (getattr(generator.bit_generator, "seed_seq", None) for generator in _generators(dataset))
+    entropies = (getattr(seed, "entropy", 0) for seed in seeds)
+    return any(isinstance(entropy, int) and entropy.bit_length() > 64 for entropy in entropies)
 
 
 def _generators(thing: Any) -> Iterator[np.random.Generator]:
