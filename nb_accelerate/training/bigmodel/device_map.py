@@ -24,7 +24,8 @@ from nb_accelerate.base.table import Table
 from nb_accelerate.base.words import size
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.bigmodel.device_memory import (
-    balanced_limits,
+    Limits,
+    get_balanced_memory,
     get_max_memory,
     limits_for,
     named_classes,
@@ -93,49 +94,7 @@ def infer_auto_device_map(
     Raises:
         ConfigError: as `get_max_memory`, or torch has no such dtype.
     """
-    return map_within(
-        model,
-        get_max_memory(max_memory),
-        no_split_module_classes=no_split_module_classes,
-        dtype=dtype,
-        special_dtypes=special_dtypes,
-        verbose=verbose,
-        clean_result=clean_result,
-        offload_buffers=offload_buffers,
-        fallback_allocation=fallback_allocation,
-    )
-
-
-def planned_map(
-    model: nn.Module,
-    limits: Mapping[int | str, int],
-    way: str = "auto",
-    *,
-    no_split_module_classes: Collection[str] | str | None = None,
-    offload_buffers: bool = False,
-    **counted: Any,
-) -> dict[str, int | str]:
-    """Return the map of ``device_map="auto"`` and its like, within given bytes."""
-    counted["no_split_module_classes"] = no_split_module_classes or getattr(model, "_no_split_modules", None)
-    way = check_choice("device_map", way, _WAYS)
-    if way != "sequential":
-        limits = balanced_limits(model, limits, low_zero=way == "balanced_low_0", **counted)
-    return map_within(model, limits, offload_buffers=offload_buffers, **counted)
-
-
-def map_within(
-    model: nn.Module,
-    limits: Mapping[int | str, int],
-    *,
-    no_split_module_classes: Collection[str] | str | None = None,
-    dtype: torch.dtype | CustomDtype | str | None = None,
-    special_dtypes: Mapping[str, torch.dtype | CustomDtype | str] | None = None,
-    verbose: bool = False,
-    clean_result: bool = True,
-    offload_buffers: bool = False,
-    fallback_allocation: bool = False,
-) -> dict[str, int | str]:
-    """Return a device map as `infer_auto_device_map` does, within given bytes, without a look at this machine."""
+    limits = get_max_memory(max_memory)
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     buffers = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)
     whole, ties = named_classes(no_split_module_classes), find_shared_tensors(model)
@@ -172,6 +131,23 @@ def map_within(
                 limits[device],
             )
     return clean_device_map(placing.devices) if clean_result else placing.devices
+
+
+def planned_map(
+    model: nn.Module,
+    limits: Mapping[int | str, int],
+    way: str = "auto",
+    *,
+    no_split_module_classes: Collection[str] | str | None = None,
+    offload_buffers: bool = False,
+    **counted: Any,
+) -> dict[str, int | str]:
+    """Return the map of ``device_map="auto"`` and its like, within given bytes, without a look at this machine."""
+    counted["no_split_module_classes"] = no_split_module_classes or getattr(model, "_no_split_modules", None)
+    way = check_choice("device_map", way, _WAYS)
+    if way != "sequential":
+        limits = get_balanced_memory(model, Limits(limits), low_zero=way == "balanced_low_0", **counted)
+    return infer_auto_device_map(model, Limits(limits), offload_buffers=offload_buffers, **counted)
 
 
 class _Placing:

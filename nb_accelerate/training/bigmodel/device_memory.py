@@ -30,6 +30,10 @@ _SLACK = 1.25
 """Blocks, or layers of mean size, by which a balanced share exceeds an even one: blocks do not fill a share exactly."""
 
 
+class Limits(dict[int | str, int]):
+    """Bytes by device that were read and checked, and may be those of another machine."""
+
+
 def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int]:
     """Return the bytes that a model may take of each device, in the order in which devices are filled.
 
@@ -41,6 +45,8 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     Raises:
         ConfigError: a device has another name, or a value is not a size.
     """
+    if isinstance(max_memory, Limits):
+        return max_memory
     kind = next(kind for kind in DEVICE_KINDS if kind.is_available() and kind.start_runtime is None)
     if max_memory is None:
         return _free_memory(kind)
@@ -102,44 +108,8 @@ def get_balanced_memory(
     Raises:
         ConfigError: as `get_max_memory`, or torch has no such dtype.
     """
-    return balanced_limits(
-        model,
-        limits_for(max_memory),
-        no_split_module_classes=no_split_module_classes,
-        dtype=dtype,
-        special_dtypes=special_dtypes,
-        low_zero=low_zero,
-    )
-
-
-def limits_for(max_memory: Mapping[int | str, int | str] | None) -> dict[int | str, int]:
-    """Return what a model may take: as `get_max_memory`, but by default of a single GPU not all."""
-    limits = get_max_memory(max_memory)
-    if max_memory is not None:
-        return limits
-    gpus = gpus_in(limits)
-    if len(gpus) == 1:
-        limits[gpus[0]] = int(_ALONE * limits[gpus[0]])
-    return limits
-
-
-def gpus_in(limits: Mapping[int | str, int]) -> list[int | str]:
-    """Return the devices of some limits, with room, that are neither the host nor the disk."""
-    return [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit > 0]
-
-
-def balanced_limits(
-    model: nn.Module,
-    limits: Mapping[int | str, int],
-    *,
-    no_split_module_classes: Collection[str] | str | None = None,
-    dtype: torch.dtype | CustomDtype | str | None = None,
-    special_dtypes: Mapping[str, torch.dtype | CustomDtype | str] | None = None,
-    low_zero: bool = False,
-) -> dict[int | str, int]:
-    """Return limits as `get_balanced_memory` does, of given ones, without a look at this machine."""
-    limits = dict(limits)
-    gpus = gpus_in(limits)
+    limits = dict(limits_for(max_memory))
+    gpus = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit > 0]
     if len(gpus) < 2:
         return limits
     first, *others = gpus
@@ -152,6 +122,15 @@ def balanced_limits(
     if low_zero:
         rest = int(sizes[""]) - sum(limits[device] for device in others)
         limits[first] = min(max(0, rest), limits[first])
+    return limits
+
+
+def limits_for(max_memory: Mapping[int | str, int | str] | None) -> dict[int | str, int]:
+    """Return what a model may take: as `get_max_memory`, but by default of a single GPU not all."""
+    limits = get_max_memory(max_memory)
+    gpus = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit > 0]
+    if max_memory is None and len(gpus) == 1:
+        limits[gpus[0]] = int(_ALONE * limits[gpus[0]])
     return limits
 
 

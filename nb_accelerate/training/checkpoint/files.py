@@ -225,24 +225,6 @@ def load_state_dict(
         raise _damaged(checkpoint_file, error) from error
 
 
-def shapes_in(checkpoint_file: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of the tensors of one file, by name, without reading their numbers; None for what is none."""
-    from safetensors import SafetensorError, safe_open
-
-    if not str(checkpoint_file).endswith(".safetensors"):
-        # Files of the old format cannot be mapped.
-        is_new = zipfile.is_zipfile(checkpoint_file)
-        return {
-            name: tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
-            for name, tensor in weights_of(checkpoint_file, mmap=is_new).items()
-        }
-    try:
-        with safe_open(checkpoint_file, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise _damaged(checkpoint_file, error) from error
-
-
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Return what two tensors have in common when they share memory: device, address and size of their storage.
 

@@ -26,7 +26,6 @@ from nb_accelerate.training.checkpoint.files import (
     clean_state_dict_for_safetensors,
     id_tensor_storage,
     load_state_dict,
-    shapes_in,
     write,
 )
 from nb_accelerate.training.checkpoint.fitting import check_shapes
@@ -130,18 +129,15 @@ def load_checkpoint_in_model(
         return
     if device_map is None and any(parameter.is_meta for parameter in model.parameters()):
         device_map = {"": "cpu"}
-    if device_map is None:
-        _load_where_it_is(model, checkpoint, strict=strict)
-        return
     # Everything is checked before anything changes.
-    now = model.state_dict(keep_vars=True)
-    for name in now:
-        device_of(name, device_map)
-    for device in device_map.values():
-        if device != "disk":
-            numbered(device)
-    tied = find_tied_parameters(model)
-    check_tied_parameters_on_same_device(tied, device_map)
+    now, tied = model.state_dict(keep_vars=True), find_tied_parameters(model)
+    if device_map is not None:
+        for name in now:
+            device_of(name, device_map)
+        for device in device_map.values():
+            if device != "disk":
+                numbered(device)
+        check_tied_parameters_on_same_device(tied, device_map)
     files = Checkpoint(weight_files(checkpoint))
     found: set[str] = set()
     for file, content in files.contents.items():
@@ -149,6 +145,11 @@ def load_checkpoint_in_model(
         found |= content.keys() - {scales_of(name) for name in content}
     if strict:
         _compare(found, model, str(checkpoint), strict=True)
+    if device_map is None:
+        for file in files.contents:  # one by one, for models that fill memory
+            model.load_state_dict(load_state_dict(file), strict=False)
+        _compare(found, model, str(checkpoint), strict=strict)
+        return
     _check_empty(found, model, now, str(checkpoint))
     float32 = keep_in_fp32_modules or ()
     steps = plan(files, now, device_map, dtype, float32)
@@ -157,20 +158,6 @@ def load_checkpoint_in_model(
     convert_others(model, steps, dtype, float32)
     retie_parameters(model, tied)
     _compare(found, model, str(checkpoint), strict=strict)  # once more: on `meta` it is not known which are tied
-
-
-def _load_where_it_is(model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool) -> None:
-    files = weight_files(checkpoint)
-    found: set[str] = set()
-    for file in files:
-        shapes = shapes_in(file)
-        check_shapes(str(file), shapes, model)
-        found |= shapes.keys()
-    if strict:
-        _compare(found, model, str(checkpoint), strict=True)
-    for file in files:  # one by one, for models that fill memory
-        model.load_state_dict(load_state_dict(file), strict=False)
-    _compare(found, model, str(checkpoint), strict=strict)
 
 
 def _check_empty(found: AbstractSet[str], model: nn.Module, now: Mapping[str, Any], source: str) -> None:

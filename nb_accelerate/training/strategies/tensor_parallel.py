@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.training.bigmodel.ties import find_tied_parameters
 from nb_accelerate.training.comm import TorchCollectives
 from nb_accelerate.training.comm.data_parallel import between_groups, share_random_numbers
 from nb_accelerate.training.process.setup import setup_process
@@ -55,7 +56,8 @@ class TensorParallelizer:
 
         if any(is_shard(parameter) for parameter in model.parameters()):
             return
-        ties = _ties(model)
+        # Of each parameter that several layers share, the names of these and what each calls it.
+        ties = [[name.rpartition(".")[::2] for name in group] for group in find_tied_parameters(model)]
         styles = self._without_split_ties(model, self._styles(model), ties)
         for name, style in styles.items():
             layer = model.get_submodule(name)
@@ -77,7 +79,12 @@ class TensorParallelizer:
         modules = dict(model.named_modules())
         found: dict[str, Any] = {}
         for pattern, given in plan.items():
-            matching = [name for name in modules if _matches(name, pattern)]
+            wanted = pattern.split(".")
+            matching = [
+                name
+                for name in modules
+                if len(parts := name.split(".")) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+            ]
             if not matching and plan is self._plan:
                 layers = [name for name, part in modules.items() if name and not any(True for _ in part.children())]
                 raise ConfigError(
@@ -191,20 +198,6 @@ def _style_named(style: str, layer: str) -> Any:
     if "colwise" in style:
         return ColwiseParallel(output_layouts=Replicate())
     return RowwiseParallel(input_layouts=Replicate())
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def _ties(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return, for each parameter that several layers share, the names of these and what each calls it."""
-    holders: dict[int, list[tuple[str, str]]] = {}
-    for name, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((name, key))
-    return [tied for tied in holders.values() if len(tied) > 1]
 
 
 def _tie_again(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:

@@ -9,10 +9,10 @@ yields rows as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 from typing_extensions import override
 
@@ -74,7 +74,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: the number of this one.
         split_batches: cut each batch into pieces instead of handing out whole batches.
         even_batches: fill up the last group with rows from the start.
-        skip_batches: batches of the user's loader to leave out at the beginning.
 
     Attributes:
         rows_per_batch: rows of a batch of one rank.
@@ -93,10 +92,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: bool = False,
         *,
         even_batches: bool = True,
-        skip_batches: int = 0,
     ) -> None:
         self.dataset = dataset
-        self.skip_batches = skip_batches
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_processes = num_processes
@@ -113,7 +110,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __len__(self) -> int:
         plan = ShardPlan(
             # raises TypeError, as the dataset itself would
-            rows=max(len(self.dataset) - self.skip_batches * self.batch_size, 0),  # type: ignore[arg-type]
+            rows=len(self.dataset),  # type: ignore[arg-type]
             batch_size=self.batch_size,
             world_size=self.num_processes,
             split_batches=self.split_batches,
@@ -133,10 +130,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         size = self.rows_per_batch * self.num_processes
         first = self.process_index * self.rows_per_batch
         end = first + self.rows_per_batch
-        left_out, worker = self.skip_batches, get_worker_info()
-        if worker is not None and left_out:  # workers take turns, a batch each
-            left_out = -(-(left_out - worker.id) // worker.num_workers)
-        rows = islice(self.dataset, left_out * self.batch_size, None)
+        rows = iter(self.dataset)
         start: Sequence[Any] = ()
         group: list[Any] = []
         for full in zip_longest(*[rows] * size, fillvalue=_MISSING):  # faster than a list of each group
