@@ -6,8 +6,7 @@ import math
 
 _MINUTE = 60
 _HOUR = 3600
-_ENDLESS = 1e9
-"""Seconds. What takes longer was computed from a number that means nothing."""
+_ENDLESS = 1e9  # Seconds. What takes longer was computed from a number that means nothing.
 
 
 def duration(seconds: float) -> str:

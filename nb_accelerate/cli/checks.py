@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.training.accelerator import Accelerator
 
+# Largest difference of weights after training, by precision: sums are taken in another order.
 _TOLERANCE = {"no": 1e-5, "bf16": 0.05, "fp16": 0.05, "fp8": 0.05}
-"""Largest difference of weights after training, by precision: sums are taken in another order."""
 
 
 class CheckFailed(Exception):  # noqa: N818 - what it says, and not an error of this package

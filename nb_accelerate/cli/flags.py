@@ -185,6 +185,7 @@ def why_refused(flag: str) -> str:
     return next((why for names, why in REFUSED.items() if any(fnmatch(name, known) for known in names.split())), "")
 
 
+# Flags that are called otherwise than the option of `notebook_launcher`.
 _FLAGS = {
     "num_nodes": "--num_machines",
     "node_rank": "--machine_rank",
@@ -195,7 +196,6 @@ _FLAGS = {
     "device=": "--rehearse_device",
     "memory=": "--rehearse_memory",
 }
-"""Flags that are called otherwise than the option of `notebook_launcher`."""
 
 
 @contextlib.contextmanager

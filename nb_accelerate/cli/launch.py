@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.file import ConfigFile
     from nb_accelerate.notebook.worker.script import Job
 
+# Values of ``distributed_type`` that a launch can be for.
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
-"""Values of ``distributed_type`` that a launch can be for."""
 
+# Flags that few scripts have themselves, unlike ``--mixed_precision``.
 _OF_LAUNCHERS_ONLY = ("--num_processes", "--num-processes", "--multi_gpu", "--multi-gpu", "--nproc_per_node")
-"""Flags that few scripts have themselves, unlike ``--mixed_precision``."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -271,9 +271,10 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
     return 0 if run.failure is None else 1
 
 
+# Flags that ask for an engine, and the word for it in a configuration file.
 _SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "tpu": "XLA"}
-"""Flags that ask for an engine, and the word for it in a configuration file."""
 
+# Variables of the ranks by the flag that sets them.
 _VARIABLES = {
     **GENERAL,
     **FSDP,
@@ -285,7 +286,6 @@ _VARIABLES = {
     "use_parallelism_config": USE_MESH,
     "num_cpu_threads_per_process": "OMP_NUM_THREADS",
 }
-"""Variables of the ranks by the flag that sets them."""
 
 
 def chosen_engine(arguments: argparse.Namespace, file: ConfigFile) -> str:

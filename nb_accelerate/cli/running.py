@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     import psutil
 
-_END_SECONDS = 10.0
-"""Seconds that a run has to end by itself."""
-
+_END_SECONDS = 10.0  # seconds that a run has to end by itself
 _SERVER = "nb-server"
 _RANK = re.compile(r"nb-rank(\d+)")
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.worker.script import Job
 
-_SIGNALLED = 128
-"""What a shell adds to the number of the signal that ended a command."""
+_SIGNALLED = 128  # what a shell adds to the number of the signal that ended a command
 
 
 def run(job: Job, options: LaunchOptions, plan: LaunchPlan) -> int:

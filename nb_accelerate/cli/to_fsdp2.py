@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
+# Keys of version 1 that version 2 does not have, and why.
 _REMOVED = {
     "fsdp_backward_prefetch": "version 2 prefetches by itself",
     "fsdp_forward_prefetch": "version 2 has no such option in a file",
     "fsdp_sync_module_states": "version 2 loads full weights on one rank with fsdp_cpu_ram_efficient_loading",
     "fsdp_use_orig_params": "version 2 always keeps the original parameters",
 }
-"""Keys of version 1 that version 2 does not have, and why."""
 
+# The numbers that older files have for them: those of ``torch.distributed.fsdp.ShardingStrategy``.
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-"""The numbers that older files have for them: those of ``torch.distributed.fsdp.ShardingStrategy``."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -299,8 +299,8 @@ def _optimizer_part(accelerator: Accelerator, optimizer: torch.optim.Optimizer, 
     return OptimizerPart(getattr(optimizer, "optimizer", optimizer), strategy, [inner])
 
 
+# Parts of a parameter's name that wrappers of `torch.compile` and of activation checkpointing add.
 _ADDED = re.compile(r"^(_orig_mod\.)+|\._orig_mod|\._checkpoint_wrapped_module")
-"""Parts of a parameter's name that wrappers of `torch.compile` and of activation checkpointing add."""
 
 
 def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:

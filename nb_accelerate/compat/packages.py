@@ -72,12 +72,12 @@ _PACKAGES = (
     "pytest schedulefree swanlab timm torchao torchdata torchdata.stateful_dataloader torchvision trackio "
     "transformer_engine transformers triton wandb"
 )
+# Functions that return whether a module can be imported.
 _MODULES = {f"is_{module.replace('.', '_')}_available": module for module in _PACKAGES.split()}
-"""Functions that return whether a module can be imported."""
 
 _NEVER = "hpu lomo megatron_lm mlu msamp musa neuron npu pippy sagemaker sdaa"
+# Functions that return False, for scripts that ask.
 _UNSUPPORTED = {"is_habana_gaudi1", *(f"is_{what}_available" for what in _NEVER.split())}
-"""Functions that return False, for scripts that ask."""
 
 
 def __getattr__(name: str) -> Callable[..., bool]:

@@ -13,8 +13,8 @@ _TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
 )
 _TYPES = ("OutOfMemoryError", "MemoryError")
+# Types of torch that say it in their text, or something else: the last two are of CUDA and of NCCL.
 _TYPES_WITH_TEXT = ("RuntimeError", "AcceleratorError", "DistBackendError")
-"""Types of torch that say it in their text, or something else: the last two are of CUDA and of NCCL."""
 
 _WANTED = r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

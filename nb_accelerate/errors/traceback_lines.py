@@ -29,11 +29,11 @@ _LIBRARY_PATHS = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) + os.sep for name in _LIBRARY_PATHS})
 _LIBRARY_PARTS = ("site-packages", "dist-packages", "ipykernel_launcher")
 
+# Frames of the user's that are shown: the outermost and the innermost ones. With the text they fill twelve lines.
 _MAX_FRAMES = 3
-"""Frames of the user's that are shown: the outermost and the innermost ones. With the text they fill twelve lines."""
 
+# Attribute of an exception: a function that takes a `Style` and returns the lines to show instead of a traceback.
 _LINES = "_nb_accelerate_lines"
-"""Attribute of an exception: a function that takes a `Style` and returns the lines to show instead of a traceback."""
 
 
 class Style(NamedTuple):

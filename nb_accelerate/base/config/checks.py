@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_SHOWN = 80
-"""Characters of a value in a message."""
+_MOST_SHOWN = 80  # characters of a value in a message
 
 
 def suggest(given: object, known: Iterable[str]) -> str:

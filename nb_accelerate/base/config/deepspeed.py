@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.env import Environment
 
+# Fields of `DeepSpeedPlugin` by the keys that say the same in a DeepSpeed configuration.
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -35,7 +36,6 @@ _KEYS = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-"""Fields of `DeepSpeedPlugin` by the keys that say the same in a DeepSpeed configuration."""
 
 _DEFAULT = {
     "train_batch_size": AUTO,
@@ -47,8 +47,8 @@ _DEFAULT = {
 
 _DEVICES = ("none", "cpu", "nvme")
 
+# Fields whose variables count with all engines, or may be ``"auto"``.
 _READ_APART = ("gradient_accumulation_steps", "gradient_clipping")
-"""Fields whose variables count with all engines, or may be ``"auto"``."""
 
 _VARIABLES = {field: name for field, name in DEEPSPEED.items() if field not in _READ_APART}
 _VARIABLES["transformer_moe_cls_names"] = DEEPSPEED["deepspeed_moe_layer_cls_names"]

@@ -40,8 +40,8 @@ class DynamoBackend(Word):
     TVM = "TVM"
 
 
+# Backends of accelerate that torch_xla has under another name since its 2.1.
 _RENAMED = dict.fromkeys(("aot_torchxla_trace_once", "torchxla_trace_once"), "openxla")
-"""Backends of accelerate that torch_xla has under another name since its 2.1."""
 
 _BACKENDS = tuple(member.value.lower() for member in DynamoBackend)
 _VARIABLES = {

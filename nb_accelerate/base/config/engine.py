@@ -13,8 +13,8 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+# ``user@a:8``, ``a`` or ``[fd00::1]:8``. A name that begins with - would be an option of a command.
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]-][^\s:\[\]]*)(?::(?P<ranks>[0-9]+))?")
-"""``user@a:8``, ``a`` or ``[fd00::1]:8``. A name that begins with - would be an option of a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ ENGINES: dict[str, EngineRow] = {
 }
 """By name. ``"auto"`` is none of them: ranks are on this machine."""
 
+# ``srun`` without ``-u``, which buffers output until a line ends.
 _BUFFERS_LINES = re.compile(r"(?:^|[\s/'\"])srun(?=\s)(?!.*\s(?:-\w*u|--unb))", re.DOTALL)
-"""``srun`` without ``-u``, which buffers output until a line ends."""
 
 EXAMPLES = {"hosts": '["a:8", "b:8"]', "command_template": '"docker exec -i {host} {command}"'}
 """What to write for an option that is missing."""

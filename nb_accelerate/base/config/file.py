@@ -117,6 +117,7 @@ KEYS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys((*SECTIONS, "fp8_config", "megatron_lm_config", "mpirun_config"), _section),
 }
 
+# Keys that are accepted and not used.
 _NOT_USED = (
     # For TPU pods that accelerate reaches through gcloud: what would use them is refused, see `_not_of_pods`.
     *("command_file", "commands", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone"),
@@ -125,7 +126,6 @@ _NOT_USED = (
     *("deepspeed_config.deepspeed_multinode_launcher", "deepspeed_config.deepspeed_hostfile"),
     *("deepspeed_config.deepspeed_exclusion_filter", "deepspeed_config.deepspeed_inclusion_filter"),
 )
-"""Keys that are accepted and not used."""
 
 KNOWN = {
     *KEYS,

@@ -31,11 +31,11 @@ RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "H
 _STATE_DICT_TYPES = ("full_state_dict", "sharded_state_dict")
 _PREFETCHES = ("no_prefetch", "backward_pre", "backward_post")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+# Fields that FSDP2 has nothing for; their defaults, None or True, are accepted without effect.
 _OF_VERSION_1 = ("limit_all_gathers", "state_dict_config", "optim_state_dict_config", "param_init_fn")
-"""Fields that FSDP2 has nothing for; their defaults, None or True, are accepted without effect."""
 
+# Variables that are not read by themselves: which of them count depends on other options.
 _DEPENDENT = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_min_num_params")
-"""Variables that are not read by themselves: which of them count depends on other options."""
 
 
 @dataclass

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 _VARIABLES = {size: MESH[f"parallelism_config_{size}"] for size in _SIZES}
+# Dimensions of the mesh, outermost first: neighbouring ranks compute one layer together.
 _MESH_ORDER = ("dp_replicate", "dp_shard", "tp")
-"""Dimensions of the mesh, outermost first: neighbouring ranks compute one layer together."""
 
 _NOT_YET = {"cp_size": "context parallelism", "sp_size": "sequence parallelism"}
 

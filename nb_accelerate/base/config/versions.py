@@ -32,8 +32,8 @@ LOWEST = {
 }
 """Those of pyproject.toml. They are here too because a copy of this package that was not installed has no metadata."""
 
+# With an older one of these something fails somewhere, with an error that does not name it.
 _USED_CLOSELY = ("torch", "ipython", "ipykernel", "ipywidgets", "psutil")
-"""With an older one of these something fails somewhere, with an error that does not name it."""
 
 
 def is_installed(module: str) -> bool:

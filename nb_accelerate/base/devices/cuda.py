@@ -15,13 +15,12 @@ from nb_accelerate.base.devices.kind import Backend, DeviceKind, by_name, name_a
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Signs of a GPU's driver: NVIDIA's, in a container or sandbox, on a Jetson, on Windows' Linux, and AMD's.
 _DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/dxg", "/dev/kfd")
-"""Signs of a GPU's driver: NVIDIA's, in a container or sandbox, on a Jetson, on Windows' Linux, and AMD's."""
 
 _QUERY = ("--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 
-_QUERY_TIMEOUT = 5.0
-"""Seconds that nvidia-smi has to answer; it takes a fraction of one."""
+_QUERY_TIMEOUT = 5.0  # seconds that nvidia-smi has to answer; it takes a fraction of one
 
 
 def visible_devices(visible: str | None, changed: bool) -> tuple[str, ...]:

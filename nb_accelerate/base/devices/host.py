@@ -7,8 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
-"""Where a container sees its own limits, with version 2 of control groups."""
+_CGROUP = Path("/sys/fs/cgroup")  # where a container sees its own limits, with version 2 of control groups
 
 
 def num_cpus() -> int:

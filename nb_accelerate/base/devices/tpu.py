@@ -16,15 +16,14 @@ import sys
 from nb_accelerate.base.devices.kind import Backend, DeviceKind
 from nb_accelerate.base.devices.xla import num_chips
 
-_SECONDS = 120
-"""For a process that imports torch_tpu and looks at the chips, and does not start them."""
+_SECONDS = 120  # for a process that imports torch_tpu and looks at the chips, and does not start them
 
+# Prints, in its last line, what torch_tpu sets before ranks are started. It does so once in a process, for good.
 _VARIABLES = (
     "import json, os, sys; before = dict(os.environ); import torch, torch_tpu; from torch.tpu import distributed; "
     "distributed.set_tpu_launch_env(nproc_per_node=int(sys.argv[1])); "
     "print('\\n' + json.dumps({name: os.environ[name] for name in os.environ if before.get(name) != os.environ[name]}))"
 )
-"""Prints, in its last line, what torch_tpu sets before ranks are started. It does so once in a process, for good."""
 
 
 def _chips(_visible: str | None, _changed: bool) -> tuple[str, ...]:

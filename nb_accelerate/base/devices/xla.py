@@ -21,11 +21,10 @@ _BOUNDS = "TPU_PROCESS_BOUNDS"
 
 _BUS = Path("/sys/bus/pci/devices")
 
-_VENDOR = "0x1ae0"
-"""Google's number on the PCI bus."""
+_VENDOR = "0x1ae0"  # Google's number on the PCI bus
 
+# Numbers of TPU v2 to v7 on the PCI bus, as in ``torch_xla._internal.tpu``.
 _CHIPS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
-"""Numbers of TPU v2 to v7 on the PCI bus, as in ``torch_xla._internal.tpu``."""
 
 
 def _usable_devices(type_named: str | None, _changed: bool) -> tuple[str, ...]:

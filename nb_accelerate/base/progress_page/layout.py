@@ -102,8 +102,7 @@ assert MEMORY_AT + facts.MEMORY.size <= ANSWER_AT
 assert ANSWER_AT + ANSWER.size <= BARS_AT
 assert NANOSECONDS + len(Phase) <= SINCE
 
-_SURE = 2
-"""Steps after which a loop without a backward is no training."""
+_SURE = 2  # steps after which a loop without a backward is no training
 
 
 def activity_of(words: Sequence[int]) -> Activity:

@@ -364,8 +364,8 @@ class Loop:
         return self.words[0] if self.words[-1] else 0
 
 
+# What holds for later calls and cells.
 _STAY = (layout.SAVES, layout.OTHER_GROUP, layout.INTERRUPT, layout.PRECISION, layout.ACCUMULATION)
-"""What holds for later calls and cells."""
 
 _LOOP_WORDS = (
     layout.STEP,

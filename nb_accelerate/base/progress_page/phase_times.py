@@ -11,11 +11,8 @@ from nb_accelerate.base.progress_page.facts import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_TIMES = slice(layout.NANOSECONDS, layout.SINCE)
-"""Words with the nanoseconds of phases."""
-
-_ENDLESS = 10**18
-"""Nanoseconds, some thirty years. Who has spent more in a phase has not written this word."""
+_TIMES = slice(layout.NANOSECONDS, layout.SINCE)  # words with the nanoseconds of phases
+_ENDLESS = 10**18  # Nanoseconds, some thirty years. Who has spent more in a phase has not written this word.
 
 WORK = (
     Phase.DATA,
@@ -30,8 +27,7 @@ WORK = (
 )
 """Phases that take time, in the order in which they are shown."""
 
-_WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)
-"""With the word that has the time of each."""
+_WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)  # with the word that has the time of each
 
 
 def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[], None]]:

@@ -96,8 +96,7 @@ class Sample:
         return self.steps_before + (self.step if self.in_loop and self.trains else 0)
 
 
-_ENDLESS = 1e18
-"""Nothing counts so far."""
+_ENDLESS = 1e18  # nothing counts so far
 
 
 def read(memory: Buffer) -> Sample:

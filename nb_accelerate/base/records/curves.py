@@ -23,20 +23,16 @@ Points = tuple[tuple[float, float], ...]
 _WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 320, 58, 18, 24, 36
 """Pixels: of the picture where no style sheet makes it wider, on its sides, above the curves, and of the axis."""
 
+# Units of what is plotted, from left to right. They are stretched; texts, widths of lines and heights are not.
 _ACROSS = 1000
-"""Units of what is plotted, from left to right. They are stretched; texts, widths of lines and heights are not."""
 
-_HUGE = 1e300
-"""Values beyond are drawn outside of the picture: differences of such numbers are infinite."""
-
-_WIDE = 10.0
-"""Between the least and the greatest loss that are drawn with a logarithmic scale."""
+_HUGE = 1e300  # values beyond are drawn outside of the picture: differences of such numbers are infinite
+_WIDE = 10.0  # between the least and the greatest loss that are drawn with a logarithmic scale
 
 SMOOTHED_FROM = 40
 """Points of a curve from which on it is smoothed."""
 
-_SMOOTHED_OVER = 0.03
-"""Part of the points of a curve, on both sides of a point, that the smoothed one is a mean of."""
+_SMOOTHED_OVER = 0.03  # part of the points of a curve, on both sides of a point, that the smoothed one is a mean of
 
 LABELS = (
     ".nba-plot{position:relative}.nba-plot i{position:absolute;font-style:normal;line-height:1;white-space:nowrap}"

@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 
-_LATEST = 1e11
-"""A time that is later, in seconds since 1970, is none: other functions than ours cannot show it."""
-
-_FIRST = 1 << 16
-"""Bytes of a first line that are read to see whether it is the file of a run."""
+_LATEST = 1e11  # a time that is later, in seconds since 1970, is none: other functions than ours cannot show it
+_FIRST = 1 << 16  # bytes of a first line that are read to see whether it is the file of a run
 
 
 def first_line() -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_MAX_TEXT = 40
-"""Characters of a setting that are shown."""
+_MAX_TEXT = 40  # characters of a setting that are shown
 
 _SECRET = re.compile(r"(token|secret|key|passw\w*|pwd|credentials?|auth)(_|$)")
 

@@ -22,11 +22,8 @@ _NOT_VALUES = ("step", "time")
 _LOWER_IS_BETTER = {"error", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "nll", "fid"}
 _HIGHER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "precision", "recall", "score", "bleu", "iou", "reward"}
 
-_HUGE = 10**300
-"""Integers that are greater are not shown: they may be no `float`."""
-
-_MOST_ROWS = 4001
-"""Rows of the same names that are kept, at most: an odd number, so that the last one stays."""
+_HUGE = 10**300  # integers that are greater are not shown: they may be no `float`
+_MOST_ROWS = 4001  # rows of the same names that are kept, at most: an odd number, so that the last one stays
 
 
 @dataclass(kw_only=True)

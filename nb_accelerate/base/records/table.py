@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.records.record import RunRecord
 
-_MOST_VALUES = 4
-"""Logged values with columns of their own."""
+_MOST_VALUES = 4  # logged values with columns of their own
 
 _COUNTERS = ("epoch", "step", "global_step")
 

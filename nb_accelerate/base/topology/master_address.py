@@ -16,8 +16,8 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
+# The first node of a list such as ``gpu[07-09,12]-x,login``.
 _FIRST_NODE = re.compile(r"(?P<prefix>[^,\[]+)(?:\[(?P<number>[0-9]+)[^\]]*\](?P<suffix>[^,\[]*))?")
-"""The first node of a list such as ``gpu[07-09,12]-x,login``."""
 
 
 def master_address(variables: Mapping[str, str], topology: Topology) -> tuple[str, int] | None:

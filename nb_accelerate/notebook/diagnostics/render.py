@@ -29,14 +29,9 @@ if TYPE_CHECKING:
     from nb_accelerate.errors.traceback_lines import Style
     from nb_accelerate.notebook.protocol.messages import ErrorReport, Frame
 
-_CONTEXT = 2
-"""Lines shown before and after the line of a cell."""
-
-_MOST_OF_LIBRARIES = 2
-"""Frames of libraries, one below the other, that are shown; of more, the innermost one is."""
-
-_OUR_ERRORS = "nb_accelerate.errors."
-"""Begins the last line of a traceback of one of our errors."""
+_CONTEXT = 2  # lines shown before and after the line of a cell
+_MOST_OF_LIBRARIES = 2  # frames of libraries, one below the other, that are shown; of more, the innermost one is
+_OUR_ERRORS = "nb_accelerate.errors."  # begins the last line of a traceback of one of our errors
 
 
 def render_report(

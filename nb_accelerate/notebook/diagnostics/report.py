@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 
 _OUR_FRAMES = str(Path(__file__).parents[1] / "worker")
 _MAX_CHAIN = 10
-_MAX_GROUP = 10
-"""Exceptions of a group that are told of; the others are counted."""
-
+_MAX_GROUP = 10  # exceptions of a group that are told of; the others are counted
 _MAX_FRAMES = 500
 _MAX_NOTES = 100
 
 LONGEST_TEXT = 20_000
 """Characters of an exception's text, or of a note, that travel: what nobody reads holds everybody up."""
 
+# Texts of exceptions for a variable of ``__main__`` that is not there, by their type.
 _ABSENT = {
     "NameError": re.compile(r"name '(\w+)' is not defined"),
     "KeyError": re.compile(r"'(\w+)'"),
@@ -37,13 +36,9 @@ _ABSENT = {
         r"(?:Can't get|module '__main__' has no) attribute '(\w+)'(?: on <module '__main__'.*>)?"
     ),
 }
-"""Texts of exceptions for a variable of ``__main__`` that is not there, by their type."""
 
-_EVALUATED = "<string>"
-"""The file of what ``eval`` runs."""
-
-_LOOKS_UP = re.compile(r"globals\(\)|locals\(\)|vars\(|__dict__")
-"""In a line that reads variables as a dictionary."""
+_EVALUATED = "<string>"  # the file of what ``eval`` runs
+_LOOKS_UP = re.compile(r"globals\(\)|locals\(\)|vars\(|__dict__")  # in a line that reads variables as a dictionary
 
 T = TypeVar("T")
 

@@ -23,14 +23,13 @@ DUMP_SIGNAL = signal.SIGUSR2
 
 _THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack \(most recent call first\):)$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
+# What people call a function of torch.
 _SAID = {"_engine_run_backward": "backward", "_wrapped_call_impl": "forward", "_call_impl": "forward"}
-"""What people call a function of torch."""
 
+# Files with functions that users call by other names, of `Accelerator` or of torch.
 _COLLECTIVES = ("/torch/distributed/", "/nb_accelerate/training/comm/")
-"""Files with functions that users call by other names, of `Accelerator` or of torch."""
 
-_WRAPPERS = ("wrapper", "inner", "decorate_context")
-"""Functions of decorators around a collective."""
+_WRAPPERS = ("wrapper", "inner", "decorate_context")  # functions of decorators around a collective
 
 _WORKER = re.compile(r"nb_accelerate/notebook/(?:worker|launch|diagnostics|protocol)/[\w/]+\.py$|^<string>$")
 
@@ -40,26 +39,26 @@ OUTSIDE = "outside your code"
 ONE_THREAD = "Only one thread runs code of users.\n"
 """First line of a dump of such a rank, unless `faulthandler` has written it."""
 
+# Last line of each complete dump: one is written in pieces and ends with the main thread, begun by ``python -c``.
 _LAST_LINE = b'  File "<string>", line 1 in <module>\n'
-"""Last line of each complete dump: one is written in pieces and ends with the main thread, begun by ``python -c``."""
 
 _BACKWARD = "/torch/autograd/graph.py"
 
+# Files whose innermost frame waits for others. A backward does, in C++ code: gradients are averaged in it; a forward of
+# a parallel model, for its buffers; and ours, where a collective runs on the device, for its result.
 _WAIT_IN = (
     "/torch/distributed/",
     _BACKWARD,
     "/torch/nn/parallel/distributed.py",
     "/nb_accelerate/training/comm/",
 )
-"""Files whose innermost frame waits for others. A backward does, in C++ code: gradients are averaged in it; a forward
-of a parallel model, for its buffers; and ours, where a collective runs on the device, for its result."""
 
+# Files whose innermost frame waits for ranks and for nothing else: the folder of the first also has remote calls,
+# launchers of processes and writers of checkpoints.
 _EXCHANGES = ("/torch/distributed/distributed_c10d.py", "/torch/nn/parallel/distributed.py")
-"""Files whose innermost frame waits for ranks and for nothing else: the folder of the first also has remote calls,
-launchers of processes and writers of checkpoints."""
 
+# Functions of torch.distributed that wait for processes outside of a launch too, or for a shorter time.
 _WAITS_WITH_AN_END = ("init_process_group", "new_group", "monitored_barrier")
-"""Functions of torch.distributed that wait for processes outside of a launch too, or for a shorter time."""
 
 
 def is_whole(dump: bytes | bytearray) -> bool:

@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"\d+")
 
-_TIME_LEFT = re.compile(r"(\[[\d:]+)<[\d:?]+")
-"""As tqdm writes it: ``[00:05<00:10, ...]``."""
-
-_ALIKE = 0.02
-"""Largest difference of counts of ranks that is not told, as a part of the total."""
-
-_MOST = 12
-"""Lines, at most: of 64 ranks that have a bar each, most are left out."""
+_TIME_LEFT = re.compile(r"(\[[\d:]+)<[\d:?]+")  # As tqdm writes it: ``[00:05<00:10, ...]``.
+_ALIKE = 0.02  # largest difference of counts of ranks that is not told, as a part of the total
+_MOST = 12  # lines, at most: of 64 ranks that have a bar each, most are left out
 
 
 def bar_lines(samples: Mapping[int, Sample], *, has_ended: bool) -> tuple[BarLine, ...]:

@@ -20,17 +20,12 @@ if TYPE_CHECKING:
     from nb_accelerate.base.records import Points
     from nb_accelerate.notebook.display.view import View
 
-_EARLIER_RUNS = 3
-"""Runs before that a chart shows."""
+_EARLIER_RUNS = 3  # runs before that a chart shows
+_FEW_POINTS = 8  # points of a run that is too short to be remembered
+_MOST_POINTS = 240  # points of a curve, however long the run is
 
-_FEW_POINTS = 8
-"""Points of a run that is too short to be remembered."""
-
-_MOST_POINTS = 240
-"""Points of a curve, however long the run is."""
-
+# The name of a run, without numbers, its settings and losses; of the last runs, in the order in which they ended.
 _earlier: deque[tuple[str, Mapping[str, Any], Curve]] = deque(maxlen=100)
-"""The name of a run, without numbers, its settings and losses; of the last runs, in the order in which they ended."""
 
 
 class ThinnedCurve:
@@ -119,8 +114,7 @@ def earlier_runs(name: str, config: Mapping[str, Any]) -> tuple[str, tuple[Curve
     return own, tuple(Curve(said, curve.points) for said, (_, curve) in zip(names, alike, strict=False))
 
 
-_MOST_CHARTS = 8
-"""Charts in a panel; `runs` has the rest."""
+_MOST_CHARTS = 8  # Charts in a panel; `runs` has the rest.
 
 
 def charts_of(keys: Iterable[str], settings: Mapping[str, Any] | None = None) -> tuple[Chart, ...]:

@@ -14,19 +14,14 @@ if TYPE_CHECKING:
     from nb_accelerate.base.progress_page import RankMemory, Sample
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "other", "peak", "limit")
-_MOST_ROWS = 8
-"""Ranks in a table; of more, the first ones and the one that failed."""
-
+_MOST_ROWS = 8  # ranks in a table; of more, the first ones and the one that failed
 _MOST_TIPS = 2
 
+# Part of the limit that parameters, gradients and optimizer states take, below which sharding them does not help.
 _WORTH_SHARDING = 0.01
-"""Part of the limit that parameters, gradients and optimizer states take, below which sharding them does not help."""
 
-_SAME = 0.02
-"""Difference, as a part of the whole, below which ranks count as holding the same."""
-
-_MOSTLY = 0.5
-"""Part of the memory from which on its owner is named first."""
+_SAME = 0.02  # difference, as a part of the whole, below which ranks count as holding the same
+_MOSTLY = 0.5  # part of the memory from which on its owner is named first
 
 
 def parts_of(held: RankMemory) -> str:

@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
 
-_SHORT = 0.4
-"""Seconds that say nothing about a rate."""
-
-_SHORT_COMPILING = 2.0
-"""Seconds of compiling that need no number."""
+_SHORT = 0.4  # seconds that say nothing about a rate
+_SHORT_COMPILING = 2.0  # seconds of compiling that need no number
 
 
 class Pace:

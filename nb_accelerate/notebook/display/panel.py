@@ -33,18 +33,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAMPLE_EVERY = 0.1
+# Samples of ranks that are taken in a second, at most: of many ranks, each is sampled less often.
 _SAMPLES_PER_SECOND = 160
-"""Samples of ranks that are taken in a second, at most: of many ranks, each is sampled less often."""
 
+# Ranks from which on processes are inspected and the panel is drawn less often: nobody watches so many one by one.
 _MANY = 16
-"""Ranks from which on processes are inspected and the panel is drawn less often: nobody watches so many one by one."""
 
 _DRAW_MANY_EVERY = 0.8
 
 _INSPECT_EVERY = 1.0
 
-_LINES_EVERY = 0.4
-"""Seconds between two questions for the user's lines: each takes a rank some tens of microseconds."""
+_LINES_EVERY = 0.4  # seconds between two questions for the user's lines: each takes a rank some tens of microseconds
 
 DELAY = 1.0
 """Seconds before a panel appears: what is over by then needs none."""

@@ -13,14 +13,9 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.progress_page import Sample
 
-_WINDOW = 10.0
-"""Seconds of a run that are summed up while it is on."""
-
-_KEEP_EVERY = 0.5
-"""Seconds between two samples that are kept."""
-
-_MUCH = 0.2
-"""Part of the time from which on it is said whose it is."""
+_WINDOW = 10.0  # seconds of a run that are summed up while it is on
+_KEEP_EVERY = 0.5  # seconds between two samples that are kept
+_MUCH = 0.2  # part of the time from which on it is said whose it is
 
 _NAMES = {
     Phase.DATA: "loading data",

@@ -22,20 +22,14 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.progress_page import CodeLine
 
-_WINDOW = 4.0
-"""Seconds of samples from which the rate is computed."""
+_WINDOW = 4.0  # seconds of samples from which the rate is computed
+_SHORT = 0.4  # seconds of samples that are too few to compute a rate
 
-_SHORT = 0.4
-"""Seconds of samples that are too few to compute a rate."""
-
+# Seconds of an epoch or evaluation from which on its end is shown, where the end of the run is not known.
 _LONG_EPOCH = 30.0
-"""Seconds of an epoch or evaluation from which on its end is shown, where the end of the run is not known."""
 
-_LONG = 10.0
-"""Seconds for which samples are kept, and from which the shares of phases are computed."""
-
-_RECENT = 1.5
-"""Seconds of samples whose most frequent phase is shown; the newest phase alone would flicker."""
+_LONG = 10.0  # seconds for which samples are kept, and from which the shares of phases are computed
+_RECENT = 1.5  # seconds of samples whose most frequent phase is shown; the newest phase alone would flicker
 
 PHASES = {
     Phase.NOTHING: "starting",
@@ -65,8 +59,7 @@ METHODS = {
 }
 """What users call for a collective."""
 
-_ENOUGH = 20
-"""Samples of a rank before something is said about its time."""
+_ENOUGH = 20  # samples of a rank before something is said about its time
 
 WITH_OTHERS = (Phase.TRAINING, Phase.BACKWARD, Phase.WAITING)
 """Phases in which a rank may be waiting for the slowest one."""
@@ -96,8 +89,7 @@ class RankStatus:
     machine: str = ""  # its name; "" for this one, where its process can be looked at
 
 
-_KEPT_LINES = 10
-"""Lines. The most frequent one is shown: what changes each time is no news, but flicker."""
+_KEPT_LINES = 10  # Lines. The most frequent one is shown: what changes each time is no news, but flicker.
 
 
 class CodeLines:

@@ -28,17 +28,12 @@ if TYPE_CHECKING:
 FEW = 2
 """Ranks that have a row each. More that are alike are one row."""
 
-_MANY = 16
-"""Ranks that are shown with what each does, at most."""
+_MANY = 16  # ranks that are shown with what each does, at most
+_SHORT = 8  # characters of the numbers of ranks for which their column has room
+_SENDING = 1 << 20  # bytes on the way to its machine from which on a rank waits for them
 
-_SHORT = 8
-"""Characters of the numbers of ranks for which their column has room."""
-
-_SENDING = 1 << 20
-"""Bytes on the way to its machine from which on a rank waits for them."""
-
+# Part of a loss by which those of ranks in one row differ from which on it says the least and the greatest.
 _SPREAD = 0.1
-"""Part of a loss by which those of ranks in one row differ from which on it says the least and the greatest."""
 
 
 _OF_FIRST_BATCH = [PHASES[phase] for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.TRAINING)]

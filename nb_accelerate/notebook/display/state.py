@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.rank_history import Ranks, RankStatus
     from nb_accelerate.notebook.display.view import Facts, FailureSummary, PanelStatus, Row
 
-_FIRST_COLUMNS = ("step", "epoch", "rate", "loss", "memory")
-"""Columns that are there from the first drawing on."""
+_FIRST_COLUMNS = ("step", "epoch", "rate", "loss", "memory")  # columns that are there from the first drawing on
 
 
 class PanelState:

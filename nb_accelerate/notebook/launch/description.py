@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.ranks.output.sinks import Sink
 
-_MAX_TEXT = 100
-"""Characters of a text that tells a run from another one."""
+_MAX_TEXT = 100  # characters of a text that tells a run from another one
 
 
 def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 
+# Variables that describe the kernel's process, and are not true of a rank.
 _KERNELS_OWN = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "JPY_INTERRUPT_EVENT", "PYTEST_CURRENT_TEST")
-"""Variables that describe the kernel's process, and are not true of a rank."""
 
 
 def rank_environ(

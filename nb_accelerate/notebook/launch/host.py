@@ -164,8 +164,8 @@ class HostedRank(RankEvents):
             self.send(Kind.FACTS, as_json(facts))
 
 
+# Bytes that wait to be sent from which on no rank is read: one that prints faster than the network is held up.
 _FULL = 4 << 20
-"""Bytes that wait to be sent from which on no rank is read: one that prints faster than the network is held up."""
 
 _PAGE_INTERVAL, _LOOK_INTERVAL = 0.1, 0.5
 """Seconds between two looks at the pages of ranks, and at their processes."""
@@ -174,8 +174,7 @@ _NO_INPUT = (
     "nb_accelerate: the command does not hand on its stdin: docker exec and kubectl exec need -i, ssh must not have -n"
 )
 
-_CONNECT_TIMEOUT = 15.0
-"""Seconds for the kernel to answer where the engine gives no stream."""
+_CONNECT_TIMEOUT = 15.0  # seconds for the kernel to answer where the engine gives no stream
 
 
 class Host:

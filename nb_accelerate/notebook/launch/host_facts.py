@@ -19,14 +19,13 @@ from nb_accelerate.notebook.launch.machine import facts_here, software_here
 from nb_accelerate.notebook.remote.connection_back import address_towards, family_of
 from nb_accelerate.notebook.worker.connections import addresses_of
 
-_PROBE_TIMEOUT = 5.0
-"""Seconds for another machine to accept a connection."""
+_PROBE_TIMEOUT = 5.0  # seconds for another machine to accept a connection
 
 SENT_FACTS = ("num_cpus", "prefers_cpu", "num_threads", "loopback", "shared_memory")
 """What the kernel is sent of `MachineFacts` beside the devices."""
 
+# What the environment of a host says about how ranks are to be set up.
 _VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What the environment of a host says about how ranks are to be set up."""
 
 
 def facts_of_machine() -> dict[str, Any]:

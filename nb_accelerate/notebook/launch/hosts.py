@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.launch.engines.engine import Machine
 
-_HOST = ("-m", "nb_accelerate.notebook.launch.host")
-"""Arguments of Python that start a host."""
+_HOST = ("-m", "nb_accelerate.notebook.launch.host")  # arguments of Python that start a host
 
+# Seconds for a host to say what its machine is: the engine may wait for the machine, and Python reads its modules.
 _OPEN_TIMEOUT = 60.0
-"""Seconds for a host to say what its machine is: the engine may wait for the machine, and Python reads its modules."""
 
-_ANSWER_TIMEOUT = 5.0
-"""Seconds for a host that was kept to answer. If it does not, others are started."""
+_ANSWER_TIMEOUT = 5.0  # Seconds for a host that was kept to answer. If it does not, others are started.
 
 
 class Hosts:

@@ -61,12 +61,12 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.output.sinks import Sink
 
 
+# Seconds that a launch in the background is waited for, at most, until it has its panel. It takes some milliseconds, or
+# for ever where other machines have to come first.
 _PANEL_TIMEOUT = 1.0
-"""Seconds that a launch in the background is waited for, at most, until it has its panel. It takes some milliseconds,
-or for ever where other machines have to come first."""
 
+# Errors of what is written in the program. They come back in every attempt, so `max_restarts` is not for them.
 _NOT_RESTARTED = (ConfigError, MissingDependencyError, NotPreparedError, ShippingError, UnknownArgumentError)
-"""Errors of what is written in the program. They come back in every attempt, so `max_restarts` is not for them."""
 
 
 class Launch(Steerable):

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.messages import Call, Join, RunCell
     from nb_accelerate.notebook.ranks.end_reports import EndReports
 
+# Seconds from SIGKILL until the process of a rank must have ended. It first frees its memory, also of a device.
 _KILL_TIMEOUT = 20.0
-"""Seconds from SIGKILL until the process of a rank must have ended. It first frees its memory, also of a device."""
 
+# States of a process that computes, waits for a processor or for a disk.
 _WORKING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-"""States of a process that computes, waits for a processor or for a disk."""
 
 _open: weakref.WeakSet[LocalRank] = weakref.WeakSet()
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.devices import DeviceKind
 
 
-_MIN_MEMORY = 512
-"""MiB of GPU memory from which a process is named. A driver context or a desktop has less."""
+_MIN_MEMORY = 512  # MiB of GPU memory from which a process is named. A driver context or a desktop has less.
 
 
 @dataclass(frozen=True, kw_only=True)

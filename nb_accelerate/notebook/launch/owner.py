@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.channel import Channel
 
-_START_TIMEOUT = 60.0
-"""Seconds a server has to begin to serve; later it is taken for one that never will."""
-
-_KILL_TIMEOUT = 1.0
-"""Seconds for processes that were killed to end."""
+_START_TIMEOUT = 60.0  # seconds a server has to begin to serve; later it is taken for one that never will
+_KILL_TIMEOUT = 1.0  # seconds for processes that were killed to end
 
 
 class Owner:

@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 
 _SHM = "/dev/shm"  # noqa: S108 - a name to say
 
+# Bytes. Containers get 64 MiB by default, which one loader worker with a few large batches fills.
 _LITTLE_SHARED_MEMORY = 128 << 20
-"""Bytes. Containers get 64 MiB by default, which one loader worker with a few large batches fills."""
 
+# A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation.
 _THREADS_OF_FORKS = 1
-"""A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation."""
 
 _PROCESSOR = VisibleDevices(kind=CPU, names=())
 
 
-_FEW_ON_A_CORE = 4
-"""Ranks. With more of them, to start takes long enough to say why."""
+_FEW_ON_A_CORE = 4  # Ranks. With more of them, to start takes long enough to say why.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,11 +42,10 @@ if TYPE_CHECKING:
 
 _LOOPBACK = "127.0.0.1"
 
+# Port of the store, as accelerate's and torchrun's; only for several machines, which have to know it beforehand.
 _DEFAULT_PORT = 29500
-"""Port of the store, as accelerate's and torchrun's; only for several machines, which have to know it beforehand."""
 
-_DEFAULT_ELASTIC_PORT = 29400
-"""Port at which machines without numbers meet, as torchrun's."""
+_DEFAULT_ELASTIC_PORT = 29400  # port at which machines without numbers meet, as torchrun's
 
 _keepers: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 

@@ -47,35 +47,19 @@ if TYPE_CHECKING:
 DONE, INTERRUPTED, FAILED = "is done", "was interrupted", "has failed"
 """How the launch of a machine can end, as verbs."""
 
-_STORE_TIMEOUT = timedelta(seconds=60)
-"""For an answer of the store, as torchrun's."""
+_STORE_TIMEOUT = timedelta(seconds=60)  # for an answer of the store, as torchrun's
+_JOIN_TIMEOUT = 600  # seconds for all machines to come, as torchrun's
 
-_JOIN_TIMEOUT = 600
-"""Seconds for all machines to come, as torchrun's."""
-
+# Seconds without an answer of the store, or a beat of a machine, after which that is told, or not waited for.
 _GRACE = 15.0
-"""Seconds without an answer of the store, or a beat of a machine, after which that is told, or not waited for."""
 
-_NEWS_LIMIT = 10.0
-"""Seconds for another machine to tell why its ranks have failed, when ranks here have lost them."""
-
-_LEAVING_LIMIT = 5.0
-"""Seconds to leave. On a machine without network that never ends."""
-
-_HEARD_LIMIT = 3.0
-"""Seconds for the others to end too, before the store goes that says why this launch has ended."""
-
-_CONNECT_LIMIT = 2.0
-"""Seconds of one attempt to connect, for which a wait that was given up is waited for."""
-
-_RETRY_INTERVAL = 0.2
-"""Seconds between two attempts to connect."""
-
-_CHECK_INTERVAL = 0.5
-"""Seconds between two checks of the store."""
-
-_WAIT_INTERVAL = 0.05
-"""Seconds between two checks whether a wait is to end."""
+_NEWS_LIMIT = 10.0  # seconds for another machine to tell why its ranks have failed, when ranks here have lost them
+_LEAVING_LIMIT = 5.0  # Seconds to leave. On a machine without network that never ends.
+_HEARD_LIMIT = 3.0  # seconds for the others to end too, before the store goes that says why this launch has ended
+_CONNECT_LIMIT = 2.0  # seconds of one attempt to connect, for which a wait that was given up is waited for
+_RETRY_INTERVAL = 0.2  # seconds between two attempts to connect
+_CHECK_INTERVAL = 0.5  # seconds between two checks of the store
+_WAIT_INTERVAL = 0.05  # seconds between two checks whether a wait is to end
 
 
 class Machines:

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 PRELOAD = ("torch", "torch.distributed", "cloudpickle", "tqdm.std", *PRELOADED, *LATER)
 """Modules that every rank needs, imported once in the warm server."""
 
+# What ranks of a notebook need besides, for cells and displays. Elsewhere a rank imports it if it comes to that.
 _PRELOAD_FOR_NOTEBOOKS = (
     "nb_accelerate.notebook.worker.cell",
     "nb_accelerate.notebook.worker.output.launched_displays",
 )
-"""What ranks of a notebook need besides, for cells and displays. Elsewhere a rank imports it if it comes to that."""
 
+# The function that a fresh interpreter runs to become a server.
 _ENTRY = "nb_accelerate.notebook.worker.server.executed:main"
-"""The function that a fresh interpreter runs to become a server."""
 
 CLOSE_TIMEOUT = 5.0
 """Seconds a server has to end its ranks and itself, before it is killed."""
@@ -204,8 +204,8 @@ def one_at_a_time() -> Iterator[None]:
 
 _lock = threading.Lock()
 _warm: ExecutedServer | None = None
+# Warm servers that start no more ranks, and end when the ranks have ended that they have.
 _retired: list[ExecutedServer] = []
-"""Warm servers that start no more ranks, and end when the ranks have ended that they have."""
 
 
 def warm_server() -> ExecutedServer:

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nb_accelerate")
 
 _ENVIRON = ("sys", "environ")
+# What a rank gets with its `Setup`, which has more to say about it.
 _OF_SETUP = {_ENVIRON, ("sys", "path"), ("sys", "argv"), ("sys", "folder")}
-"""What a rank gets with its `Setup`, which has more to say about it."""
 
+# What ranks on another machine do not follow.
 _OF_MACHINE = {_ENVIRON, ("sys", "folder"), ("sys", "limits"), ("sys", "cores"), ("sys", "umask")}
-"""What ranks on another machine do not follow."""
 
-_named: set[Key] = set()
-"""Settings that could not be sent, which the user knows."""
+_named: set[Key] = set()  # settings that could not be sent, which the user knows
 
 
 def set_here(*, at_start: bool = True, is_elsewhere: bool = False) -> dict[Key, Any]:

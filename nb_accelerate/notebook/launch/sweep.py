@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.launch.launch import Launch
 
-_INTERVAL = 0.02
-"""Seconds that each launch that is on is waited for, in turns."""
+_INTERVAL = 0.02  # seconds that each launch that is on is waited for, in turns
 
 
 def sweep(

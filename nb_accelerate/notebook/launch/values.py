@@ -69,8 +69,8 @@ def unpack_values(request: Request) -> Values:
     return Values(results.values())
 
 
+# Names of models that `note_of_dropped` has returned a sentence about in this process: it does so once.
 _told: set[str] = set()
-"""Names of models that `note_of_dropped` has returned a sentence about in this process: it does so once."""
 
 
 def note_of_dropped(request: Request, function: str) -> str:

@@ -13,18 +13,17 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
+# Cell magics about Python code, which is the ranks'. All others, ``%%bash`` say, are the notebook's.
 _ON_RANKS = ("%%time", "%%timeit", "%%prun", "%%capture")
-"""Cell magics about Python code, which is the ranks'. All others, ``%%bash`` say, are the notebook's."""
 
 _OURS = ("%%distributed", "%%rank", "%%local")
 
 _HERE = ("%distributed", "%load_ext", "%unload_ext", "%reload_ext")
 
-_DEBUG = ["%distributed debug\n"]
-"""In the place of ``%debug``: one debugger, not as many as there are ranks."""
+_DEBUG = ["%distributed debug\n"]  # in the place of ``%debug``: one debugger, not as many as there are ranks
 
+# Installing a package, which ranks would do at the same time, in the same place.
 _ONCE = ("%pip", "%conda", "%mamba", "%micromamba", "%uv", "!pip", "!conda", "!mamba", "!micromamba", "!uv")
-"""Installing a package, which ranks would do at the same time, in the same place."""
 
 
 class AutoMode:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _POOL = args.names_of(args.POOL)
 _ENGINE = args.names_of(args.ENGINE)
 
+# ``torch.manual_seed(0)``, ``np.random.seed(0)``, ``set_seed(0)``, ``seed_everything(0)`` ... States are not compared:
+# when the same seed is set again, the state can be equal to the one that ranks began with.
 _SEEDS = re.compile(r"seed\w*\s*\(")
-"""``torch.manual_seed(0)``, ``np.random.seed(0)``, ``set_seed(0)``, ``seed_everything(0)`` ... States are not compared:
-when the same seed is set again, the state can be equal to the one that ranks began with."""
 
 
 class Cells:

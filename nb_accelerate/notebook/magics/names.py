@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 _COMMAND = re.compile(r"\s*%distributed\s+(\w*)$")
 _OPTION = re.compile(r"\s*%(?:distributed\s+(\w+)|%(?:distributed|rank))\b.*\s(-[\w-]*)$")
 
+# Methods of a shell that tell what a name is. Colab's kernel asks the second one first.
 _INSPECTORS = ("object_inspect_mime", "object_inspect")
-"""Methods of a shell that tell what a name is. Colab's kernel asks the second one first."""
 
-_ANSWER_WITHIN = 0.2
-"""Seconds that rank 0 has for an answer, while somebody types."""
+_ANSWER_WITHIN = 0.2  # seconds that rank 0 has for an answer, while somebody types
 
 
 class RankNames:

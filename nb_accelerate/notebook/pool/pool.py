@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.output.sinks import Sink
     from nb_accelerate.notebook.ranks.request import Request
 
-_NOTHING = read_cell("")
-"""A cell that is run for the sake of the names that are sent with it."""
+_NOTHING = read_cell("")  # a cell that is run for the sake of the names that are sent with it
 
 logger = logging.getLogger("nb_accelerate")
 
@@ -79,12 +78,12 @@ class PoolState(enum.Enum):
     """A rank has ended. The others keep their variables."""
 
 
+# Why ranks take no cell now.
 _WHY_NOT = {
     PoolState.STOPPED: "no ranks are running. Start some: %distributed start",
     PoolState.STARTING: "the ranks are being started",
     PoolState.RUNNING: "the ranks are running a cell. Wait for it, or interrupt it: %distributed interrupt",
 }
-"""Why ranks take no cell now."""
 
 
 class Pool:

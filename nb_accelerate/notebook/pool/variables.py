@@ -60,8 +60,7 @@ class Sent:
 _NOTHING = Sent(lambda: None, None, frozenset(), frozenset())
 
 
-_ABSENT = object()
-"""In the place of the value of a name that the notebook does not have."""
+_ABSENT = object()  # in the place of the value of a name that the notebook does not have
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ class Before:
         return cls(_reference(variables.get(name, _ABSENT)), snapshot.tokens if snapshot is not None else None)
 
 
+# In the place of what the notebook had, when it has bound or deleted the name since.
 _EARLIER: Before = Before(lambda: _EARLIER)
-"""In the place of what the notebook had, when it has bound or deleted the name since."""
 
 
 class NamespaceSync:

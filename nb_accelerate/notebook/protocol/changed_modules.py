@@ -37,11 +37,10 @@ logger = logging.getLogger("nb_accelerate")
 
 _BEGAN = time.time()
 
+# Packages whose state belongs to each rank: streams, environment, shell.
 _NOT_FOLLOWED = ("sys", "os", "__main__", "nb_accelerate", "IPython", "ipykernel")
-"""Packages whose state belongs to each rank: streams, environment, shell."""
 
-_MANY = 1000
-"""Entries of a dictionary or list that is still read before each cell."""
+_MANY = 1000  # entries of a dictionary or list that is still read before each cell
 
 
 class _Literals(NamedTuple):
@@ -113,11 +112,11 @@ def reloaded_here() -> list[str]:
 
 _OF_INTEREST = re.compile(r"\bimport\b|\w\.\w+\s*=(?!=)|\bsetattr\b|\bsys\.|\.register\b|\.library\.")
 
+# What changes a process by a call, or assigns to an entry, and cannot be read from it.
 _STAYS_HERE = re.compile(
     r"codecs\.register|sys\.(meta_path|path_hooks)\.(append|insert)|sys\.modules\[\]"
     r"|torch\.library\.(define|impl|Library|register_\w+)"
 )
-"""What changes a process by a call, or assigns to an entry, and cannot be read from it."""
 
 
 def _read_texts() -> None:

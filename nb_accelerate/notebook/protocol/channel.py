@@ -30,24 +30,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _HEADER = struct.Struct("!QB?")
-_MAX_FDS = 17
-"""Descriptors in one message, at most: 16 of the sender's, and a file with the message."""
+_MAX_FDS = 17  # descriptors in one message, at most: 16 of the sender's, and a file with the message
+_LONGEST_INLINE = 1 << 15  # bytes of a pickled message in a frame, at most
 
-_LONGEST_INLINE = 1 << 15
-"""Bytes of a pickled message in a frame, at most."""
-
+# Frames that fit into the buffer of a socket, at least. It has 200 kB on Linux and 8 kB on macOS.
 _FRAMES_IN_BUFFER = 4
-"""Frames that fit into the buffer of a socket, at least. It has 200 kB on Linux and 8 kB on macOS."""
 
-_CHUNK = 1 << 16
-"""Bytes that are read at once."""
+_CHUNK = 1 << 16  # bytes that are read at once
 
 # As plain numbers: flags of an enumeration take a tenth of the time of a read.
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
+# A read ends before descriptors too, not only after them: so do BSD's, and macOS's.
 _ENDS_BEFORE_FDS = sys.platform != "linux"
-"""A read ends before descriptors too, not only after them: so do BSD's, and macOS's."""
 
 
 class Received(NamedTuple):

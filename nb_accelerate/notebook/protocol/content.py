@@ -32,18 +32,12 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 20
 """Bytes of an array, or of a pickle, that are summed up. It takes 0.2 ms."""
 
-_MAX_ITEMS = 10_000
-"""Items of all lists and dictionaries in a value that are read. They take 1 ms."""
-
-_MAX_TOKENS = 34_000
-"""Tokens of a value that are read: of a model with 2,000 modules."""
+_MAX_ITEMS = 10_000  # Items of all lists and dictionaries in a value that are read. They take 1 ms.
+_MAX_TOKENS = 34_000  # tokens of a value that are read: of a model with 2,000 modules
 
 
-_MAX_TEXT = 1000
-"""Characters of a text that is a token."""
-
-_MAX_SECONDS = 2e-3
-"""For what a type does to pickle an object of it. One that takes longer is not read again."""
+_MAX_TEXT = 1000  # characters of a text that is a token
+_MAX_SECONDS = 2e-3  # For what a type does to pickle an object of it. One that takes longer is not read again.
 
 ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), range, slice, types.CodeType})
 CONTAINERS = (list, dict, tuple, set, frozenset, deque)

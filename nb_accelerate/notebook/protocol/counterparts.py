@@ -296,6 +296,7 @@ def _stays(sentence: str, value: Any) -> Any:
     raise ShippingError(sentence.format(value), is_final=True)
 
 
+# What to write, by type. A fork would not help: threads stay here, and connections and positions would be shared.
 _STAY = {
     "torch.utils.tensorboard.writer.SummaryWriter": "It writes by a thread of this process: make the writer inside the "
     "function that the ranks run.",
@@ -304,19 +305,18 @@ _STAY = {
     "builtins.Transaction": "Begin it where it is read: in `__getitem__`, say.",  # of lmdb
     "sqlite3.Connection": "Call sqlite3.connect with the path of its file where it is read.",
 }
-"""What to write, by type. A fork would not help: threads stay here, and connections and positions would be shared."""
 
 
 def _widget(_: Any) -> Any:
     raise ShippingError("The notebook shows it. Ranks have bars of tqdm, which their panel shows.")
 
 
+# What is read from a file by a library is opened by its path; what is written stays.
 _OPENED: dict[str, Rule] = {
     **dict.fromkeys(("zipfile.ZipFile", "tarfile.TarFile"), _archive),
     **dict.fromkeys(("h5py._hl.files.File", "h5py._hl.group.Group", "h5py._hl.dataset.Dataset"), _of_hdf5),
     "builtins.Environment": _lmdb,
 }
-"""What is read from a file by a library is opened by its path; what is written stays."""
 
 
 def stays(value: object) -> bool:

@@ -15,14 +15,11 @@ from nb_accelerate.notebook.protocol.counterparts import stays
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-_MAX_DEPTH = 20
-"""Levels to descend, at most."""
+_MAX_DEPTH = 20  # levels to descend, at most
+_USERS = (Exception, SystemExit)  # what users' methods that pickling calls may raise
 
-_USERS = (Exception, SystemExit)
-"""What users' methods that pickling calls may raise."""
-
+# Methods by which the attributes of an object are pickled.
 _TAKES_ATTRIBUTES: tuple[Any, ...] = (object.__reduce__, BaseException.__reduce__)
-"""Methods by which the attributes of an object are pickled."""
 
 
 def find_unpicklable(

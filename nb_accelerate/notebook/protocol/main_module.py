@@ -212,13 +212,11 @@ def _update(obj: Any, state: dict[str, Any]) -> None:
     vars(obj).update(state)
 
 
-_IS_PYTHONS = 1 << 9
-"""In the flags of a class: it was made while the program runs, and is not one of C."""
+_IS_PYTHONS = 1 << 9  # in the flags of a class: it was made while the program runs, and is not one of C
 
 _MAIN_NAMES = frozenset({None, "__main__", "__mp_main__"})
 
-_WITH_SETTER = 6
-"""Length of what cloudpickle reduces to where it sets the state by a function: classes and functions."""
+_WITH_SETTER = 6  # length of what cloudpickle reduces to where it sets the state by a function: classes and functions
 
 
 def _complete(obj: Any, state: tuple[Any, Callable[[Any, Any], object], str, dict[str, Any]]) -> None:

@@ -154,8 +154,8 @@ def _is_of_notebook(value: Any) -> bool:
     return "__main__" in (getattr(entry or value, "__module__", None), type(value).__module__)
 
 
+# Of each option: the dictionary that has it, its key there, its default, its name.
 _pandas_places: list[tuple[dict[str, Any], str, Any, str]] = []
-"""Of each option: the dictionary that has it, its key there, its default, its name."""
 
 
 def _pandas_options(pandas: Any) -> dict[str, Any]:
@@ -181,8 +181,8 @@ def _set_quietly(update: Callable[..., object], values: Mapping[str, Any]) -> No
             update(name, value)
 
 
+# All parameters when they were last read, and those of them that are not the default.
 _rc_read: list[dict[str, Any]] = [{}, {}]
-"""All parameters when they were last read, and those of them that are not the default."""
 
 
 def _rc_params(matplotlib: Any) -> dict[str, Any]:
@@ -417,6 +417,7 @@ def _form_of(one: _Filter) -> _Filter:
 
 # The table.
 
+# Settings that are attributes: paths from the module.
 _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "PIL.Image": ("MAX_IMAGE_PIXELS",),
     "PIL.ImageFile": ("LOAD_TRUNCATED_IMAGES",),
@@ -436,8 +437,8 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "torch.distributions.distribution": ("Distribution._validate_args",),
     "torch.utils.checkpoint": ("_checkpoint_debug_enabled", "_enable_checkpoint_early_stop"),
 }
-"""Settings that are attributes: paths from the module."""
 
+# Settings that are read and set by functions, in this order: torch's precision before its flags.
 _ROWS: dict[str, dict[str, Row]] = {
     "sys": {
         "path": _list("path"),
@@ -536,7 +537,6 @@ _ROWS: dict[str, dict[str, Row]] = {
     "warnings": {"filters": Row(lambda module: tuple(module.filters), _set_filters)},
     "yaml": {"registered": _registry("SafeLoader.yaml_constructors")},
 }
-"""Settings that are read and set by functions, in this order: torch's precision before its flags."""
 
 _GETTERS: dict[str, list[tuple[Key, Callable[[Any], Any]]]] = {
     module: [((module, name), row.read) for name, row in _ROWS.get(module, {}).items()]
@@ -584,8 +584,7 @@ def pack(values: Mapping[Key, Any]) -> dict[str, bytes]:
     return {module: _dumps(settings) for module, settings in by_module.items()}
 
 
-_fresh: dict[Key, Any] = {}
-"""What this rank was set to before the notebook had a say."""
+_fresh: dict[Key, Any] = {}  # what this rank was set to before the notebook had a say
 
 _set: set[Key] = set()
 _originals: dict[Key, Any] = {}

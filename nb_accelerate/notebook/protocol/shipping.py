@@ -45,14 +45,11 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.content import Numbers
 
+# Bytes of a pickle that is part of its message, at most: sending to a busy rank must not fill the socket's buffer.
 _INLINE_LIMIT = 1 << 15
-"""Bytes of a pickle that is part of its message, at most: sending to a busy rank must not fill the socket's buffer."""
 
-_SMALL_BUFFER = 1 << 10
-"""Bytes of a buffer that is copied into the pickle, at most: that is cheaper than a segment."""
-
-_ALIGNMENT = 64
-"""Bytes to which buffers in a segment are aligned, as torch aligns its own CPU storages."""
+_SMALL_BUFFER = 1 << 10  # bytes of a buffer that is copied into the pickle, at most: that is cheaper than a segment
+_ALIGNMENT = 64  # bytes to which buffers in a segment are aligned, as torch aligns its own CPU storages
 
 
 RETURNABLE = "what can be pickled: numbers, text, arrays, tensors, a model's state_dict()"
@@ -411,11 +408,11 @@ class _ReferringUnpickler(pickle.Unpickler):
     persistent_load: Callable[[int | str], Any]
 
 
+# Of gradients, which torch leaves out of the pickle of a parameter.
 _HOOKS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
-"""Of gradients, which torch leaves out of the pickle of a parameter."""
 
 
 def _register(parameter: Any, hooks: list[tuple[str, list[Any]]]) -> None:

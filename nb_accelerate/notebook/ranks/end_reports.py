@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.ranks.sources import Sources
 
-_CHUNK = 1 << 16
-"""Bytes that are read at once, at most."""
+_CHUNK = 1 << 16  # bytes that are read at once, at most
 
 
 class EndReports:

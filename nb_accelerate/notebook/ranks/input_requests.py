@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.messages import InputRequest
     from nb_accelerate.notebook.ranks.proxy import RankProxy
 
+# Seconds in which a debugger that let the code go on may ask again, as it does at the next line while the user steps.
+# Then another rank may ask.
 _NEXT_LINE_TIMEOUT = 0.5
-"""Seconds in which a debugger that let the code go on may ask again, as it does at the next line while the user steps.
-Then another rank may ask."""
 
-_MAX_WAIT = 0.25
-"""Seconds of a single wait, at most: Python runs handlers of signals only between waits."""
+_MAX_WAIT = 0.25  # Seconds of a single wait, at most: Python runs handlers of signals only between waits.
 
 
 @dataclass(frozen=True)

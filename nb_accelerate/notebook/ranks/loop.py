@@ -111,15 +111,14 @@ class PostedActions:
 
 logger = logging.getLogger(__name__)
 
+# Seconds for which the count of the out-of-memory killer's victims is reused. Reading it again for each of many short
+# cells would take a tenth of their time.
 _OOM_KILLS_MAX_AGE = 1.0
-"""Seconds for which the count of the out-of-memory killer's victims is reused. Reading it again for each of many short
-cells would take a tenth of their time."""
 
+# Seconds between two looks for ranks whose end nobody will report, while ranks are being ended.
 _INTERVAL_WHILE_ENDING = 0.1
-"""Seconds between two looks for ranks whose end nobody will report, while ranks are being ended."""
 
-_JOIN_TIMEOUT = 5.0
-"""Seconds in which `close` waits for the thread to end."""
+_JOIN_TIMEOUT = 5.0  # seconds in which `close` waits for the thread to end
 
 
 class RankLoop(RankReader):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.messages import Display
     from nb_accelerate.notebook.ranks.handle import RankHandle
 
+# Seconds in which a thread of a rank answers if it gets the interpreter's lock. A busy machine needs most of them.
 _ANSWER_TIMEOUT = 0.15
-"""Seconds in which a thread of a rank answers if it gets the interpreter's lock. A busy machine needs most of them."""
 
 
 class RankProxy:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What torch says of each connection in a network in which addresses have no names. It needs none.
 _NO_NAME = re.compile(rb"\[W[^\n]*The hostname of the client socket cannot be retrieved[^\n]*\n")
-"""What torch says of each connection in a network in which addresses have no names. It needs none."""
 
 
 class RankReader(ABC):

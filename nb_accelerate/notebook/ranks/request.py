@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two nudges of ranks that have not answered since they were interrupted; see `RankHandle.nudge`.
 _NUDGE_INTERVAL = 0.15
-"""Seconds between two nudges of ranks that have not answered since they were interrupted; see `RankHandle.nudge`."""
 
 
 class Awaits(enum.Enum):

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.request import Request
 
 
-_MOST_RECENT = 8
-"""Panels that are kept, with what is left of their runs."""
+_MOST_RECENT = 8  # panels that are kept, with what is left of their runs
 
 recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
 """The last panels, in the order in which their runs began; see `notebook.ranks.attach`."""

@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.channel import Channel
 
-_CHUNK = 1 << 16
-"""Bytes that are read at once, at most."""
+_CHUNK = 1 << 16  # bytes that are read at once, at most
 
+# Seconds between two small reads of output, at least. Waking up for every line takes time from the ranks.
 _MIN_READ_INTERVAL = 0.0003
-"""Seconds between two small reads of output, at least. Waking up for every line takes time from the ranks."""
 
-_LARGE_READ = 1 << 13
-"""Bytes. A read of fewer is a small one: the next one may return more if it is made later."""
+_LARGE_READ = 1 << 13  # Bytes. A read of fewer is a small one: the next one may return more if it is made later.
 
+# Seconds of a wait, at most. The operating system takes no larger numbers; a longer wait has no timeout.
 _MAX_TIMEOUT = 1e6
-"""Seconds of a wait, at most. The operating system takes no larger numbers; a longer wait has no timeout."""
 
 
 class Sources:

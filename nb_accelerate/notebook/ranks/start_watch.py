@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.ranks.proxy import RankProxy
 
-_LOOKS = 12
-"""How often ranks are looked at in the seconds in which they must make progress."""
+_LOOKS = 12  # how often ranks are looked at in the seconds in which they must make progress
 
+# Work in a second that is progress; see `RankHandle.starting`. A rank that waits for others wakes up now and then.
 _LEAST_SHARE = 0.01
-"""Work in a second that is progress; see `RankHandle.starting`. A rank that waits for others wakes up now and then."""
 
 
 class StartWatch:

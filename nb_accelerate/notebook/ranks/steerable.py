@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.progress_page import PageReader, Sample
     from nb_accelerate.notebook.ranks.request import Request
 
-_INTERVAL = 0.02
-"""Seconds between two looks at a page: memory that is shared tells no events."""
+_INTERVAL = 0.02  # seconds between two looks at a page: memory that is shared tells no events
 
 _NO_LOOP = (
     "This training cannot be steered: it has no loop over epochs that obeys. Write it as "

@@ -46,8 +46,7 @@ CLAIM: Final = struct.Struct("!I32s32s")
 _HOST_PROOF, _KERNEL_PROOF, _KEY = b"proof of host", b"proof of kernel", b"key of frames"
 _TO_KERNEL, _TO_HOST = b"to kernel", b"to host"
 
-_MAX_UNPROVED = 64
-"""Connections that are open at a time without a proof, at most. For one more the oldest is closed."""
+_MAX_UNPROVED = 64  # Connections that are open at a time without a proof, at most. For one more the oldest is closed.
 
 
 class KeyedSeal:

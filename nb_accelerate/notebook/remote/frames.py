@@ -29,14 +29,12 @@ MACHINE = -1
 MAX_BODY = 1 << 30
 """Bytes of a body, at most. More means that what is read are no frames."""
 
-_MAX_PREAMBLE = 1 << 12
-"""Bytes before `MAGIC` that are kept, at most: the last ones."""
+_MAX_PREAMBLE = 1 << 12  # bytes before `MAGIC` that are kept, at most: the last ones
 
+# Bytes that are read at once of what may be many frames. The rest of a longer one is read to its place.
 _READ = 1 << 16
-"""Bytes that are read at once of what may be many frames. The rest of a longer one is read to its place."""
 
-_LONG_READ = 1 << 20
-"""Bytes of a long frame that are read at once, at most. Other machines get their turn then."""
+_LONG_READ = 1 << 20  # Bytes of a long frame that are read at once, at most. Other machines get their turn then.
 
 _HEADER = struct.Struct("!BiQ")
 

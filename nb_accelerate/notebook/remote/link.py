@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CHECK_INTERVAL = 0.1
-"""Seconds between two calls of what `Link.ask` is to check meanwhile."""
+_CHECK_INTERVAL = 0.1  # seconds between two calls of what `Link.ask` is to check meanwhile
 
 
 class TakesFrames(Protocol):
@@ -348,5 +347,4 @@ class Link:
                 return
 
 
-_CLOSE_TIMEOUT = 6.0
-"""Seconds for a host to end, longer than the time it gives its server."""
+_CLOSE_TIMEOUT = 6.0  # seconds for a host to end, longer than the time it gives its server

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     Pieces = Iterable[tuple[int, bytes]]
     """Bytes, each with its place on a page, in the order in which they are to be written."""
 
-_BLOCK = 256
-"""Bytes that are compared together."""
+_BLOCK = 256  # bytes that are compared together
 
 _BAR_TIMES = struct.Struct("=dd")
 _BAR_TIMES_AT = struct.calcsize("=qqdd")

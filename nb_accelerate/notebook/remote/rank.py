@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.remote.frames import Frame
     from nb_accelerate.notebook.remote.link import Link
 
+# Seconds from SIGKILL until the host must have reported the end of a rank. It gives up sooner, and says so.
 _KILL_TIMEOUT = 30.0
-"""Seconds from SIGKILL until the host must have reported the end of a rank. It gives up sooner, and says so."""
 
 
-_MEMORY_TIMEOUT = 2.0
-"""Seconds for its machine to say how much memory it holds."""
+_MEMORY_TIMEOUT = 2.0  # seconds for its machine to say how much memory it holds
 
 
 class RemoteRank(RankHandle):

@@ -34,17 +34,13 @@ BEAT_INTERVAL = 1.0
 SILENCE_LIMIT = 15.0
 """Seconds without a frame, after the first one, after which the other end is lost."""
 
-_PIECE = 1 << 20
-"""Bytes of a segment in one frame. What is urgent waits for no more than that."""
+_PIECE = 1 << 20  # Bytes of a segment in one frame. What is urgent waits for no more than that.
 
+# Bytes of frames that are written together, about: each write of its own takes longer than copying them.
 _JOINED = 1 << 16
-"""Bytes of frames that are written together, about: each write of its own takes longer than copying them."""
 
-_MOST_PIECES = 16
-"""Pieces that are written as they are; more of them, which are small then, are copied into one."""
-
-_CLOSE_TIMEOUT = 2.0
-"""Seconds in which `close` waits for what is still to be sent."""
+_MOST_PIECES = 16  # pieces that are written as they are; more of them, which are small then, are copied into one
+_CLOSE_TIMEOUT = 2.0  # seconds in which `close` waits for what is still to be sent
 
 
 class Silence:

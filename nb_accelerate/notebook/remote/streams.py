@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.remote.frames import Seal
 
+# Seconds that a command gets to end by itself when its stdin is closed: the host on the other side kills its ranks.
 _PATIENCE = 2.0
-"""Seconds that a command gets to end by itself when its stdin is closed: the host on the other side kills its ranks."""
 
-_MOST_SAID = 1 << 13
-"""Bytes of a command's stderr that are read, at most: the last ones."""
+_MOST_SAID = 1 << 13  # bytes of a command's stderr that are read, at most: the last ones
 
 
 class Stream(ABC):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.messages import CutOff
 
 
+# Descriptors that are looked at, one after the other, where the system does not list those in use. It takes 0.1 s.
 _MAX_FILES = 1 << 16
-"""Descriptors that are looked at, one after the other, where the system does not list those in use. It takes 0.1 s."""
 
 
 class Alarm:

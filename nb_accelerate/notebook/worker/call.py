@@ -37,8 +37,8 @@ def says_no_cuda(type_name: str, text: str) -> bool:
 
 logger = logging.getLogger("nb_accelerate")
 
+# In texts of exceptions that only report that another rank went away: torch has no type for that.
 _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
-"""In texts of exceptions that only report that another rank went away: torch has no type for that."""
 
 
 def answer(

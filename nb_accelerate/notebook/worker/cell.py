@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.worker.alarm import Alarm
     from nb_accelerate.notebook.worker.interrupt import InterruptGate
 _SMALL = frozenset({bool, int, float, str, type(None)})
+# Types without weak references. They are asked about first because an error for each would take most of the time.
 _CONTAINERS = frozenset({list, tuple, dict})
-"""Types without weak references. They are asked about first because an error for each would take most of the time."""
 
 
 class Bindings:
@@ -117,9 +117,9 @@ def _arguments_of_magics(tree: ast.Module) -> Iterator[str]:
                     yield argument.value
 
 
+# For a collective: somebody may sit at a debugger of one rank, and nccl kills a rank that has waited for longer. Ranks
+# that wait in vain are found, and reported, by the pool.
 _GROUP_TIMEOUT = timedelta(days=365)
-"""For a collective: somebody may sit at a debugger of one rank, and nccl kills a rank that has waited for longer. Ranks
-that wait in vain are found, and reported, by the pool."""
 
 
 class PersistentRank:

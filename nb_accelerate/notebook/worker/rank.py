@@ -199,10 +199,10 @@ def patch_libraries() -> None:
     save_whole_files()
 
 
+# Seconds before a rank forks, on Python 3.10. There, a process that is forked while a thread of C++ enters Python waits
+# for ever for a lock of the interpreter. Threads of gloo enter it when a collective has ended, to free its tensors, and
+# workers of a loader are often forked just then.
 _FORK_PAUSE = 0.01
-"""Seconds before a rank forks, on Python 3.10. There, a process that is forked while a thread of C++ enters Python
-waits for ever for a lock of the interpreter. Threads of gloo enter it when a collective has ended, to free its tensors,
-and workers of a loader are often forked just then."""
 
 
 def prepare_process(*, is_fork: bool, is_patched: bool = False) -> Exception | None:

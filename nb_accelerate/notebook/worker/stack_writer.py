@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.worker.alarm import Alarm
 
-_MAX_FRAMES = 400
-"""Frames that are written, innermost first. Of a deeper stack, the outermost frame follows."""
+_MAX_FRAMES = 400  # Frames that are written, innermost first. Of a deeper stack, the outermost frame follows.
 
 ASK_STACK, ASK_LINE = as_bytes("stack"), as_bytes("line")
 """Requests. The answer to the second one stands on the progress page. Another one is a `CutOff`."""
 
+# Files in which threads begin that never run code of users: of progress bars and loaders, which most training has.
 _LIBRARIES = ("/tqdm/_monitor.py", "/multiprocessing/queues.py", "/torch/utils/data/_utils/pin_memory.py")
-"""Files in which threads begin that never run code of users: of progress bars and loaders, which most training has."""
 
 _COMPILER = "/torch/_dynamo/convert_frame.py"
 

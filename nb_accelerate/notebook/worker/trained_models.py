@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
+# Libraries that average gradients without a process group of torch.distributed that could be seen.
 _AVERAGING = ("torch_xla", "deepspeed", "horovod")
-"""Libraries that average gradients without a process group of torch.distributed that could be seen."""
 
 
 class TrainedModels:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _HINTS = {"gpu": "part of the time in which the GPU computed, a moment ago"}
 _EMPTY_TRACK = '<div class="nba-track"></div>'
+# Where JupyterLab knows that the kernel has ended, the style sheet says so in the place of the second sentence.
 _GONE = (
     "No news since {at}.<span> If the kernel runs, call nb_accelerate.attach() in a cell; if not, run this cell again."
     "</span>"
 )
-"""Where JupyterLab knows that the kernel has ended, the style sheet says so in the place of the second sentence."""
 
 _CURVE = (150, 26)
 _FEW_POINTS = 8
@@ -41,11 +41,10 @@ _SHEETS = ("style.css", "chart.css")
 
 _OF_TOTAL = re.compile(r"^\S+ / (.+)$")
 
+# Characters for which columns have room before totals are known: ``100 / 100``, ``10 / 10``.
 _LEAST = {"step": 7.5, "epoch": 5.5}
-"""Characters for which columns have room before totals are known: ``100 / 100``, ``10 / 10``."""
 
-_OF_EACH = ("loss", "memory", "gpu", "machine")
-"""Figures in which ranks that are in step differ."""
+_OF_EACH = ("loss", "memory", "gpu", "machine")  # figures in which ranks that are in step differ
 
 
 @functools.cache
@@ -290,11 +289,10 @@ def open_again(key: str) -> str:
 _HEIGHT, _LOW_HEIGHT = 186, 58
 """Pixels: heights of the picture of losses and of each below it."""
 
-_MOST_LOW = 4
-"""Pictures below the losses, at most."""
+_MOST_LOW = 4  # pictures below the losses, at most
 
+# Strokes and dashes of earlier runs.
 _OF_EARLIER = (("#8f8f8f", "2 3"), ("#a58a5c", "7 3"), ("#9a7fa8", "9 3 2 3"))
-"""Strokes and dashes of earlier runs."""
 
 _OF_VALIDATION = ("val", "eval", "test", "dev")
 

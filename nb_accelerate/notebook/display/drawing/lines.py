@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _FIRST = 5.0
 _LONGEST = 60.0
+# How much slower, in a warning that is otherwise the same. Seconds come after what is compared.
 _CHANGES = re.compile(r"\d+\.\d+x")
-"""How much slower, in a warning that is otherwise the same. Seconds come after what is compared."""
 
 
 class Output(Protocol):

@@ -35,11 +35,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.panel import PanelSource
     from nb_accelerate.notebook.display.view import View
 
-_WAIT = 10.0
-"""Seconds for the thread that makes the buttons to end."""
-
-_CHARTS_EVERY = 4
-"""Drawings of a panel for one that is sent when it has charts, which are larger and move less."""
+_WAIT = 10.0  # seconds for the thread that makes the buttons to end
+_CHARTS_EVERY = 4  # drawings of a panel for one that is sent when it has charts, which are larger and move less
 
 
 class NotebookPanel(Drawing):

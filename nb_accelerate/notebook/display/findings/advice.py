@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
 
-_LEAST_SECONDS = 3.0
-"""A shorter run needs no advice, and its times say little."""
-
+_LEAST_SECONDS = 3.0  # a shorter run needs no advice, and its times say little
 _LEAST_STEPS = 20
 
-_WORTH_SAYING = 0.1
-"""Least part of the time that advice is about."""
-
-_MOST_OF_IT = 0.5
-"""Part of the time from which on code that is neither the model nor the loader is named."""
-
-_BUSY = 80
-"""Percent of its time in which a device computes that has not waited for data."""
+_WORTH_SAYING = 0.1  # least part of the time that advice is about
+_MOST_OF_IT = 0.5  # part of the time from which on code that is neither the model nor the loader is named
+_BUSY = 80  # percent of its time in which a device computes that has not waited for data
 
 
 class Advice(Finding):

@@ -23,16 +23,13 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
 
-_FACTOR = 1.3
-"""Time of a rank for a step, as a multiple of the others', from which on it counts as slow."""
-
+_FACTOR = 1.3  # time of a rank for a step, as a multiple of the others', from which on it counts as slow
 _MOST_SENTENCES = 3
 
-_COMPARE_EVERY = 1.0
-"""Seconds between two comparisons of the ranks."""
+_COMPARE_EVERY = 1.0  # seconds between two comparisons of the ranks
 
+# Four standard deviations of a share that was sampled once: of 64 equal ranks some are always off by three.
 _NOISE = 2.0
-"""Four standard deviations of a share that was sampled once: of 64 equal ranks some are always off by three."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,8 @@ from nb_accelerate.base.topology.rank_lists import named
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_LAST_LINES = 40
-"""Lines of a log that are shown."""
-
-_KEPT_LINES = 200
-"""Last lines of each rank that are kept of a run that is over."""
+_LAST_LINES = 40  # lines of a log that are shown
+_KEPT_LINES = 200  # last lines of each rank that are kept of a run that is over
 
 
 def stacks(frames: Mapping[int, tuple[list[str], list[str]]]) -> str:

@@ -31,11 +31,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.panel import PanelSource
     from nb_accelerate.notebook.display.view import View
 
-_ACTIONS_EVERY = 2.0
-"""Seconds between two checks which buttons are there: each reads the pages of all ranks."""
-
-_ASK_EVERY = 3.0
-"""Seconds between two questions for the stacks that are shown."""
+_ACTIONS_EVERY = 2.0  # seconds between two checks which buttons are there: each reads the pages of all ranks
+_ASK_EVERY = 3.0  # seconds between two questions for the stacks that are shown
 
 _NO_WIDGETS = "(no buttons: this page shows no widgets)"
 

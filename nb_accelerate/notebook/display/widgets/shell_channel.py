@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONTROL = "jupyter.widget.control"
-"""Name of the comm by which a page asks for the state of all widgets."""
+_CONTROL = "jupyter.widget.control"  # name of the comm by which a page asks for the state of all widgets
 
 _OF_COMMS = ("comm_open", "comm_msg", "comm_close")
 
@@ -131,15 +130,13 @@ def _asks_for_state(content: dict[str, Any]) -> bool:
     return isinstance(data, dict) and data.get("method") == "request_state"
 
 
-_READ_EVERY = 0.1
-"""Seconds between two times that a waiting cell reads the channel."""
+_READ_EVERY = 0.1  # seconds between two times that a waiting cell reads the channel
 
+# Seconds after the end of the last panel in which clicks on it still come: the kernel would say that there is "No such
+# comm", in a cell.
 _LINGER = 10.0
-"""Seconds after the end of the last panel in which clicks on it still come: the kernel would say that there is "No such
-comm", in a cell."""
 
-_channels: dict[int, _Channel] = {}
-"""The channels that are read here, by the ``id`` of their kernel."""
+_channels: dict[int, _Channel] = {}  # the channels that are read here, by the ``id`` of their kernel
 
 _lock = threading.Lock()
 

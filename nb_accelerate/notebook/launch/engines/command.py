@@ -57,6 +57,7 @@ def filled(template: str, host: str, command: Sequence[str]) -> list[str]:
     return words
 
 
+# ssh takes what it finds first: these come before those of ``~/.ssh/config``, where users set all others.
 _OPTIONS = (
     "-T",  # no terminal: it would change bytes
     "-oBatchMode=yes",  # nobody is there to type a password
@@ -79,7 +80,6 @@ _OPTIONS = (
     "-oStdinNull=no",
     "-oSessionType=default",
 )
-"""ssh takes what it finds first: these come before those of ``~/.ssh/config``, where users set all others."""
 
 
 class SshEngine(CommandEngine):

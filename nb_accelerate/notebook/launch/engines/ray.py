@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.engine import EngineOptions
     from nb_accelerate.notebook.remote.connection_back import Connection
 
+# Seconds for a host to connect: Ray starts a process for the actor, and Python reads its modules.
 _CONNECT_TIMEOUT = 60.0
-"""Seconds for a host to connect: Ray starts a process for the actor, and Python reads its modules."""
 
-_CLOSE_TIMEOUT = 15.0
-"""Seconds for Ray to end what it has started for us."""
+_CLOSE_TIMEOUT = 15.0  # seconds for Ray to end what it has started for us
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# For a cluster of this machine alone.
 _LOOPBACK_ONLY = {
     # On Linux too it has Ray bind all its ports to 127.0.0.1.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -48,7 +48,6 @@ _LOOPBACK_ONLY = {
     # One for each processor core by default; none would be used.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""For a cluster of this machine alone."""
 
 
 class RayEngine(Engine):
@@ -162,8 +161,7 @@ class RayStream(Stream):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-_WHY_TIMEOUT = 3.0
-"""Seconds for Ray to notice that an actor has ended."""
+_WHY_TIMEOUT = 3.0  # seconds for Ray to notice that an actor has ended
 
 
 class _Driver:

@@ -28,17 +28,13 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_PLACE_TIMEOUT = 15.0
-"""Seconds for Ray to reserve what is free, at most."""
+_PLACE_TIMEOUT = 15.0  # seconds for Ray to reserve what is free, at most
+_CONNECT_TIMEOUT = 5.0  # seconds for the head of a cluster to accept a connection
 
-_CONNECT_TIMEOUT = 5.0
-"""Seconds for the head of a cluster to accept a connection."""
-
+# Seconds between two looks of an actor at what it waits for. Ray says only after seconds that a raylet has ended.
 _LOOK_INTERVAL = 0.1
-"""Seconds between two looks of an actor at what it waits for. Ray says only after seconds that a raylet has ended."""
 
-_END_TIMEOUT = 5.0
-"""Seconds for hosts to end by themselves when their streams are closed."""
+_END_TIMEOUT = 5.0  # seconds for hosts to end by themselves when their streams are closed
 
 
 class CannotPlaceError(Exception):

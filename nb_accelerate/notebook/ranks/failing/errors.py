@@ -291,8 +291,7 @@ def outcome_of(
     return "failed", FailureSummary(ranks=ranks, what=what, label=f"traceback of {title}", details=details)
 
 
-_MAX_OTHERS = 3
-"""Ranks whose failures are told beside the first one."""
+_MAX_OTHERS = 3  # ranks whose failures are told beside the first one
 
 
 def failed_alike(cause: Incident, incidents: Iterable[Incident]) -> list[int]:

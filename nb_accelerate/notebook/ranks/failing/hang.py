@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.ranks.request import Request
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
 
+# Part of its time that a rank which only waits spends on a processor, at most. Its threads wake up now and then.
 _MAX_PROCESSOR_SHARE = 0.05
-"""Part of its time that a rank which only waits spends on a processor, at most. Its threads wake up now and then."""
 
-_MAX_PROCESSOR_SECONDS = 0.05
-"""Seconds on a processor that do not count, for short times."""
+_MAX_PROCESSOR_SECONDS = 0.05  # seconds on a processor that do not count, for short times
 
 
 class DeadlockWatch:
@@ -99,11 +98,10 @@ class DeadlockWatch:
         )
 
 
+# Seconds without movement after which ranks are asked for their stacks, however slowly they move otherwise.
 _LONGEST_QUIET = 60.0
-"""Seconds without movement after which ranks are asked for their stacks, however slowly they move otherwise."""
 
-_DEADLOCK_CHECKS = 6
-"""How often stacks are read, at least, before a request is ended as deadlocked."""
+_DEADLOCK_CHECKS = 6  # how often stacks are read, at least, before a request is ended as deadlocked
 
 
 class HangWatch:

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_INTERVAL = 0.5
-"""Seconds until output that could not be shown is tried again."""
-
-_MAX_TEXT = 300
-"""Characters of an error's text that are shown."""
+_RETRY_INTERVAL = 0.5  # seconds until output that could not be shown is tried again
+_MAX_TEXT = 300  # characters of an error's text that are shown
 
 
 class OutputGuard:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="Hashable")
 
-_MAX_UNCOUNTED = 1 << 15
-"""Items of a rank that are kept in memory after they were shown."""
+_MAX_UNCOUNTED = 1 << 15  # items of a rank that are kept in memory after they were shown
 
 
 class _Queue(Generic[T]):

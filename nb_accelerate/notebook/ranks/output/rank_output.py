@@ -19,23 +19,16 @@ from nb_accelerate.notebook.protocol.output import Chunk, Decoder, StreamName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MAX_LINES = 1000
-"""Last lines of a rank that are kept."""
-
-_MAX_WIDTH = 1 << 13
-"""Characters of each kept line, counted from its end."""
-
-_TAIL_LINES = 20
-"""Lines that an error shows."""
-
-_MAX_UNFINISHED = 1 << 20
-"""Characters without a newline that are held back; more are passed on as a line."""
+_MAX_LINES = 1000  # last lines of a rank that are kept
+_MAX_WIDTH = 1 << 13  # characters of each kept line, counted from its end
+_TAIL_LINES = 20  # lines that an error shows
+_MAX_UNFINISHED = 1 << 20  # characters without a newline that are held back; more are passed on as a line
 
 
+# What gloo of PyTorch 2.8 to 2.10 prints to standard output, in C++ and past every log level, for each group.
 _OF_GLOO = re.compile(
     r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\n"
 )
-"""What gloo of PyTorch 2.8 to 2.10 prints to standard output, in C++ and past every log level, for each group."""
 
 
 class RankOutput:

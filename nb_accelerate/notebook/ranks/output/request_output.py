@@ -71,13 +71,12 @@ class DisplayIds:
         return separate, True
 
 
-_LINES_AT_ONCE = 200
-"""Lines that are given to the sink together. It looks at its limits in between."""
+_LINES_AT_ONCE = 200  # Lines that are given to the sink together. It looks at its limits in between.
 
 _NUMBER = re.compile(r"\d[\d.]*(?:e[-+]?\d+)?")
 
+# The name of a stream, and a line with its newline. A tuple, because there may be very many.
 _Line: TypeAlias = "tuple[StreamName, str]"
-"""The name of a stream, and a line with its newline. A tuple, because there may be very many."""
 
 
 @dataclass(frozen=True)

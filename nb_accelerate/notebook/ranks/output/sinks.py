@@ -33,19 +33,12 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.output import StreamName
 
 
-_TAIL_LINES = 20
-"""Last lines that are shown."""
-
-_TAIL_WIDTH = 1000
-"""Characters of each that are shown, from its end."""
-
+_TAIL_LINES = 20  # last lines that are shown
+_TAIL_WIDTH = 1000  # characters of each that are shown, from its end
 _PREFIX = "nb_accelerate-"
 
-_MAX_AGE = 7 * 24 * 3600.0
-"""Seconds from the last write to a log until it is removed."""
-
-_REDRAW_INTERVAL = 0.5
-"""Seconds between two drawings of the tail."""
+_MAX_AGE = 7 * 24 * 3600.0  # seconds from the last write to a log until it is removed
+_REDRAW_INTERVAL = 0.5  # seconds between two drawings of the tail
 
 
 class Overflow:
@@ -136,11 +129,10 @@ def _remove_old() -> None:
                 path.unlink()
 
 
+# Seconds for which text is gathered before it is sent: many small messages cost the front end more than one.
 _MAX_DELAY = 0.05
-"""Seconds for which text is gathered before it is sent: many small messages cost the front end more than one."""
 
-_MIN_SIZE = 1 << 15
-"""Characters that are sent without waiting for more."""
+_MIN_SIZE = 1 << 15  # characters that are sent without waiting for more
 
 LINE_LIMIT = 5000
 """Lines that a cell shows in full."""

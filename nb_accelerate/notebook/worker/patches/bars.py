@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _INDEX = "_nb_accelerate_index"
 _BAR = re.compile(r"\{bar[^}]*\}")
 _TEXT = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+# What tqdm writes on the right of its bar by default.
 _TEXT_WITHOUT_TOTAL = "{n_fmt}{unit} [{elapsed}, {rate_fmt}{postfix}]"
-"""What tqdm writes on the right of its bar by default."""
 
 _DRAWING = ("__init__", "__iter__", "update", "display", "close", "clear", "reset")
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.progress_page.page import Loop
 
+# Ends of the names of logged values that the panel has itself, or that are no figures to watch.
 _SPEEDS = ("epoch", "_runtime", "_per_second", "total_flos")
-"""Ends of the names of logged values that the panel has itself, or that are no figures to watch."""
 
 
 def trainers_as_loops() -> None:

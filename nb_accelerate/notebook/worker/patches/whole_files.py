@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-_ITS_OWN = re.compile(r"(?<!\d)1(?!\d)")
-"""In the name of a file, the number of rank 1: each rank saves one of its own."""
+_ITS_OWN = re.compile(r"(?<!\d)1(?!\d)")  # in the name of a file, the number of rank 1: each rank saves one of its own
 
 
 def save_whole_files() -> None:

@@ -21,16 +21,16 @@ from nb_accelerate.errors import StartError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+# The path is set first. Before Python 3.11, which knows ``-P``, it has the current folder in it until then.
 _ENTER = (
     "import sys; cut = sys.argv.index('--'); sys.path[:] = sys.argv[cut + 1:]; del sys.argv[cut:]; "
     "from {module} import {function}; {function}()"
 )
-"""The path is set first. Before Python 3.11, which knows ``-P``, it has the current folder in it until then."""
 
 _HERE = Path(__file__).resolve().parents[3]
 
+# Packages that a rank must find. What they import themselves is installed beside them.
 _NEEDED = ("nb_accelerate", "torch")
-"""Packages that a rank must find. What they import themselves is installed beside them."""
 
 
 def command(entry: str, arguments: Sequence[str], path: Sequence[str]) -> list[str]:

@@ -13,8 +13,7 @@ from nb_accelerate.errors import StartError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_FILES_OF_A_RANK = 11
-"""Descriptors that the kernel has open for each rank while it starts, with the rank's own."""
+_FILES_OF_A_RANK = 11  # descriptors that the kernel has open for each rank while it starts, with the rank's own
 
 
 def limits() -> tuple[tuple[int, int], ...]:

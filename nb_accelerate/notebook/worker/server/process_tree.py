@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_WATCH_INTERVAL = 0.5
-"""Seconds between two looks whether the parent has ended, where the system does not tell."""
+_WATCH_INTERVAL = 0.5  # seconds between two looks whether the parent has ended, where the system does not tell
 
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 

@@ -15,13 +15,11 @@ import shutil
 import stat
 import tempfile
 
-_PREFIX = "nb-ranks-"
-"""Of the name of a folder. Short, since the path of a socket may have a hundred characters."""
-
+_PREFIX = "nb-ranks-"  # Of the name of a folder. Short, since the path of a socket may have a hundred characters.
 _MARKER = ".nb_accelerate-ranks"
 
+# Bytes of the path of the folder for temporary files, at most: multiprocessing makes sockets below it.
 _MAX_BASE_LENGTH = 100 - len("/nb-ranks-12345678/123456/listener-12345678")
-"""Bytes of the path of the folder for temporary files, at most: multiprocessing makes sockets below it."""
 
 _SHORT_BASES = ("/tmp", "/var/tmp")  # noqa: S108 - where everybody may make a folder of their own
 

@@ -74,11 +74,8 @@ class Serves:
     """The server takes messages from now on. It has imported what it was told to."""
 
 
-_KILL_ORPHANS_TIMEOUT = 3.0
-"""Seconds in which processes that ranks have left behind are killed; they may fork for ever."""
-
-_KILLED_INTERVAL = 0.02
-"""Seconds between two looks at processes that were killed and have not ended yet."""
+_KILL_ORPHANS_TIMEOUT = 3.0  # seconds in which processes that ranks have left behind are killed; they may fork for ever
+_KILLED_INTERVAL = 0.02  # seconds between two looks at processes that were killed and have not ended yet
 
 
 @dataclass
