@@ -60,7 +60,7 @@ from nb_accelerate.notebook.magics import (
     load_ipython_extension as load_ipython_extension,
     unload_ipython_extension as unload_ipython_extension,
 )
-from nb_accelerate.notebook.ranks.attach import attach as attach
+from nb_accelerate.notebook.ranks.request_panel import attach as attach
 from nb_accelerate.rehearsing import rehearse as rehearse
 from nb_accelerate.training.accelerator import Accelerator as Accelerator
 from nb_accelerate.training.bigmodel.device_map import (

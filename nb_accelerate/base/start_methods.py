@@ -47,7 +47,7 @@ class StartMethod:
         return conditions.in_use if self.copies_notebook else ""
 
 
-_STARTERS = "nb_accelerate.notebook.launch.starters"
+_STARTERS = "nb_accelerate.notebook.launch.placing"
 
 _FORK = f"{_STARTERS}:fork"
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 from nb_accelerate.base.config.checks import suggest
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.display.drawing.block import Block, can_redraw
-from nb_accelerate.notebook.display.drawing.relay import PANEL
+from nb_accelerate.notebook.display.drawing.lines import PANEL
 from nb_accelerate.notebook.display.frontend import FROM_TERMINAL
 
 if TYPE_CHECKING:

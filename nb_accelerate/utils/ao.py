@@ -1,6 +1,6 @@
 """Names of ``accelerate.utils.ao``."""
 
-from nb_accelerate.compat.float8 import (
+from nb_accelerate.compat.capabilities import (
     convert_model_to_fp8_ao as convert_model_to_fp8_ao,
     has_ao_layers as has_ao_layers,
 )

@@ -9,8 +9,8 @@ from nb_accelerate.compat.capabilities import (
     is_rocm_available as is_rocm_available,
     is_xccl_available as is_xccl_available,
     is_xpu_available as is_xpu_available,
+    torchao_required as torchao_required,
 )
-from nb_accelerate.compat.float8 import torchao_required as torchao_required
 from nb_accelerate.compat.models import is_peft_model as is_peft_model
 from nb_accelerate.compat.packages import (
     is_4bit_bnb_available as is_4bit_bnb_available,

@@ -21,12 +21,12 @@ from nb_accelerate.base.devices import CPU, DEVICE_KINDS, GLOO, DeviceKind, back
 from nb_accelerate.base.start_methods import START_METHODS, StartMethod
 from nb_accelerate.base.topology import Topology, read_topology
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.notebook.launch import starters
-from nb_accelerate.notebook.launch.environ import rank_environ
+from nb_accelerate.notebook.launch import placing
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, facts_here
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
 from nb_accelerate.notebook.launch.servers import RankServer
+from nb_accelerate.notebook.launch.setup import rank_environ
 from nb_accelerate.notebook.pool.options import PoolOptions
 from nb_accelerate.training.precision import select_precision
 from nb_accelerate.training.process.devices import choose_device
@@ -171,7 +171,7 @@ opened: list[str] = []
 def open_mine(options: LaunchOptions) -> Iterator[RankServer]:
     """A starter of somebody else's."""
     opened.append("in")
-    with starters.forkserver(options) as server:
+    with placing.forkserver(options) as server:
         yield server
     opened.append("out")
 

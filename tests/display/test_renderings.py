@@ -18,7 +18,7 @@ from nb_accelerate.base.topology import rank_lists
 from nb_accelerate.notebook.display.drawing import html, text
 from nb_accelerate.notebook.display.logged_values import ThinnedCurve
 from nb_accelerate.notebook.display.view import FailureSummary, View
-from nb_accelerate.notebook.display.widgets import asides
+from nb_accelerate.notebook.display.widgets.controls import stacks_as_html
 
 VOID = {"br", "hr", "img", "input", "meta"}
 
@@ -459,8 +459,8 @@ def test_counts_rates_sizes_and_spans():
 
 def test_stacks_have_users_frames_first_and_those_of_libraries_in_one_line_that_unfolds():
     frames = {1: (["train, cell 1 line 4"], ["send<, /x/a.py:1", "write, /x/b.py:2"]), 0: (["no answer"], [])}
-    source = asides.stacks(frames)
+    source = stacks_as_html(frames)
     order = ["rank 0", "no answer", "rank 1", "train, cell 1 line 4", "send&lt;, /x/a.py:1 ← write", "</summary>"]
     order += ["send&lt;, /x/a.py:1</div>", "write, /x/b.py:2</div>", "</details>"]
     assert [source.index(part) for part in order] == sorted(source.index(part) for part in order)
-    assert "no answer yet" in asides.stacks({})
+    assert "no answer yet" in stacks_as_html({})

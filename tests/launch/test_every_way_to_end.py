@@ -26,9 +26,9 @@ from fixtures.ranks import RunRanks
 from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
 from nb_accelerate.launchers import notebook_launcher
 from nb_accelerate.notebook.launch import Launch
+from nb_accelerate.notebook.protocol.messages import NUDGE
 from nb_accelerate.notebook.ranks.request import Request
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
-from nb_accelerate.notebook.worker.ends import NUDGE
 
 HANGS = "from here on it hangs"
 """What the rank that does says."""

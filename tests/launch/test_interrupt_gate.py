@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from nb_accelerate.base.progress_page import ProgressPage, layout
-from nb_accelerate.notebook.protocol.messages import Failure
+from nb_accelerate.notebook.protocol.messages import NUDGE, Failure
 from nb_accelerate.notebook.worker import interrupt
 from nb_accelerate.notebook.worker.call import answer
-from nb_accelerate.notebook.worker.ends import NUDGE
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
 
 

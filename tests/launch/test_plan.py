@@ -17,10 +17,10 @@ from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.base.devices.cuda import CUDA, devices_in
 from nb_accelerate.base.devices.xla import XLA
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, facts_here, interface_of, warnings_from
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous, open_rendezvous
+from nb_accelerate.notebook.launch.setup import rank_environ
 from nb_accelerate.notebook.ranks.failing.incidents import oom_kills
 
 

@@ -27,8 +27,7 @@ from nb_accelerate.notebook.remote.frames import (
     LinkError,
 )
 from nb_accelerate.notebook.remote.mirror import PageMirror, PageWatch, pack_pieces, unpack_pieces
-from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
-from nb_accelerate.notebook.remote.sender import FrameSender
+from nb_accelerate.notebook.remote.sender import FrameSender, ReceivedSegments, SentSegments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -266,9 +266,9 @@ ABACUS = DeviceKind(
 
 @pytest.mark.slow
 def test_a_device_is_added_by_the_files_of_its_row(copy: Path):
-    if not _exists("base/devices/table.py"):
+    if not _exists("base/devices/__init__.py"):
         pytest.skip("there is no table of devices yet")
-    table = copy / "nb_accelerate" / "base" / "devices" / "table.py"
+    table = copy / "nb_accelerate" / "base" / "devices" / "__init__.py"
     (table.parent / "abacus.py").write_text(ABACUS)
     _insert(table, "from nb_accelerate.base.devices.kind", "from nb_accelerate.base.devices.abacus import ABACUS\n")
     listed = table.read_text(encoding="utf-8").replace("DEVICE_KINDS: list[DeviceKind] = [", "DEVICE_KINDS = [ABACUS, ")

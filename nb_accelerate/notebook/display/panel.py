@@ -22,7 +22,6 @@ import psutil
 
 from nb_accelerate.notebook.display.logged_values import charts_of, config_of, earlier_runs, remember
 from nb_accelerate.notebook.display.state import PanelState
-from nb_accelerate.notebook.display.widgets.asides import last_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +44,15 @@ _INSPECT_EVERY = 1.0
 
 _LINES_EVERY = 0.4  # seconds between two questions for the user's lines: each takes a rank some tens of microseconds
 
+_KEPT_LINES = 200  # last lines of each rank that are kept of a run that is over
+
 DELAY = 1.0
 """Seconds before a panel appears: what is over by then needs none."""
+
+
+def last_lines(text: str) -> str:
+    """Return as much of a log as is kept of a run that is over."""
+    return "".join(text.splitlines(keepends=True)[-_KEPT_LINES:])
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,14 @@ from nb_accelerate.base.devices import DEVICE_KINDS
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import ConfigError, StartError
-from nb_accelerate.notebook.launch.environ import variables_of_file, working_directory
-from nb_accelerate.notebook.launch.host_facts import SENT_FACTS
+from nb_accelerate.notebook.launch.host_facts import SENT_FACTS, own_entries, own_modules, versions
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
 from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, broken_way, listening, meet
-from nb_accelerate.notebook.launch.own_modules import own_entries, own_modules, versions
 from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
-from nb_accelerate.notebook.launch.setup import make_setup
+from nb_accelerate.notebook.launch.setup import make_setup, variables_of_file, working_directory
 from nb_accelerate.notebook.remote.frames import LISTENER
 from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.rank import RemoteRank

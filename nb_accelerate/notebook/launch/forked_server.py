@@ -15,8 +15,7 @@ from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.base.imported import imported
 from nb_accelerate.base.seam import training_half
 from nb_accelerate.errors import StartError
-from nb_accelerate.notebook.launch.local import close_all_kernel_ends
-from nb_accelerate.notebook.launch.owner import Owner
+from nb_accelerate.notebook.launch.local import Owner, close_all_kernel_ends
 from nb_accelerate.notebook.launch.rendezvous import close_keepers
 from nb_accelerate.notebook.launch.servers import CLOSE_TIMEOUT, RankServer
 from nb_accelerate.notebook.protocol.channel import Channel

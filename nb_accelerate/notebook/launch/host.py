@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from nb_accelerate.base.config.file import CONFIG_FILE
 from nb_accelerate.errors import StartError
-from nb_accelerate.notebook.launch import host_facts, own_modules
+from nb_accelerate.notebook.launch import host_facts
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.machine import interface_of
 from nb_accelerate.notebook.launch.servers import ExecutedServer, new_warm_server
@@ -48,8 +48,7 @@ from nb_accelerate.notebook.remote.frames import (
     unpack_message,
 )
 from nb_accelerate.notebook.remote.mirror import PageWatch, pack_pieces, unpack_pieces
-from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
-from nb_accelerate.notebook.remote.sender import SILENCE_LIMIT, FrameSender, Silence
+from nb_accelerate.notebook.remote.sender import SILENCE_LIMIT, FrameSender, ReceivedSegments, SentSegments, Silence
 from nb_accelerate.notebook.worker.server.process_tree import set_name
 
 if TYPE_CHECKING:
@@ -331,7 +330,7 @@ class Host:
             "reach": host_facts.reach,
             "connections": host_facts.connections,
             "memory": host_facts.memory,
-            "others": own_modules.others,
+            "others": host_facts.others,
         }
         try:
             answer: dict[str, Any] = answers[what](**arguments)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import select
 import socket
 import sys
+import sysconfig
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from nb_accelerate.errors import ConfigError, MissingDependencyError
+from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.launch.machine import facts_here, software_here
 from nb_accelerate.notebook.remote.connection_back import address_towards, family_of
 from nb_accelerate.notebook.worker.connections import addresses_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import ModuleType
+
 
 _PROBE_TIMEOUT = 5.0  # seconds for another machine to accept a connection
 
@@ -140,3 +148,46 @@ def memory(pid: int | None) -> dict[str, Any]:
     with contextlib.suppress(psutil.Error):  # it has just ended
         return {"bytes": psutil.Process(pid).memory_info().rss if pid else 0}
     return {"bytes": 0}
+
+
+def own_entries() -> list[str]:
+    """Return what the search path of this process has besides what belongs to its Python, which a host has itself."""
+    own = {Path(entry) for entry in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)}
+    found = []
+    for entry in sys.path:
+        path = Path(entry or os.curdir).absolute()
+        if isinstance(entry, str) and not own & {path, *path.parents}:
+            found.append(str(path))
+    return found
+
+
+def own_modules(entries: Sequence[str]) -> dict[str, ModuleType]:
+    """Return the modules of the user's that are imported here from entries of the search path, by their files there."""
+    return {file: module for file, module in _found(sorted(entries, key=len, reverse=True)) if file}
+
+
+def _found(entries: Sequence[str]) -> Iterator[tuple[str, ModuleType]]:
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        path = Path(file) if isinstance(file, str) else Path()
+        # What is no file of its own, as modules that torch makes, has no whole path.
+        if path.is_absolute() and name not in ("__main__", "__mp_main__") and is_users(str(path)):
+            yield next((str(path.relative_to(entry)) for entry in entries if path.is_relative_to(entry)), ""), module
+
+
+def versions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
+    """Return a checksum of the file of each module, as it is now; "" for one that is not there any more."""
+    return {name: _checksum(Path(str(module.__file__))) for name, module in modules.items()}
+
+
+def others(files: Mapping[str, str], path: Sequence[str]) -> dict[str, Any]:
+    """Return which files this machine does not have with these checksums where Python would look for them first."""
+    found = {name: next((file for entry in path if (file := Path(entry, name)).is_file()), None) for name in files}
+    return {"names": [name for name, file in found.items() if file is None or _checksum(file) != files[name]]}
+
+
+def _checksum(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""

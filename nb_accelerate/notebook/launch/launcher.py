@@ -20,12 +20,12 @@ from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.notebook.display.frontend import choose_front_end, is_in_kernel
 from nb_accelerate.notebook.launch.cluster import Cluster
 from nb_accelerate.notebook.launch.description import announce
-from nb_accelerate.notebook.launch.environ import rank_environ
 from nb_accelerate.notebook.launch.launch import Launch
 from nb_accelerate.notebook.launch.machine import facts_here, gpu_warnings
 from nb_accelerate.notebook.launch.plan import make_plan
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
 from nb_accelerate.notebook.launch.servers import warm_server
+from nb_accelerate.notebook.launch.setup import rank_environ
 from nb_accelerate.notebook.launch.values import Values
 from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard

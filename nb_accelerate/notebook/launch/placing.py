@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from typing_extensions import override
 
+from nb_accelerate.base.config.env import Environment
+from nb_accelerate.notebook.launch.forked_server import ForkedServer
 from nb_accelerate.notebook.launch.local import LocalRank
 from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
-from nb_accelerate.notebook.launch.servers import one_at_a_time
+from nb_accelerate.notebook.launch.servers import (
+    ExecutedServer,
+    new_warm_server,
+    one_at_a_time,
+    retire_warm_server,
+    warm_server,
+)
 from nb_accelerate.notebook.launch.setup import make_setup
-from nb_accelerate.notebook.launch.starters import open_server
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.ranks.end_reports import end_reports
 
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from nb_accelerate.base.config.launch import LaunchOptions
+    from nb_accelerate.base.start_methods import StartMethod
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet, Rendezvous
     from nb_accelerate.notebook.launch.servers import RankServer
@@ -122,3 +131,31 @@ class PlacingHere(Placing):
     def while_starting(self) -> Iterator[None]:
         with one_at_a_time() if is_local(self._options) else contextlib.nullcontext():
             yield
+
+
+def open_server(method: StartMethod, options: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
+    """Return a context manager with the process that starts the ranks of a launch."""
+    return cast("contextlib.AbstractContextManager[RankServer]", pkgutil.resolve_name(method.starter)(options))
+
+
+@contextlib.contextmanager
+def forkserver(_: LaunchOptions) -> Iterator[RankServer]:
+    """Start ranks as forks of a fresh process with torch imported, which is kept for the next launch."""
+    if not Environment().keep_warm:
+        with contextlib.closing(new_warm_server()) as server:
+            yield server
+        return
+    try:
+        yield warm_server()
+    finally:
+        retire_warm_server()  # unless it can be used again
+
+
+def spawn(_: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
+    """Start ranks as fresh interpreters."""
+    return contextlib.closing(ExecutedServer((), fresh=True))
+
+
+def fork(options: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
+    """Start ranks as forks of this process, with the function and its arguments in memory."""
+    return contextlib.closing(ForkedServer((options.function, options.args, dict(options.kwargs))))

@@ -25,8 +25,8 @@ from nb_accelerate.base.config.env import Environment
 from nb_accelerate.base.seam import PRELOADED
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.display.frontend import is_in_kernel
-from nb_accelerate.notebook.launch.environ import working_directory
-from nb_accelerate.notebook.launch.owner import Owner
+from nb_accelerate.notebook.launch.local import Owner
+from nb_accelerate.notebook.launch.setup import working_directory
 from nb_accelerate.notebook.protocol.channel import Channel
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.messages import Quit
@@ -42,14 +42,12 @@ if TYPE_CHECKING:
     from nb_accelerate.base.start_methods import StartMethod
     from nb_accelerate.notebook.launch.local import LocalRank
 
+
 PRELOAD = ("torch", "torch.distributed", "cloudpickle", "tqdm.std", *PRELOADED, *LATER)
 """Modules that every rank needs, imported once in the warm server."""
 
 # What ranks of a notebook need besides, for cells and displays. Elsewhere a rank imports it if it comes to that.
-_PRELOAD_FOR_NOTEBOOKS = (
-    "nb_accelerate.notebook.worker.cell",
-    "nb_accelerate.notebook.worker.output.launched_displays",
-)
+_PRELOAD_FOR_NOTEBOOKS = ("nb_accelerate.notebook.worker.cell",)
 
 # The function that a fresh interpreter runs to become a server.
 _ENTRY = "nb_accelerate.notebook.worker.server.executed:main"

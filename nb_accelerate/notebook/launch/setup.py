@@ -1,17 +1,24 @@
-"""Make the message that sets up a new rank."""
+"""What a new rank is set up with: the message `Setup`, its environment, and the settings of this process.
+
+The environment has torchrun's variables, for code that was written for torchrun. Ranks are sent all settings when they
+start, and later the changed ones.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.config.env import DEVICE
+from nb_accelerate.base.config.file import CONFIG_FILE, read_config
 from nb_accelerate.notebook.display.frontend import is_in_kernel
-from nb_accelerate.notebook.launch.environ import rank_environ, working_directory
-from nb_accelerate.notebook.launch.settings import pack_settings, set_here
+from nb_accelerate.notebook.protocol.changed_modules import changed_here
 from nb_accelerate.notebook.protocol.messages import Setup
 from nb_accelerate.notebook.protocol.random_states import RandomStates
+from nb_accelerate.notebook.protocol.settings import is_same, pack as pack_by_module, settings_here
 from nb_accelerate.notebook.protocol.shipping import pack
 
 if TYPE_CHECKING:
@@ -23,8 +30,133 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Rendezvous
     from nb_accelerate.notebook.protocol.messages import Parcel
+    from nb_accelerate.notebook.protocol.settings import Key
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.ranks.handle import RankHandle
+
+
+logger = logging.getLogger("nb_accelerate")
+
+_ENVIRON = ("sys", "environ")
+# What a rank gets with its `Setup`, which has more to say about it.
+_OF_SETUP = {_ENVIRON, ("sys", "path"), ("sys", "argv"), ("sys", "folder")}
+
+# What ranks on another machine do not follow.
+_OF_MACHINE = {_ENVIRON, ("sys", "folder"), ("sys", "limits"), ("sys", "cores"), ("sys", "umask")}
+
+_named: set[Key] = set()  # settings that could not be sent, which the user knows
+
+
+def set_here(*, at_start: bool = True, is_elsewhere: bool = False) -> dict[Key, Any]:
+    """Return what this process is set to, and what it has changed in modules."""
+    left_out = (_OF_SETUP if at_start else set()) | (_OF_MACHINE if is_elsewhere else set())
+    return {key: value for key, value in (settings_here() | changed_here()).items() if key not in left_out}
+
+
+def differences(before: Mapping[Key, Any], now: Mapping[Key, Any], *, is_elsewhere: bool) -> dict[Key, Any]:
+    """Return the settings that are others now: each with its value, the environment with both values of variables."""
+    found = {key: value for key, value in now.items() if not (key in before and is_same(before[key], value))}
+    if is_elsewhere:
+        found = {key: value for key, value in found.items() if key not in _OF_MACHINE}
+    if _ENVIRON in found:
+        old, new = ({os.fsdecode(k): os.fsdecode(v) for k, v in each[_ENVIRON].items()} for each in (before, now))
+        changed = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+        found[_ENVIRON] = {name: (old.get(name), new.get(name)) for name in changed}
+    return found
+
+
+def pack_settings(values: Mapping[Key, Any]) -> dict[str, bytes]:
+    """Return settings for ranks. Settings that cannot be pickled are left out, and named once."""
+    try:
+        return pack_by_module(values)
+    except Exception:  # users' code takes part; which of them it is takes longer to find out
+        found = dict(values)
+        for key, value in values.items():
+            try:
+                pack_by_module({key: value})
+            except Exception as error:
+                del found[key]
+                if key not in _named:
+                    _named.add(key)
+                    logger.warning(
+                        "%s as this notebook has it does not travel to ranks (%s). Set it in the function or cell that "
+                        "they run, or start them with start_method='fork'",
+                        ".".join(key),
+                        error,
+                    )
+        return pack_by_module(found)
+
+
+# Variables that describe the kernel's process, and are not true of a rank.
+_KERNELS_OWN = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "JPY_INTERRUPT_EVENT", "PYTEST_CURRENT_TEST")
+
+
+def rank_environ(
+    plan: LaunchPlan,
+    rendezvous: Rendezvous,
+    local_rank: int,
+    *,
+    base: Mapping[str, str],
+    extra: Mapping[str, str],
+    attempt: int = 0,
+    max_restarts: int = 0,
+) -> dict[str, str]:
+    """Return the whole environment of one rank.
+
+    Args:
+        extra: the user's variables; they override all others except variables that select devices.
+    """
+    environ = {key: value for key, value in base.items() if key not in _KERNELS_OWN}
+    environ.setdefault("OMP_NUM_THREADS", str(plan.num_threads))
+    environ |= {
+        **plan.topology_of(local_rank, node_rank=rendezvous.node_rank).as_variables(),
+        "MASTER_ADDR": rendezvous.address,
+        "MASTER_PORT": str(rendezvous.port),
+        "TORCHELASTIC_RUN_ID": rendezvous.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+    }
+    # For programs that ranks start: they find the store at the master's address, where a rank of ours serves it. On one
+    # machine nothing listens there, and they serve one by themselves.
+    if rendezvous.num_nodes > 1:
+        environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    else:
+        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if not (rendezvous.keeps_interface and variable in environ):
+            environ[variable] = rendezvous.interface
+    if plan.kind.is_host:
+        environ["ACCELERATE_USE_CPU"] = "true"
+    elif "ACCELERATE_USE_CPU" in environ:  # and devices were asked for, by number or by name
+        environ["ACCELERATE_USE_CPU"] = "false"
+    environ.pop(DEVICE, None)  # of this process, if it is a rank itself
+    if plan.is_kind_asked_for and not plan.kind.is_host:
+        environ[DEVICE] = plan.device
+    if plan.mixed_precision != "no":
+        environ["ACCELERATE_MIXED_PRECISION"] = plan.mixed_precision
+    environ |= {key: os.fspath(value) for key, value in extra.items()}
+    return environ | plan.device_variables(local_rank)  # chosen among the devices that were asked for
+
+
+def variables_of_file(given: Mapping[str, str]) -> dict[str, str]:
+    """Return what the configuration file of this process says to an `Accelerator`, for ranks that do not read it.
+
+    Where the environment of this process says otherwise, that counts, as for ranks here.
+
+    Args:
+        given: the user's variables. They may name another file, which ranks read.
+    """
+    file = None if CONFIG_FILE in given else read_config()
+    said = {} if file is None else file.as_variables({**os.environ, **given})
+    return {name: os.environ.get(name) or value for name, value in said.items()}
+
+
+def working_directory() -> str:
+    """Return the working directory of this process; "" if it was deleted, which ranks then report."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return ""
 
 
 def pack_notebook(

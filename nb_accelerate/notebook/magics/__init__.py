@@ -14,10 +14,9 @@ from nb_accelerate.base.config.env import SESSION_DEFAULTS, Environment
 from nb_accelerate.base.config.versions import check_versions
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.notebook.magics.auto import AutoMode
-from nb_accelerate.notebook.magics.cells import Cells
+from nb_accelerate.notebook.magics.cells import Cells, plain_errors
 from nb_accelerate.notebook.magics.commands import Commands
 from nb_accelerate.notebook.magics.names import RankNames
-from nb_accelerate.notebook.magics.plain import plain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

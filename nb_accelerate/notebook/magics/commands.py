@@ -11,8 +11,7 @@ from nb_accelerate.base.words import size
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.magics.args import ENGINE, POOL, RANKS, SHOW, LineParser
-from nb_accelerate.notebook.magics.cells import replace
-from nb_accelerate.notebook.magics.plain import plain_errors
+from nb_accelerate.notebook.magics.cells import plain_errors, replace
 
 if TYPE_CHECKING:
     import argparse

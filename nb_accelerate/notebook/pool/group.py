@@ -22,9 +22,9 @@ from nb_accelerate.base.devices import backend_named
 from nb_accelerate.base.topology.rank_lists import as_option, named
 from nb_accelerate.errors import ConfigError, PoolError, StartError
 from nb_accelerate.notebook.launch.local import LocalRank
+from nb_accelerate.notebook.launch.placing import open_server
 from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
 from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
-from nb_accelerate.notebook.launch.starters import open_server
 from nb_accelerate.notebook.protocol.messages import CutOff, Join, Result
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.ranks.end_reports import end_reports

@@ -19,7 +19,7 @@ from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.errors import PoolError, ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.notebook.launch.cluster import Cluster
-from nb_accelerate.notebook.launch.settings import differences, pack_settings, set_here
+from nb_accelerate.notebook.launch.setup import differences, pack_settings, set_here
 from nb_accelerate.notebook.pool.cell import cell_request
 from nb_accelerate.notebook.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions

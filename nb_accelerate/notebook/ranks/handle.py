@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.notebook.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.notebook.protocol.channel import as_bytes
-from nb_accelerate.notebook.worker.ends import NUDGE
+from nb_accelerate.notebook.protocol.messages import NUDGE
 from nb_accelerate.notebook.worker.stack_writer import ASK_LINE, ASK_STACK
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ class Kind(enum.IntEnum):
     POKE = 9
     """To the host: bytes for the socket over which a rank is asked for its stack or line."""
     MESSAGE = 10
-    """Both ways: a pickled message, passed on untouched, behind its descriptors: see `notebook.remote.segments`."""
+    """Both ways: a pickled message, passed on untouched, behind its descriptors: see `notebook.remote.sender`."""
     HAND_ON = 11
     """From the host: what a rank has printed before the messages that have come, has come too."""
     SEGMENT = 12

@@ -19,8 +19,7 @@ from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.remote import sender
 from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, FrameParser, Kind, LinkError, as_json
-from nb_accelerate.notebook.remote.segments import ReceivedSegments, SentSegments
-from nb_accelerate.notebook.remote.sender import FrameSender, Silence
+from nb_accelerate.notebook.remote.sender import FrameSender, ReceivedSegments, SentSegments, Silence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

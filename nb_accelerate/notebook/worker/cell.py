@@ -27,9 +27,8 @@ from nb_accelerate.notebook.worker.call import answer, exits_well, fail
 from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
 from nb_accelerate.notebook.worker.groups import collectives_of_groups
 from nb_accelerate.notebook.worker.namespace import is_hidden
-from nb_accelerate.notebook.worker.output.displays import DisplayPort
 from nb_accelerate.notebook.worker.received import received
-from nb_accelerate.notebook.worker.shell import make_shell
+from nb_accelerate.notebook.worker.shell import DisplayPort, make_shell
 from nb_accelerate.notebook.worker.trained_models import trained_models
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.notebook.worker.ends import NUDGE
+from nb_accelerate.notebook.protocol.messages import NUDGE
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType

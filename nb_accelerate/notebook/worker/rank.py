@@ -44,7 +44,6 @@ from nb_accelerate.notebook.worker.alarm import Alarm
 from nb_accelerate.notebook.worker.call import answer, fail
 from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.interrupt import InterruptGate
-from nb_accelerate.notebook.worker.output.streams import replace_streams, send_record
 from nb_accelerate.notebook.worker.patches.bars import bars_in_panel
 from nb_accelerate.notebook.worker.patches.loaders import fork_by_default, spawn_by_value
 from nb_accelerate.notebook.worker.patches.trainers import trainers_as_loops
@@ -53,15 +52,15 @@ from nb_accelerate.notebook.worker.server.interpreter import imports_from
 from nb_accelerate.notebook.worker.server.limits import enough_room
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, set_name
 from nb_accelerate.notebook.worker.stack_writer import answer_requests
+from nb_accelerate.notebook.worker.streams import replace_streams, send_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
-    from nb_accelerate.notebook.protocol.messages import Setup
+    from nb_accelerate.notebook.protocol.messages import RankEnds, Setup
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.worker.cell import PersistentRank
-    from nb_accelerate.notebook.worker.ends import RankEnds
 
 
 def run_rank(
@@ -154,8 +153,7 @@ def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterato
     """Send what a function displays to the notebook, and show its figures when it has returned; stop at breakpoints."""
     with imports_from(own_path):
         from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
-        from nb_accelerate.notebook.worker.output.displays import DisplayPort
-        from nb_accelerate.notebook.worker.output.launched_displays import send_displays, show_figures
+        from nb_accelerate.notebook.worker.shell import DisplayPort, send_displays, show_figures
     send_displays(DisplayPort(channel, mark))
     debug_with(InputRequests(channel))
     yield

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import base64
+import contextlib
+import json
 import linecache
+import os
 import sys
+import threading
 import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,9 +25,12 @@ from traitlets import Type
 from traitlets.config import Config
 from typing_extensions import override
 
+from nb_accelerate.base.imported import imported
 from nb_accelerate.errors import PoolError
 from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.notebook.diagnostics.report import text_of, type_name_of
+from nb_accelerate.notebook.protocol.messages import Display
+from nb_accelerate.notebook.protocol.output import frame
 from nb_accelerate.notebook.worker.debugger import RankDebugger
 
 if TYPE_CHECKING:
@@ -30,8 +38,37 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import ExecutionResult
 
+    from nb_accelerate.notebook.protocol.channel import Channel
     from nb_accelerate.notebook.protocol.messages import RunCell
-    from nb_accelerate.notebook.worker.output.displays import DisplayPort
+
+
+class DisplayPort:
+    """Sends displays of this process to the kernel."""
+
+    def __init__(self, channel: Channel, mark: bytes) -> None:
+        self._channel = channel
+        self._mark = mark
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def show(self, kind: str, content: dict[str, Any]) -> None:
+        """Send the content of a Jupyter message."""
+        if os.getpid() != self._pid:  # a loader's worker: the channel is not its own
+            print((content.get("data") or {}).get("text/plain", ""))  # noqa: T201 - it is users' output
+            return
+        text = json.dumps(content, default=_encode, skipkeys=True)
+        with self._lock:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            self._channel.send(Display(kind=kind, content=text))
+            os.write(1, frame(self._mark, b"", "display"))
+
+
+def _encode(value: object) -> object:
+    """Return what JSON can hold in the place of an object: base64 for bytes, such as an image, else its text."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return base64.b64encode(value).decode("ascii")
+    return str(value)
 
 
 def make_shell(port: DisplayPort, names: dict[str, Any] | None = None) -> RankShell:
@@ -293,3 +330,47 @@ def _free_what_did_not_fit() -> None:
     if error is not None and says_out_of_memory(type_name_of(error), text_of(error)):
         for raised in (error, error.__cause__, error.__context__):
             traceback.clear_frames(None if raised is None else raised.__traceback__)
+
+
+def send_displays(port: DisplayPort) -> None:
+    """Send to the notebook what a launched function displays."""
+    if not InteractiveShell.initialized():
+        _make_when_asked_for(port)
+        return
+    # This process is a fork of the kernel, and the shell the kernel's.
+    RankShell.port = port
+    InteractiveShell.instance().display_pub = DisplaySender(parent=None)  # type: ignore[no-untyped-call]
+    _forget_figures()
+
+
+def _make_when_asked_for(port: DisplayPort) -> None:
+    lock = threading.RLock()  # several threads may show something first
+
+    def initialized(_: type[InteractiveShell]) -> bool:
+        with lock:
+            if "initialized" in vars(InteractiveShell):
+                del InteractiveShell.initialized  # the one of its base class shows again
+                make_shell(port, names={})  # or its own would take the place of the function's globals
+        return True
+
+    # `display` and `get_ipython` ask this before anything else.
+    InteractiveShell.initialized = classmethod(initialized)  # type: ignore[assignment, method-assign]
+
+
+def show_figures() -> None:
+    """Show the figures that a function has drawn and not shown, as a notebook does at the end of a cell."""
+    inline: Any = imported("matplotlib_inline.backend_inline")
+    if inline is not None:
+        with contextlib.suppress(Exception):  # the function has returned, and its value is what matters
+            inline.flush_figures()
+
+
+def _forget_figures() -> None:
+    """Forget the kernel's figures, which the kernel shows."""
+    helpers: Any = imported("matplotlib._pylab_helpers")
+    inline: Any = imported("matplotlib_inline.backend_inline")
+    if helpers is not None:
+        helpers.Gcf.figs.clear()
+    if inline is not None:
+        inline.show._draw_called = False  # noqa: SLF001 - set when the kernel drew; nothing public resets it
+        inline.show._to_draw = []  # noqa: SLF001 - as above

@@ -13,8 +13,8 @@ from nb_accelerate import utils
 from nb_accelerate.base.config.distributed import PrecisionType
 from nb_accelerate.base.config.file import read_config
 from nb_accelerate.base.config.kwargs import AutocastKwargs, GradScalerKwargs
+from nb_accelerate.base.devices import MPS
 from nb_accelerate.base.devices.cuda import CUDA
-from nb_accelerate.base.devices.table import MPS
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.training.accelerator import Accelerator
 from nb_accelerate.training.precision import select_precision

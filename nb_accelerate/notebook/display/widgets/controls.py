@@ -17,19 +17,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from html import escape
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base.topology.rank_lists import named
 from nb_accelerate.notebook.diagnostics.stacks import listed
 from nb_accelerate.notebook.display.drawing import html
-from nb_accelerate.notebook.display.panel import Action
-from nb_accelerate.notebook.display.widgets import asides
+from nb_accelerate.notebook.display.panel import Action, last_lines
 from nb_accelerate.notebook.display.widgets.shell_channel import answer_widgets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nb_accelerate.notebook.display.panel import PanelSource
     from nb_accelerate.notebook.display.view import View
+
 
 _ACTIONS_EVERY = 2.0  # seconds between two checks which buttons are there: each reads the pages of all ranks
 _ASK_EVERY = 3.0  # seconds between two questions for the stacks that are shown
@@ -108,7 +110,7 @@ class Controls:
             self._is_over = True
         kept: list[Any] = []
         if self._again.is_asked_for:
-            logs = asides.logs({rank: asides.last_lines(self._source.log(rank)) for rank in self._ranks})
+            logs = logs_as_html({rank: last_lines(self._source.log(rank)) for rank in self._ranks})
             self._again.value = html.style() + html.render(view) + html.render_charts(view) + logs + _TO_KEEP
             self._box.children = (self._again,)
             kept = [*_with_styles(self._box), *_with_styles(self._again)]
@@ -228,12 +230,12 @@ class Controls:
 
     def _stacks(self) -> str:
         found = {rank: listed(dump) for rank, dump in self._source.stacks().items() if dump}
-        return asides.stacks(found)
+        return stacks_as_html(found)
 
     def _log(self) -> str:
         if self._log_of not in self._ranks:
-            return asides.log(f"rank {self._log_of} does not run this", self._log_of)
-        return asides.log(self._source.log(self._log_of), self._log_of)
+            return log_as_html(f"rank {self._log_of} does not run this", self._log_of)
+        return log_as_html(self._source.log(self._log_of), self._log_of)
 
 
 def _html_of_new_pages(layout: Any) -> Any:
@@ -254,3 +256,43 @@ def _html_of_new_pages(layout: Any) -> Any:
 def _with_styles(widget: Any) -> list[Any]:
     """Return a widget with its layout and its style, which are widgets as well."""
     return [widget, *(getattr(widget, name) for name in ("layout", "style") if hasattr(widget, name))]
+
+
+_LAST_LINES = 40  # lines of a log that are shown
+
+
+def stacks_as_html(frames: Mapping[int, tuple[list[str], list[str]]]) -> str:
+    """Return where ranks are: users' frames a line each, then those of libraries, which unfold."""
+    found = "".join(_stack(rank, users, others) for rank, (users, others) in sorted(frames.items()))
+    return _pre(found or "no answer yet", "where ranks are")
+
+
+def _stack(rank: int, users: list[str], others: list[str]) -> str:
+    lines = "".join(f"<div>  {escape(frame)}</div>" for frame in users)
+    if others:
+        each = "".join(f"<div>    {escape(frame)}</div>" for frame in others)
+        folded = escape(" ← ".join(others))
+        lines += f'<details class="nba-dim"><summary class="nba-frames">  in {folded}</summary>{each}</details>'
+    return f"<div><b>{named([rank])}</b></div>{lines}"
+
+
+def log_as_html(text: str, rank: int) -> str:
+    """Return the last lines that a rank has printed."""
+    lines = "".join(text.splitlines(keepends=True)[-_LAST_LINES:])
+    return _pre(escape(lines or "nothing yet"), f"log of rank {rank}", "nba-newest-last")
+
+
+def logs_as_html(texts: Mapping[int, str]) -> str:
+    """Return what ranks have printed, folded, for a panel that stays; nothing of ranks that printed nothing."""
+    return "".join(
+        f'<div class="nba"><details><summary>log of rank {rank}</summary>'
+        f'<pre class="nba-aside">{escape(text)}</pre></details></div>'
+        for rank, text in texts.items()
+        if text
+    )
+
+
+def _pre(markup: str, label: str, kind: str = "") -> str:
+    """Return text in which one can scroll, also by the keyboard."""
+    names = f"nba-aside {kind}".strip()
+    return f'<div class="nba"><pre class="{names}" tabindex="0" aria-label="{label}">{markup}</pre></div>'

@@ -25,9 +25,9 @@ from nb_accelerate.base.helper_threads import tell_failures
 from nb_accelerate.base.imported import imported
 from nb_accelerate.base.seam import PRELOADED_LATER
 from nb_accelerate.notebook.protocol.channel import Channel
+from nb_accelerate.notebook.protocol.messages import RankEnds
 from nb_accelerate.notebook.protocol.random_states import RandomStates
 from nb_accelerate.notebook.protocol.settings import note_fresh
-from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.rank import patch_libraries, prepare_process, run_rank
 from nb_accelerate.notebook.worker.server.interpreter import command
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, ending_with, join_group_of, set_name

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nb_accelerate.base.imported import imported
 from nb_accelerate.base.seam import training_half
 from nb_accelerate.notebook.protocol.channel import Channel
-from nb_accelerate.notebook.worker.ends import RankEnds
+from nb_accelerate.notebook.protocol.messages import RankEnds
 from nb_accelerate.notebook.worker.groups import has_group
 from nb_accelerate.notebook.worker.rank import prepare_process, run_rank
 from nb_accelerate.notebook.worker.server.process_tree import adopt_orphans, set_name, step_back

@@ -38,9 +38,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.errors import StartError
 from nb_accelerate.notebook.protocol.channel import Channel
-from nb_accelerate.notebook.protocol.messages import Quit
+from nb_accelerate.notebook.protocol.messages import Quit, RankEnds
 from nb_accelerate.notebook.worker.call import fail
-from nb_accelerate.notebook.worker.ends import RankEnds
 from nb_accelerate.notebook.worker.server.limits import why_no_room
 from nb_accelerate.notebook.worker.server.process_tree import (
     adopt_orphans,

@@ -1,1 +1,0 @@
-"""What a rank prints and displays, on its way to the kernel."""
