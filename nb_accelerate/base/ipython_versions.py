@@ -60,17 +60,11 @@ class Cursor(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """What may stand in the place of a token.
+    """What may stand in the place of a token."""
 
-    Attributes:
-        texts: each for the whole token.
-        kind: shown beside them.
-        only: nothing else fits there.
-    """
-
-    texts: list[str]
-    kind: str = ""
-    only: bool = False
+    texts: list[str]  # each for the whole token
+    kind: str = ""  # shown beside them
+    only: bool = False  # nothing else fits there
 
 
 def add_completer(shell: InteractiveShell, complete: Callable[[Cursor], Completions]) -> Callable[[], None]:

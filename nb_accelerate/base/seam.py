@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 TRAINING_HALF = "nb_accelerate.training.in_ranks"
 
+# Modules of the training half that most ranks need; a server of warm ranks imports them once.
 PRELOADED = (TRAINING_HALF, "nb_accelerate.training.accelerator")
-"""Modules of the training half that most ranks need; a server of warm ranks imports them once."""
 
+# Modules of the training half that such a server imports when it has time.
 PRELOADED_LATER = ("nb_accelerate.training.checkpoint.sharded",)
-"""Modules of the training half that such a server imports when it has time."""
 
 
 class Event:
@@ -51,18 +51,18 @@ class Event:
         return [listener() for listener in self._listeners]
 
 
+# A launched function has returned, and its rank will end. The call fails with what a listener raises.
 call_returned = Event()
-"""A launched function has returned, and its rank will end. The call fails with what a listener raises."""
 
+# A launched function was interrupted, and its rank will end. Listeners finish what must not be lost.
 call_interrupted = Event()
-"""A launched function was interrupted, and its rank will end. Listeners finish what must not be lost."""
 
+# The rank has joined a new process group, because a rank was lost. The others may have failed at different batches.
 group_replaced = Event()
-"""The rank has joined a new process group, because a rank was lost. The others may have failed at different batches."""
 
 
+# The rank asks whether an `Accelerator` of this process has prepared anything. A listener returns whether one has.
 asks_for_prepared = Event()
-"""The rank asks whether an `Accelerator` of this process has prepared anything. A listener returns whether one has."""
 
 
 @dataclass(frozen=True, kw_only=True)

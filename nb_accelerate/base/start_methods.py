@@ -51,6 +51,7 @@ _STARTERS = "nb_accelerate.notebook.launch.placing"
 
 _FORK = f"{_STARTERS}:fork"
 
+# By name, in the order in which ``"auto"`` tries them.
 START_METHODS: dict[str, StartMethod] = {
     method.name: method
     for method in (
@@ -61,7 +62,6 @@ START_METHODS: dict[str, StartMethod] = {
         StartMethod(name="inline", max_ranks=1, max_nodes=1),
     )
 }
-"""By name, in the order in which ``"auto"`` tries them."""
 
 
 def choose_method(conditions: Conditions, *, may_copy: bool = True) -> tuple[StartMethod, str]:

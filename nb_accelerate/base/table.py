@@ -12,19 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows below titles.
+    """Rows below titles."""
 
-    Attributes:
-        titles: of the columns.
-        rows: cells, as many in each as there are titles.
-        right: titles of the columns that end on the right, as numbers do.
-        notes: sentences below.
-    """
-
-    titles: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: Collection[str] = ()
-    notes: Sequence[str] = ()
+    titles: Sequence[str]  # of the columns
+    rows: Sequence[Sequence[str]]  # cells, as many in each as there are titles
+    right: Collection[str] = ()  # titles of the columns that end on the right, as numbers do
+    notes: Sequence[str] = ()  # sentences below
 
     def __repr__(self) -> str:
         lines = [self.titles, *self.rows]

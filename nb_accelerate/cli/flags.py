@@ -128,8 +128,7 @@ _TO_RUN = (
     Flag("rehearse_memory", "the memory of the accelerator, if its name is not known", str, "24GB"),
 )
 
-HOW_TO_RUN = "how to run"
-"""Title of the flags that say what to do with a script."""
+HOW_TO_RUN = "how to run"  # title of the flags that say what to do with a script
 
 GROUPS = (
     FlagGroup("what to run on", _TO_RUN_ON),
@@ -142,6 +141,7 @@ GROUPS = (
     FlagGroup(HOW_TO_RUN, _TO_RUN),
 )
 
+# Patterns of flags of accelerate and torchrun that are none here, and why. A flag in `GROUPS` is none of them.
 REFUSED = {
     "vm env aws_access_key_id aws_secret_access_key mpirun_hostfile tpu_cluster no_tpu_cluster tpu_use_sudo": (
         "This command starts processes on machines where it runs itself, and on no others"
@@ -156,7 +156,6 @@ REFUSED = {
     "fp8_*": "How layers compute in 8 bits is said in code. Write AORecipeKwargs in kwargs_handlers",
     "parallelism_config_cp_* parallelism_config_sp_*": "Context and sequence parallelism are not in this version",
 }
-"""Patterns of flags of accelerate and torchrun that are none here, and why. A flag in `GROUPS` is none of them."""
 
 
 def add_flags(parser: argparse.ArgumentParser, *, without: str = "") -> None:

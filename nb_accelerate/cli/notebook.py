@@ -311,8 +311,8 @@ def _traceback(cell: NotebookNode, error: CellExecutionError) -> str:
     return f"{error.ename}: {error.evalue}"
 
 
+# Tags of papermill (https://papermill.readthedocs.io): a cell with defaults, and one with the values of a run.
 _DEFAULTS, _INJECTED = "parameters", "injected-parameters"
-"""Tags of papermill (https://papermill.readthedocs.io): a cell with defaults, and one with the values of a run."""
 
 
 def read_parameters(pairs: Sequence[str]) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-AUTO = "auto"
-"""The value of a key that is filled in when models are prepared."""
+AUTO = "auto"  # the value of a key that is filled in when models are prepared
 
 
 class HfDeepSpeedConfig:

@@ -28,6 +28,7 @@ class EngineRow:
 
 _ENGINES = "nb_accelerate.notebook.launch.engines"
 
+# By name. ``"auto"`` is none of them: ranks are on this machine.
 ENGINES: dict[str, EngineRow] = {
     "ssh": EngineRow(opens=f"{_ENGINES}.command:SshEngine", needs=("hosts",), takes=("remote_python",)),
     "command": EngineRow(
@@ -35,13 +36,12 @@ ENGINES: dict[str, EngineRow] = {
     ),
     "ray": EngineRow(opens=f"{_ENGINES}.ray:RayEngine", takes=("hosts", "address")),
 }
-"""By name. ``"auto"`` is none of them: ranks are on this machine."""
 
 # ``srun`` without ``-u``, which buffers output until a line ends.
 _BUFFERS_LINES = re.compile(r"(?:^|[\s/'\"])srun(?=\s)(?!.*\s(?:-\w*u|--unb))", re.DOTALL)
 
+# What to write for an option that is missing.
 EXAMPLES = {"hosts": '["a:8", "b:8"]', "command_template": '"docker exec -i {host} {command}"'}
-"""What to write for an option that is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,7 @@ def _checked_hosts(hosts: Any) -> tuple[str, ...]:
     return tuple(hosts)
 
 
+# Environment variables by option: what is said for all calls of a process.
 VARIABLES = {field.name: f"NB_ACCELERATE_{field.name.upper()}" for field in fields(EngineOptions)}
-"""Environment variables by option: what is said for all calls of a process."""
 
-LOCAL = EngineOptions()
-"""Ranks are on this machine."""
+LOCAL = EngineOptions()  # ranks are on this machine

@@ -19,8 +19,8 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+# Options that ``%distributed config`` has set in this notebook, by the names that they have as arguments.
 SESSION_DEFAULTS: dict[str, Any] = {}
-"""Options that ``%distributed config`` has set in this notebook, by the names that they have as arguments."""
 
 
 _YES = ("1", "true", "yes", "y", "on", "t")

@@ -32,8 +32,7 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-NO_WORDS = ("0", "false", "no", "n", "off", "f")
-"""How an environment variable says no."""
+NO_WORDS = ("0", "false", "no", "n", "off", "f")  # how an environment variable says no
 
 _YES_OR_NO = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -127,6 +126,7 @@ _NOT_USED = (
     *("deepspeed_config.deepspeed_exclusion_filter", "deepspeed_config.deepspeed_inclusion_filter"),
 )
 
+# Keys that accelerate 1.15 or this package knows: of sections as ``fsdp_config.KEY``, whose prefix may be missing.
 KNOWN = {
     *KEYS,
     *_NOT_USED,
@@ -137,11 +137,10 @@ KNOWN = {
         for start in ("", prefix)
     ),
 }
-"""Keys that accelerate 1.15 or this package knows: of sections as ``fsdp_config.KEY``, whose prefix may be missing."""
 
 
+# Names the file to use; ``launch --config_file`` sets it for the processes that it starts.
 CONFIG_FILE = "NB_ACCELERATE_CONFIG_FILE"
-"""Names the file to use; ``launch --config_file`` sets it for the processes that it starts."""
 
 
 def default_path(variables: Mapping[str, str] | None = None) -> Path:
@@ -242,8 +241,7 @@ class ConfigFile:
         return found | section_variables("dynamo_config", self.section("dynamo_config"))
 
 
-NO_FILE = ConfigFile(path=Path(), values={})
-"""Stands for a configuration file that says nothing, where there is none."""
+NO_FILE = ConfigFile(path=Path(), values={})  # stands for a configuration file that says nothing, where there is none
 
 
 def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None:

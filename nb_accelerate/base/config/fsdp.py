@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 FSDP_AUTO_WRAP_POLICY = [policy.upper() for policy in _WRAP_POLICIES]
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+# Sharding strategies of version 1, and the ``reshard_after_forward`` that means the same.
 RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
-"""Sharding strategies of version 1, and the ``reshard_after_forward`` that means the same."""
 _STATE_DICT_TYPES = ("full_state_dict", "sharded_state_dict")
 _PREFETCHES = ("no_prefetch", "backward_pre", "backward_post")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}

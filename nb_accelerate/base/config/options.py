@@ -24,8 +24,8 @@ class Options:
 
     __slots__ = ("_is_built",)  # neither a field nor in the __dict__ of the object
 
+    # By field: takes its name and value, and returns the value in its usual form or raises `ConfigError`.
     _checks: ClassVar[Mapping[str, Callable[[str, Any], Any]]] = {}
-    """By field: takes its name and value, and returns the value in its usual form or raises `ConfigError`."""
 
     def __post_init__(self) -> None:
         self._check()

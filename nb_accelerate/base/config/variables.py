@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# Variables that ask for an engine, by the word for it in a configuration file.
 USES = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"}
-"""Variables that ask for an engine, by the word for it in a configuration file."""
 
-USE_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-"""Variable that says that those of `MESH` count."""
+USE_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"  # variable that says that those of `MESH` count
 
+# Variables by key, as in the tables below.
 GENERAL = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "use_cpu": "ACCELERATE_USE_CPU",
     "debug": "ACCELERATE_DEBUG_MODE",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
 }
-"""Variables by key, as in the tables below."""
 
 FSDP = {
     f"fsdp_{name}": f"FSDP_{name.upper()}"
@@ -35,6 +34,7 @@ FSDP = {
     )
 } | {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 
+# What accelerate's launcher sets where nothing else is said, but for the version: it takes 1, which is not here.
 FSDP_DEFAULTS = {
     "FSDP_VERSION": "2",
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
@@ -48,7 +48,6 @@ FSDP_DEFAULTS = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
 }
-"""What accelerate's launcher sets where nothing else is said, but for the version: it takes 1, which is not here."""
 
 DEEPSPEED = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -79,13 +78,13 @@ MESH = {
     )
 }
 
+# Sections of the file: a prefix that their keys may lack, and the table of their variables.
 SECTIONS = {
     "fsdp_config": ("fsdp_", FSDP),
     "deepspeed_config": ("", DEEPSPEED),
     "parallelism_config": ("parallelism_config_", MESH),
     "dynamo_config": ("dynamo_", DYNAMO),
 }
-"""Sections of the file: a prefix that their keys may lack, and the table of their variables."""
 
 
 def as_text(value: object) -> str:

@@ -9,6 +9,7 @@ import sys
 
 from nb_accelerate.errors import MissingDependencyError
 
+# Those of pyproject.toml. They are here too because a copy of this package that was not installed has no metadata.
 LOWEST = {
     "torch": "2.8",
     "numpy": "1.24",
@@ -30,7 +31,6 @@ LOWEST = {
     "tqdm": "4.66",
     "typing_extensions": "4.10",
 }
-"""Those of pyproject.toml. They are here too because a copy of this package that was not installed has no metadata."""
 
 # With an older one of these something fails somewhere, with an error that does not name it.
 _USED_CLOSELY = ("torch", "ipython", "ipykernel", "ipywidgets", "psutil")

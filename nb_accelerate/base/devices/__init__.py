@@ -49,8 +49,7 @@ CPU = DeviceKind(
     memory_peak=memory_peak,
 )
 
-DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, XLA, TPU, CPU]
-"""The last one is there on every machine."""
+DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, XLA, TPU, CPU]  # the last one is there on every machine
 
 
 def find_kind(name: str) -> DeviceKind | None:

@@ -24,8 +24,7 @@ class Backend:
     can_abort: bool = False  # collectives that wait for others can be broken off (``ProcessGroup.abort``)
 
 
-GLOO = Backend(name="gloo", returns_early=False, polls_store=True)
-"""That of the host, and of devices that have none."""
+GLOO = Backend(name="gloo", returns_early=False, polls_store=True)  # that of the host, and of devices that have none
 
 
 def by_name(dotted: str) -> Callable[..., Any]:

@@ -11,8 +11,7 @@ from nb_accelerate.base.progress_page.facts import Activity, Phase, collective_o
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SIZE = 8192
-"""Bytes: two pages of memory."""
+SIZE = 8192  # bytes: two pages of memory
 
 # Words of 8 bytes, by number. Whole numbers, but for LOSS.
 REQUEST = 0  # calls or cells begun
@@ -57,14 +56,12 @@ ENDED_AFTER = 53  # the epoch, from 1, after which a loop over epochs was ended 
 ENDED_OF = 54  # the number of its epochs
 NUM_WORDS = 55
 
-PRECISIONS = ("", "no", "fp16", "bf16", "fp8")
-"""Values of ``mixed_precision``, by number."""
+PRECISIONS = ("", "no", "fp16", "bf16", "fp8")  # values of ``mixed_precision``, by number
 
-INTERRUPTS = 1 << 16
-"""The count of interrupts wraps to 0 here. It shares a word with the number of the call or cell."""
+INTERRUPTS = 1 << 16  # The count of interrupts wraps to 0 here. It shares a word with the number of the call or cell.
 
+# The least float. Not NaN, which is a value that a loss may have and that has to be shown.
 NO_LOSS = -1.7976931348623157e308
-"""The least float. Not NaN, which is a value that a loss may have and that has to be shown."""
 
 WORD = struct.Struct("q")  # native: eight bytes in one piece
 HEADER = struct.Struct(f"={LOSS}qd{NUM_WORDS - LOSS - 1}q")
@@ -74,18 +71,14 @@ SCALARS_AT = 512
 NUM_SCALARS = 16
 SCALAR = struct.Struct("=24sd")
 
-WARNING_AT = 2048
-"""A sentence about what is wrong, of a rank; empty if there is none."""
+WARNING_AT = 2048  # a sentence about what is wrong, of a rank; empty if there is none
 WARNING = struct.Struct("=1024s")
 
-LINE_AT = 3072
-"""The line of the user's code that the rank was at when the notebook asked last, see `CodeLine`."""
+LINE_AT = 3072  # the line of the user's code that the rank was at when the notebook asked last, see `CodeLine`
 
-MEMORY_AT = 3584
-"""What the rank holds in memory, see `RankMemory`: it stays from one call or cell to the next."""
+MEMORY_AT = 3584  # what the rank holds in memory, see `RankMemory`: it stays from one call or cell to the next
 
-ANSWER_AT = 4096
-"""Where the checkpoint is that the notebook has asked for, or why there is none."""
+ANSWER_AT = 4096  # where the checkpoint is that the notebook has asked for, or why there is none
 ANSWER = struct.Struct("=1024s")
 
 # Progress bars: state (0 free, 1 moves, 2 ended), level, count, total (-1 unknown), `time.monotonic` at the beginning

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"\d+")
 
-MAX_RECORD = 4000
-"""Bytes. It fits into one write to a pipe, which is never mixed with another."""
+MAX_RECORD = 4000  # Bytes. It fits into one write to a pipe, which is never mixed with another.
 
 
 class ProgressPage:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _TIMES = slice(layout.NANOSECONDS, layout.SINCE)  # words with the nanoseconds of phases
 _ENDLESS = 10**18  # Nanoseconds, some thirty years. Who has spent more in a phase has not written this word.
 
+# Phases that take time, in the order in which they are shown.
 WORK = (
     Phase.DATA,
     Phase.TRAINING,
@@ -25,7 +26,6 @@ WORK = (
     Phase.SAVING,
     Phase.RUNNING,
 )
-"""Phases that take time, in the order in which they are shown."""
 
 _WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)  # with the word that has the time of each
 

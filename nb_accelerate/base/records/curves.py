@@ -17,11 +17,11 @@ from nb_accelerate.errors import MissingDependencyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+# (step, value), in order of steps. Where a value is not finite the curve is interrupted.
 Points = tuple[tuple[float, float], ...]
-"""(step, value), in order of steps. Where a value is not finite the curve is interrupted."""
 
+# Pixels: of the picture where no style sheet makes it wider, on its sides, above the curves, and of the axis.
 _WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 320, 58, 18, 24, 36
-"""Pixels: of the picture where no style sheet makes it wider, on its sides, above the curves, and of the axis."""
 
 # Units of what is plotted, from left to right. They are stretched; texts, widths of lines and heights are not.
 _ACROSS = 1000
@@ -29,18 +29,17 @@ _ACROSS = 1000
 _HUGE = 1e300  # values beyond are drawn outside of the picture: differences of such numbers are infinite
 _WIDE = 10.0  # between the least and the greatest loss that are drawn with a logarithmic scale
 
-SMOOTHED_FROM = 40
-"""Points of a curve from which on it is smoothed."""
+SMOOTHED_FROM = 40  # points of a curve from which on it is smoothed
 
 _SMOOTHED_OVER = 0.03  # part of the points of a curve, on both sides of a point, that the smoothed one is a mean of
 
+# Style sheet of pictures.
 LABELS = (
     ".nba-plot{position:relative}.nba-plot i{position:absolute;font-style:normal;line-height:1;white-space:nowrap}"
     ".nba-plot i::before{content:attr(data-t)}.nba-plot .nba-y{left:-6px;transform:translate(-100%,-50%)}"
     ".nba-plot .nba-x{transform:translate(-50%,0)}.nba-plot .nba-e{transform:translate(-100%,0)}"
     ".nba-plot svg{width:100%}.nba-legend{display:flex;flex-wrap:wrap;gap:0 14px;margin:2px 0 4px;font:12px sans-serif}"
 )
-"""Style sheet of pictures."""
 
 
 @dataclass(frozen=True)

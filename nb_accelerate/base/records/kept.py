@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.records.curves import Points
 
-records: dict[str, RunRecord] = {}
-"""By the id their trackers gave them, in the order in which they began."""
+records: dict[str, RunRecord] = {}  # by the id their trackers gave them, in the order in which they began
 
 
 def runs(name: str = "", *, project_dir: str | os.PathLike[str] | None = None) -> Runs:

@@ -48,8 +48,8 @@ class RunRecord:
     file: str = ""
     _until: float = field(default=0.0, repr=False)
     _extremes: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+    # Of how many rows of the same names one is kept, and how many there were.
     _strides: dict[frozenset[str], list[int]] = field(default_factory=dict, repr=False)
-    """Of how many rows of the same names one is kept, and how many there were."""
 
     def read(self, line: dict[str, Any]) -> None:
         """Take a line of a file of the JSON lines tracker. Rows stay as they are, and all of them."""

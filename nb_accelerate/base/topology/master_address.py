@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.topology.topology import Topology
 
-_FIRST_PORT, _NUM_PORTS = 20000, 10000
-"""Ports below the range of ephemeral ports (from 32768 on Linux)."""
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # ports below the range of ephemeral ports (from 32768 on Linux)
 
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 

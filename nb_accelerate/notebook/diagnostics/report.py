@@ -25,8 +25,8 @@ _MAX_GROUP = 10  # exceptions of a group that are told of; the others are counte
 _MAX_FRAMES = 500
 _MAX_NOTES = 100
 
+# Characters of an exception's text, or of a note, that travel: what nobody reads holds everybody up.
 LONGEST_TEXT = 20_000
-"""Characters of an exception's text, or of a note, that travel: what nobody reads holds everybody up."""
 
 # Texts of exceptions for a variable of ``__main__`` that is not there, by their type.
 _ABSENT = {

@@ -18,8 +18,7 @@ from nb_accelerate.notebook.protocol.messages import Frame
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-DUMP_SIGNAL = signal.SIGUSR2
-"""Asks a rank for its stacks."""
+DUMP_SIGNAL = signal.SIGUSR2  # asks a rank for its stacks
 
 _THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack \(most recent call first\):)$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
@@ -33,11 +32,10 @@ _WRAPPERS = ("wrapper", "inner", "decorate_context")  # functions of decorators 
 
 _WORKER = re.compile(r"nb_accelerate/notebook/(?:worker|launch|diagnostics|protocol)/[\w/]+\.py$|^<string>$")
 
-OUTSIDE = "outside your code"
-"""Where a rank is that runs no code of users and of libraries."""
+OUTSIDE = "outside your code"  # where a rank is that runs no code of users and of libraries
 
+# First line of a dump of such a rank, unless `faulthandler` has written it.
 ONE_THREAD = "Only one thread runs code of users.\n"
-"""First line of a dump of such a rank, unless `faulthandler` has written it."""
 
 # Last line of each complete dump: one is written in pieces and ends with the main thread, begun by ``python -c``.
 _LAST_LINE = b'  File "<string>", line 1 in <module>\n'

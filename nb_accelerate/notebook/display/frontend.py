@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 FrontEnd = Literal["widget", "terminal", "text", "off"]
 
+# Metadata of a request from a front end that is a terminal and draws what a `Relay` sends.
 FROM_TERMINAL = {"nb_accelerate.terminal": True}
-"""Metadata of a request from a front end that is a terminal and draws what a `Relay` sends."""
 
 
 def choose_front_end(progress: str) -> FrontEnd:

@@ -46,8 +46,7 @@ _LINES_EVERY = 0.4  # seconds between two questions for the user's lines: each t
 
 _KEPT_LINES = 200  # last lines of each rank that are kept of a run that is over
 
-DELAY = 1.0
-"""Seconds before a panel appears: what is over by then needs none."""
+DELAY = 1.0  # seconds before a panel appears: what is over by then needs none
 
 
 def last_lines(text: str) -> str:
@@ -108,11 +107,7 @@ class Drawing(Protocol):
 
 
 class Panel:
-    """The panel of one run.
-
-    Attributes:
-        due: `time.monotonic` at which `refresh` wants to be called.
-    """
+    """The panel of one run."""
 
     def __init__(self, facts: Facts, ranks: Sequence[int], drawing: Drawing, source: PanelSource) -> None:
         now = time.monotonic()
@@ -137,7 +132,7 @@ class Panel:
         self._memory: dict[int, int] = {}
         self._was_drawn = False
         self._has_failed = False
-        self.due = now + self._sample_every
+        self.due = now + self._sample_every  # `time.monotonic` at which `refresh` wants to be called
 
     @functools.cached_property
     def _state(self) -> PanelState:

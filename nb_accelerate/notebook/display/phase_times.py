@@ -31,18 +31,14 @@ _NAMES = {
 
 
 class PhaseTimes:
-    """Collects the times of one rank, without those before its first step, which waits for much that comes once.
-
-    Attributes:
-        num_workers: of the loader that it trained with; None if not known.
-    """
+    """Collects the times of one rank, without those before its first step, which waits for much that comes once."""
 
     def __init__(self) -> None:
         self._first: Sample | None = None
         self._last: Sample | None = None
         self._recent: deque[tuple[float, Mapping[Phase, float]]] = deque()
         self._of_recent: Mapping[Phase, float] | None = None
-        self.num_workers: int | None = None
+        self.num_workers: int | None = None  # of the loader that it trained with; None if not known.
 
     def add(self, now: float, sample: Sample) -> None:
         """Add a sample that was taken at the time `now`."""

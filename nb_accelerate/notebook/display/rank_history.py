@@ -47,6 +47,7 @@ PHASES = {
     Phase.TRAINING: "forward and backward",
 }
 
+# What users call for a collective.
 METHODS = {
     Collective.all_gather: "gather",
     Collective.all_reduce: "reduce",
@@ -57,16 +58,14 @@ METHODS = {
     Collective.barrier: "wait_for_everyone",
     Collective.backward: "backward",
 }
-"""What users call for a collective."""
 
 _ENOUGH = 20  # samples of a rank before something is said about its time
 
+# Phases in which a rank may be waiting for the slowest one.
 WITH_OTHERS = (Phase.TRAINING, Phase.BACKWARD, Phase.WAITING)
-"""Phases in which a rank may be waiting for the slowest one."""
 
 
-Ranks: TypeAlias = "Mapping[int, RankHistory]"
-"""The ranks of a run, by rank."""
+Ranks: TypeAlias = "Mapping[int, RankHistory]"  # the ranks of a run, by rank
 
 
 class _Moment(NamedTuple):

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
     from nb_accelerate.notebook.display.view import FailureSummary, Kind, PanelStatus
 
-FEW = 2
-"""Ranks that have a row each. More that are alike are one row."""
+FEW = 2  # Ranks that have a row each. More that are alike are one row.
 
 _MANY = 16  # ranks that are shown with what each does, at most
 _SHORT = 8  # characters of the numbers of ranks for which their column has room

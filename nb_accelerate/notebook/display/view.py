@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 PanelStatus = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 Kind = Literal["", "late", "bad", "done"]
 
+# By Ctrl-C, the kernel's interrupt or a button of that name; and by ``Launch.stop`` or the button of that name.
 ENDED_BY_USER: tuple[PanelStatus, ...] = ("interrupted", "stopped")
-"""By Ctrl-C, the kernel's interrupt or a button of that name; and by ``Launch.stop`` or the button of that name."""
 
 _MARKS: dict[PanelStatus, str] = {
     "starting": "○",
@@ -25,6 +25,7 @@ _MARKS: dict[PanelStatus, str] = {
     "stopped": "■",
 }
 
+# Fields of a row that are columns, and the columns' titles. One without a value in any row is left out.
 FIGURES = (
     ("step", "step"),
     ("epoch", "epoch"),
@@ -33,7 +34,6 @@ FIGURES = (
     ("memory", "memory"),
     ("gpu", "GPU"),
 )
-"""Fields of a row that are columns, and the columns' titles. One without a value in any row is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -298,15 +298,10 @@ class Cluster(Placing):
 
 
 class Differences(NamedTuple):
-    """Differences between this notebook and another machine, each as a sentence.
+    """Differences between this notebook and another machine, each as a sentence."""
 
-    Attributes:
-        obstacles: with these, what is sent cannot be read there, or ranks do not understand one another.
-        warnings: with these, results may differ.
-    """
-
-    obstacles: tuple[str, ...]
-    warnings: tuple[str, ...]
+    obstacles: tuple[str, ...]  # with these, what is sent cannot be read there, or ranks do not understand one another
+    warnings: tuple[str, ...]  # with these, results may differ
 
 
 def compare(here: Mapping[str, str], there: Mapping[str, str], *, python: str = "python3") -> Differences:

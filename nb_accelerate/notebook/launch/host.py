@@ -166,8 +166,7 @@ class HostedRank(RankEvents):
 # Bytes that wait to be sent from which on no rank is read: one that prints faster than the network is held up.
 _FULL = 4 << 20
 
-_PAGE_INTERVAL, _LOOK_INTERVAL = 0.1, 0.5
-"""Seconds between two looks at the pages of ranks, and at their processes."""
+_PAGE_INTERVAL, _LOOK_INTERVAL = 0.1, 0.5  # seconds between two looks at the pages of ranks, and at their processes
 
 _NO_INPUT = (
     "nb_accelerate: the command does not hand on its stdin: docker exec and kubectl exec need -i, ssh must not have -n"

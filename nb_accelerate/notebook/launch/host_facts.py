@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _PROBE_TIMEOUT = 5.0  # seconds for another machine to accept a connection
 
+# What the kernel is sent of `MachineFacts` beside the devices.
 SENT_FACTS = ("num_cpus", "prefers_cpu", "num_threads", "loopback", "shared_memory")
-"""What the kernel is sent of `MachineFacts` beside the devices."""
 
 # What the environment of a host says about how ranks are to be set up.
 _VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -35,9 +35,6 @@ class Hosts:
     Args:
         check: is called while they are waited for; what it raises ends the wait.
 
-    Attributes:
-        said: what users were told about them.
-
     Raises:
         StartError: one does not start.
     """
@@ -45,7 +42,7 @@ class Hosts:
     def __init__(self, options: LaunchOptions, check: Callable[[], object]) -> None:
         self._options = options.engine
         self._num_ranks = options.num_processes
-        self.said: set[str] = set()
+        self.said: set[str] = set()  # what users were told about them
         with contextlib.ExitStack() as undo:
             self.engine = open_engine(options.engine)
             undo.callback(self.engine.close)

@@ -84,8 +84,7 @@ class Launch(Steerable):
         ```
     """
 
-    timeouts: ClassVar[Timeouts] = Timeouts()
-    """Timeouts of launches that begin from now on."""
+    timeouts: ClassVar[Timeouts] = Timeouts()  # timeouts of launches that begin from now on
 
     def __init__(
         self,

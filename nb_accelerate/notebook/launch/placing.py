@@ -65,8 +65,8 @@ class Placing(ABC):
     def close(self) -> None:
         """End what belongs to this launch. Can be repeated."""
 
+    # Modules of the notebook that are sent, since a machine does not have them as they are here.
     by_value: Sequence[ModuleType] = ()
-    """Modules of the notebook that are sent, since a machine does not have them as they are here."""
 
     def check_ways(self, say: Callable[[str], object]) -> None:  # noqa: B027 - on one machine there is none
         """Say whether a machine no longer reaches another one. Returns at once; called when ranks wait for others."""

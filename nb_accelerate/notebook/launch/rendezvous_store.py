@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.notebook.ranks.request import Request
 
-DONE, INTERRUPTED, FAILED = "is done", "was interrupted", "has failed"
-"""How the launch of a machine can end, as verbs."""
+DONE, INTERRUPTED, FAILED = "is done", "was interrupted", "has failed"  # how the launch of a machine can end, as verbs
 
 _STORE_TIMEOUT = timedelta(seconds=60)  # for an answer of the store, as torchrun's
 _JOIN_TIMEOUT = 600  # seconds for all machines to come, as torchrun's

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.local import LocalRank
 
 
+# Modules that every rank needs, imported once in the warm server.
 PRELOAD = ("torch", "torch.distributed", "cloudpickle", "tqdm.std", *PRELOADED, *LATER)
-"""Modules that every rank needs, imported once in the warm server."""
 
 # What ranks of a notebook need besides, for cells and displays. Elsewhere a rank imports it if it comes to that.
 _PRELOAD_FOR_NOTEBOOKS = ("nb_accelerate.notebook.worker.cell",)
@@ -52,8 +52,7 @@ _PRELOAD_FOR_NOTEBOOKS = ("nb_accelerate.notebook.worker.cell",)
 # The function that a fresh interpreter runs to become a server.
 _ENTRY = "nb_accelerate.notebook.worker.server.executed:main"
 
-CLOSE_TIMEOUT = 5.0
-"""Seconds a server has to end its ranks and itself, before it is killed."""
+CLOSE_TIMEOUT = 5.0  # seconds a server has to end its ranks and itself, before it is killed
 
 
 class RankServer(ABC):

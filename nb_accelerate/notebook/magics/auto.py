@@ -27,15 +27,11 @@ _ONCE = ("%pip", "%conda", "%mamba", "%micromamba", "%uv", "!pip", "!conda", "!m
 
 
 class AutoMode:
-    """An input transformer; `register` it, `unregister` it.
-
-    Attributes:
-        is_on: whether plain cells run on the ranks.
-    """
+    """An input transformer; `register` it, `unregister` it."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self.is_on = False
+        self.is_on = False  # whether plain cells run on the ranks
         self._is_paused = False
 
     def register(self) -> None:

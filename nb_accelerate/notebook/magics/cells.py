@@ -78,12 +78,11 @@ class Cells:
         self._auto = auto
         self._defaults = defaults
         self._autoreloads = False
+        # Whether a cell of the notebook has seeded random numbers since ranks were given their states.
         self._is_seeded = False
-        """Whether a cell of the notebook has seeded random numbers since ranks were given their states."""
+        # Of each cell that runs now, from the outermost: whether it runs in the notebook.
         self._running: list[bool] = []
-        """Of each cell that runs now, from the outermost: whether it runs in the notebook."""
-        self._has_run_here = True
-        """Whether code of the notebook may have run since ranks were given its settings."""
+        self._has_run_here = True  # whether code of the notebook may have run since ranks were given its settings
 
     def distributed(self, line: str, cell: str) -> CellHandle | Rehearsal | None:
         """Run the cell on every rank; replaced below by the whole help."""

@@ -84,10 +84,6 @@ class RankGroup:
         on_rank_end: called, in the loop's thread, with what happened when a rank has ended.
         timeouts: gives how long the steps of what begins now may take.
         cluster: the machines that ranks are on, which is taken over; None if they are here.
-
-    Attributes:
-        by_value: modules that are sent as they are here.
-        is_disconnected: whether the ranks have no process group of use, so that they must be reconnected.
     """
 
     @enough_room()
@@ -101,8 +97,8 @@ class RankGroup:
     ) -> None:
         self.plan = plan
         self._cluster = cluster
-        self.by_value = cluster.by_value if cluster else ()
-        self.is_disconnected = False
+        self.by_value = cluster.by_value if cluster else ()  # modules that are sent as they are here
+        self.is_disconnected = False  # whether the ranks have no process group of use, so that they must be reconnected
         self.display_ids = DisplayIds()
         self._options = options
         self._timeouts = timeouts

@@ -91,17 +91,12 @@ def _inner_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class _Reader:
-    """Follows statements, with the set of names that are stored by then.
-
-    Attributes:
-        free: names that were read before they were stored.
-    """
+    """Follows statements, with the set of names that are stored by then."""
 
     def __init__(self, flags: int) -> None:
-        self.free: set[str] = set()
+        self.free: set[str] = set()  # names that were read before they were stored
         self._flags = flags
-        self._breaks: list[set[str]] = []
-        """What is stored at each ``break`` of the loop that is followed."""
+        self._breaks: list[set[str]] = []  # what is stored at each ``break`` of the loop that is followed
         self._continues: list[set[str]] = []
 
     def block(self, statements: Sequence[ast.stmt], stored: set[str]) -> set[str]:

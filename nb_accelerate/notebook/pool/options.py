@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.engine import EngineOptions
     from nb_accelerate.notebook.launch.plan import LaunchPlan
 
-RANKS_WITHOUT_GPUS = 2
-"""Ranks on a machine without GPUs: enough to see that a program is distributed."""
+RANKS_WITHOUT_GPUS = 2  # ranks on a machine without GPUs: enough to see that a program is distributed
 
 STYLES = ("fold", "group", "raw")
 

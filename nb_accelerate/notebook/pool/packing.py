@@ -26,28 +26,20 @@ if TYPE_CHECKING:
 
 _ADVICE = "Create it on the ranks, in a %%distributed cell."
 
-SIZE_LIMIT = 1 << 30
-"""Bytes that are sent unless the user asks for more."""
+SIZE_LIMIT = 1 << 30  # bytes that are sent unless the user asks for more
 
 
 @dataclass
 class Shipment:
-    """Values for ranks that lack the same.
-
-    Attributes:
-        packed: a `Names`, pickled; to be closed.
-        sent: what is known of the values from then on, by name.
-        uses: global names that functions among the values read, and those of containers that are referred to.
-        contents: what objects hold on the ranks then.
-        deleted: names that the ranks do not have any more then.
-    """
+    """Values for ranks that lack the same."""
 
     ranks: list[int]
-    packed: Packed
-    sent: dict[str, Sent]
+    packed: Packed  # a `Names`, pickled; to be closed
+    sent: dict[str, Sent]  # what is known of the values from then on, by name
+    # Global names that functions among the values read, and those of containers that are referred to.
     uses: frozenset[str]
-    contents: dict[Key, list[Any]]
-    deleted: frozenset[str]
+    contents: dict[Key, list[Any]]  # what objects hold on the ranks then
+    deleted: frozenset[str]  # names that the ranks do not have any more then
 
 
 def pack_plan(

@@ -30,55 +30,42 @@ if TYPE_CHECKING:
 
 @dataclass
 class Delivery:
-    """What ranks get that lack the same.
-
-    Attributes:
-        objects: objects that the ranks have and that are to hold something else.
-        edits: settings of objects that are to be other ones.
-        deleted: names that are to go.
-    """
+    """What ranks get that lack the same."""
 
     ranks: list[int]
     names: set[str]
-    objects: dict[Key, Any]
-    edits: dict[Key, Edit]
-    deleted: set[str]
+    objects: dict[Key, Any]  # objects that the ranks have and that are to hold something else
+    edits: dict[Key, Edit]  # settings of objects that are to be other ones
+    deleted: set[str]  # names that are to go
 
 
 @dataclass(kw_only=True)
 class CellPlan:
-    """Which variables of the notebook each rank is sent for a cell.
-
-    Attributes:
-        syncs: what each rank that runs the cell has, by rank.
-        send: names whose values are sent, by rank.
-        changed: objects that the rank has and that the notebook has changed in place, by name, by rank.
-        edits: settings that the notebook has changed of objects that the rank has changed otherwise, by rank.
-        deleted: names that the notebook has deleted, by rank.
-        trained: names of models that cells on the ranks have trained.
-        own: names that are not sent because cells on the ranks have bound them later, with the notebook's values.
-        conflicts: names that are not sent because both the notebook and the ranks have changed the value.
-        replacing: names that the notebook has bound again, which replaces something that ranks have changed.
-        undeleted: names that the notebook has deleted, whose values the ranks have trained.
-        kept: objects that are not sent, though the user asks for it, because the ranks have trained them; by name.
-        unread: names of values that the ranks have, where a part could not be compared.
-    """
+    """Which variables of the notebook each rank is sent for a cell."""
 
     variables: Mapping[str, Any]
-    syncs: Mapping[int, NamespaceSync]
+    syncs: Mapping[int, NamespaceSync]  # what each rank that runs the cell has, by rank
     numbers: Numbers
     forced: frozenset[str]
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
-    send: dict[int, set[str]]
+    send: dict[int, set[str]]  # names whose values are sent, by rank
+    # Objects that the rank has and that the notebook has changed in place, by name, by rank.
     changed: dict[int, dict[str, set[Key]]]
+    # Settings that the notebook has changed of objects that the rank has changed otherwise, by rank.
     edits: dict[int, dict[Key, Edit]]
-    deleted: dict[int, set[str]]
-    trained: Container[str]
+    deleted: dict[int, set[str]]  # names that the notebook has deleted, by rank
+    trained: Container[str]  # names of models that cells on the ranks have trained
+    # Names that are not sent because cells on the ranks have bound them later, with the notebook's values.
     own: dict[str, Any] = field(default_factory=dict)
+    # Names that are not sent because both the notebook and the ranks have changed the value.
     conflicts: set[str] = field(default_factory=set)
+    # Names that the notebook has bound again, which replaces something that ranks have changed.
     replacing: set[str] = field(default_factory=set)
+    # Names that the notebook has deleted, whose values the ranks have trained.
     undeleted: set[str] = field(default_factory=set)
+    # Objects that are not sent, though the user asks for it, because the ranks have trained them; by name.
     kept: dict[str, set[Key]] = field(default_factory=dict)
+    # Names of values that the ranks have, where a part could not be compared.
     unread: set[str] = field(default_factory=set)
     _judged: dict[int, set[str]]
 

@@ -72,10 +72,9 @@ class PoolState(enum.Enum):
     STARTING = "starting"
     IDLE = "idle"
     RUNNING = "running"
+    # The ranks live, but their process group is of no use. A new one is made before the next cell.
     DISCONNECTED = "disconnected"
-    """The ranks live, but their process group is of no use. A new one is made before the next cell."""
-    BROKEN = "broken"
-    """A rank has ended. The others keep their variables."""
+    BROKEN = "broken"  # A rank has ended. The others keep their variables.
 
 
 # Why ranks take no cell now.
@@ -93,9 +92,6 @@ class Pool:
 
     Attributes:
         timeouts: timeouts of requests that begin from now on.
-        options: the options that it was started with.
-        group: the ranks; None if there are none.
-        variables: which variables the ranks have.
         unmet: the options of the last start if that was on other machines and has failed: the next cell tries it again,
             and does not start ranks here.
         failed_rank: the rank that failed first in the last cell that failed; None before one has.
@@ -105,10 +101,10 @@ class Pool:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self.options = PoolOptions()
+        self.options = PoolOptions()  # the options that it was started with
         self._is_starting = False
-        self.group: RankGroup | None = None
-        self.variables = RankVariables()
+        self.group: RankGroup | None = None  # the ranks; None if there are none.
+        self.variables = RankVariables()  # which variables the ranks have
         self._running: Request | None = None
         self.unmet: PoolOptions | None = None
         self.failed_rank: int | None = None

@@ -22,25 +22,16 @@ _ACCELERATOR = re.compile(r"\baccelerator\b")
 
 @dataclass(frozen=True, kw_only=True)
 class CellSource:
-    """A cell whose syntax is right.
-
-    Attributes:
-        text: the whole cell, with the line of the magic.
-        above: number of lines of `text` above the body.
-        free: names that it may read before it has stored them.
-        stored: names that it has stored, or deleted, for certain when it ends well.
-        calls: names of functions that it calls for certain: those of its statements that are one call.
-        is_python: whether there is nothing in it that IPython has to transform.
-    """
+    """A cell whose syntax is right."""
 
     code: str
     filename: str
-    text: str
-    above: int
-    free: frozenset[str]
-    stored: frozenset[str]
-    calls: frozenset[str]
-    is_python: bool
+    text: str  # the whole cell, with the line of the magic
+    above: int  # number of lines of `text` above the body
+    free: frozenset[str]  # names that it may read before it has stored them
+    stored: frozenset[str]  # names that it has stored, or deleted, for certain when it ends well
+    calls: frozenset[str]  # names of functions that it calls for certain: those of its statements that are one call
+    is_python: bool  # whether there is nothing in it that IPython has to transform
 
     @property
     def wants_accelerator(self) -> bool:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.content import Shape
     from nb_accelerate.notebook.worker.received import Key
 
+# Names that every rank has from the start; they count as own.
 RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
-"""Names that every rank has from the start; they count as own."""
 
+# Names that IPython defines in the notebook and on a rank alike.
 SHELL_NAMES = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
-"""Names that IPython defines in the notebook and on a rank alike."""
 
 
 def is_users(name: str) -> bool:
@@ -35,19 +35,12 @@ def is_users(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Sent:
-    """A value that was sent, which this does not keep alive.
+    """A value that was sent, which this does not keep alive."""
 
-    Attributes:
-        value: returns the value, or None if that is gone.
-        tokens: all that the value held; None for a number or text.
-        keys: of the objects in it.
-        uses: global names that functions read which were sent with it.
-    """
-
-    value: Callable[[], Any]
-    tokens: list[Any] | None
-    keys: frozenset[Key]
-    uses: frozenset[str]
+    value: Callable[[], Any]  # returns the value, or None if that is gone
+    tokens: list[Any] | None  # all that the value held; None for a number or text.
+    keys: frozenset[Key]  # of the objects in it
+    uses: frozenset[str]  # global names that functions read which were sent with it
 
     @classmethod
     def of(cls, name: str, value: object, snapshot: Snapshot | None, uses: frozenset[str]) -> Sent:
@@ -68,14 +61,10 @@ class Before:
     """What the notebook had under a name before a cell on a rank bound or deleted that name.
 
     As long as the notebook has the same, the rank's is the later one.
-
-    Attributes:
-        value: returns the value; `_ABSENT` if there was none.
-        tokens: what it held; None where that is not known.
     """
 
-    value: Callable[[], Any]
-    tokens: list[Any] | None = None
+    value: Callable[[], Any]  # returns the value; `_ABSENT` if there was none.
+    tokens: list[Any] | None = None  # what it held; None where that is not known.
 
     @classmethod
     def of(cls, name: str, variables: Mapping[str, Any], snapshot: Snapshot | None = None) -> Before:
@@ -88,20 +77,13 @@ _EARLIER: Before = Before(lambda: _EARLIER)
 
 
 class NamespaceSync:
-    """Knows which names one rank was sent, and which its cells have bound.
-
-    Attributes:
-        own: names that cells have bound, or deleted, later than the notebook.
-        absent: those of them that were deleted.
-        known: what the objects held that the rank has, when they were sent.
-        deleted: names that the notebook has deleted, and the rank has still.
-    """
+    """Knows which names one rank was sent, and which its cells have bound."""
 
     def __init__(self) -> None:
-        self.own: dict[str, Before] = {}
-        self.absent: set[str] = set()
-        self.deleted: set[str] = set()
-        self.known: dict[Key, list[Any]] = {}
+        self.own: dict[str, Before] = {}  # names that cells have bound, or deleted, later than the notebook
+        self.absent: set[str] = set()  # those of them that were deleted
+        self.deleted: set[str] = set()  # names that the notebook has deleted, and the rank has still
+        self.known: dict[Key, list[Any]] = {}  # what the objects held that the rank has, when they were sent
         self._sent: dict[str, Sent] = {}
         self._uses: dict[Key, frozenset[str]] = {}
         self._told: dict[str, tuple[Callable[[], Any], list[Any] | None]] = {}

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     Read = Callable[["Snapshot", Any], None]
 
-MAX_BYTES = 1 << 20
-"""Bytes of an array, or of a pickle, that are summed up. It takes 0.2 ms."""
+MAX_BYTES = 1 << 20  # Bytes of an array, or of a pickle, that are summed up. It takes 0.2 ms.
 
 _MAX_ITEMS = 10_000  # Items of all lists and dictionaries in a value that are read. They take 1 ms.
 _MAX_TOKENS = 34_000  # tokens of a value that are read: of a model with 2,000 modules
@@ -40,8 +39,8 @@ _MAX_TEXT = 1000  # characters of a text that is a token
 _MAX_SECONDS = 2e-3  # For what a type does to pickle an object of it. One that takes longer is not read again.
 
 ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), range, slice, types.CodeType})
+# Types that are read as a part of the object that holds them. Most have no weak references.
 CONTAINERS = (list, dict, tuple, set, frozenset, deque)
-"""Types that are read as a part of the object that holds them. Most have no weak references."""
 
 _CHILDREN = ("_modules", "_parameters", "_buffers")
 _BY_NAME = (
@@ -207,8 +206,8 @@ class Snapshot:
             self.add(vars(value))
 
 
+# The number, if there is one, and the class of each object in a value, in the order in which they are read.
 Shape = list[tuple[int | None, str]]
-"""The number, if there is one, and the class of each object in a value, in the order in which they are read."""
 
 
 def shape(snapshot: Snapshot) -> Shape:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable, Mapping
 
+    # Returns what ``__reduce__`` may return; ``NotImplemented`` leaves an object to pickle.
     Rule = Callable[[Any], Any]
-    """Returns what ``__reduce__`` may return; ``NotImplemented`` leaves an object to pickle."""
 
 
 def rule_of(kind: type, rules: Mapping[str, Rule]) -> Rule | None:

@@ -49,14 +49,12 @@ class _Writable(Protocol):
 class Globals(enum.Enum):
     """The globals that functions of ``__main__`` have where they are unpickled."""
 
-    OWN = enum.auto()
-    """A dictionary of their own, with what they use."""
+    OWN = enum.auto()  # a dictionary of their own, with what they use
 
-    FOUND = enum.auto()
-    """Those of the ``__main__`` there, as they are."""
+    FOUND = enum.auto()  # those of the ``__main__`` there, as they are
 
+    # Those of the ``__main__`` there, with what they use, and with the classes and functions that are pickled.
     BROUGHT = enum.auto()
-    """Those of the ``__main__`` there, with what they use, and with the classes and functions that are pickled."""
 
 
 class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -65,13 +63,11 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
     What stands in ``sys.modules`` by its name is found by that name. Nothing that ``__main__`` defines is.
 
     Attributes:
-        rules: for types, see `counterparts`.
         names: at which pickle finds in ``__main__`` the classes and functions that were pickled, unless with
             `Globals.OWN`.
-        codes: code of the functions that were pickled with `Globals.FOUND`.
     """
 
-    rules: Mapping[str, Rule] = RULES
+    rules: Mapping[str, Rule] = RULES  # for types, see `counterparts`
 
     def __init__(self, file: _Writable, *, globals_there: Globals = Globals.OWN, **options: Any) -> None:
         super().__init__(file, **options)
@@ -79,7 +75,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._main = main_globals()
         self._globals = globals_there
         self.names: set[str] = set()
-        self.codes: list[types.CodeType] = []
+        self.codes: list[types.CodeType] = []  # code of the functions that were pickled with `Globals.FOUND`
         self._empty: dict[int, tuple[types.CellType, types.CellType]] = {}
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
@@ -255,10 +251,9 @@ def _build_code(
     return build(*arguments).replace(co_filename=filename)
 
 
+# The `dispatch_table` of cloudpickle's pickler, but with a reducer of code that keeps the name of its file.
 CODE_REDUCERS = ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
-"""The `dispatch_table` of cloudpickle's pickler, but with a reducer of code that keeps the name of its file."""
 
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
-REDUCERS = CODE_REDUCERS.new_child(dict.fromkeys(_FILES, file_rule))
-"""The same, and files are refused."""
+REDUCERS = CODE_REDUCERS.new_child(dict.fromkeys(_FILES, file_rule))  # the same, and files are refused

@@ -33,57 +33,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:
-    """A pickled object.
+    """A pickled object."""
 
-    Attributes:
-        pickled: the pickle stream; empty when it lies in the segment.
-        sizes: lengths in bytes of the pickle stream and of each out-of-band buffer behind it in the segment that
-            comes with the message as a descriptor; empty when there is no segment.
-    """
-
-    pickled: bytes = b""
+    pickled: bytes = b""  # the pickle stream; empty when it lies in the segment
+    # Lengths in bytes of the pickle stream and of each out-of-band buffer behind it in the segment that comes with the
+    # message as a descriptor; empty when there is no segment.
     sizes: tuple[int, ...] = ()
 
 
-NOTHING = Parcel(pickled=pickle.dumps(None))
-"""The value of most cells."""
+NOTHING = Parcel(pickled=pickle.dumps(None))  # the value of most cells
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Set up a rank, before it runs anything.
-
-    Attributes:
-        environ: its whole environment, not a difference, unless it `keeps_environ`.
-        cwd: working directory; "" if the kernel's has been deleted.
-        sys_path: the module search path of the kernel as it is now.
-        notebook: its `RandomStates` or None, and its settings; a parcel, since they may be more than a socket's buffer
-            takes.
-        store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
-        shows_displays: a notebook can show what a launched function displays; else it is printed.
-        keeps_environ: `environ` is added to the environment that the rank has, on another machine.
-    """
+    """Set up a rank, before it runs anything."""
 
     rank: int
-    environ: Mapping[str, str]
-    cwd: str
-    sys_path: tuple[str, ...]
+    environ: Mapping[str, str]  # its whole environment, not a difference, unless it `keeps_environ`
+    cwd: str  # working directory; "" if the kernel's has been deleted
+    sys_path: tuple[str, ...]  # the module search path of the kernel as it is now
     argv: tuple[str, ...]
     num_threads: int
+    # Its `RandomStates` or None, and its settings; a parcel, since they may be more than a socket's buffer takes.
     notebook: Parcel
+    # Through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
     store: StoreSpec | None = None
-    shows_displays: bool = False
-    keeps_environ: bool = False
+    shows_displays: bool = False  # a notebook can show what a launched function displays; else it is printed
+    keeps_environ: bool = False  # `environ` is added to the environment that the rank has, on another machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Run a function.
+    """Run a function."""
 
-    Attributes:
-        parcel: holds ``(function, args, kwargs)``; None for a rank that has them in memory since it was forked.
-    """
-
+    # Holds ``(function, args, kwargs)``; None for a rank that has them in memory since it was forked.
     parcel: Parcel | None
 
 
@@ -101,14 +84,10 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The function returned.
-
-    Attributes:
-        dropped: names of models of the notebook that it has trained and not returned.
-    """
+    """The function returned."""
 
     parcel: Parcel
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()  # names of models of the notebook that it has trained and not returned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,152 +101,98 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """An exception as data.
-
-    Attributes:
-        frames: outermost first; frames of the worker itself are left out.
-        cause: what it was raised from, or while handling.
-        explicit_cause: True for ``raise ... from``.
-        last_lines: what follows the frames in a plain traceback (several lines for a `SyntaxError`).
-        group: the exceptions in an exception group, or the first of them.
-        absent: the variable of ``__main__`` that was looked for in vain; "" if it was raised for another reason.
-        absent_in: the name of the innermost code of ``__main__`` then.
-    """
+    """An exception as data."""
 
     type_name: str
     message: str
-    frames: tuple[Frame, ...]
+    frames: tuple[Frame, ...]  # outermost first; frames of the worker itself are left out
     notes: tuple[str, ...] = ()
-    cause: ErrorReport | None = None
-    explicit_cause: bool = False
-    last_lines: tuple[str, ...] = ()
-    group: tuple[ErrorReport, ...] = ()
+    cause: ErrorReport | None = None  # what it was raised from, or while handling
+    explicit_cause: bool = False  # true for ``raise ... from``
+    last_lines: tuple[str, ...] = ()  # what follows the frames in a plain traceback (several lines for a `SyntaxError`)
+    group: tuple[ErrorReport, ...] = ()  # the exceptions in an exception group, or the first of them
     group_size: int = 0
-    absent: str = ""
-    absent_in: str = ""
+    absent: str = ""  # the variable of ``__main__`` that was looked for in vain; "" if it was raised for another reason
+    absent_in: str = ""  # the name of the innermost code of ``__main__`` then
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The function raised, or the rank could not do what it was told.
-
-    Attributes:
-        parcel: the exception itself, or None if it cannot be pickled.
-        when: `time.monotonic` on this machine at which it was caught, to order failures of several ranks.
-        peer_lost: the exception only says that another rank went away, so it is a consequence and not a cause.
-        result_of_call: the user's function raised it; False if the rank failed before it ran that.
-        returned: the function did return, and it is its value that cannot travel.
-    """
+    """The function raised, or the rank could not do what it was told."""
 
     report: ErrorReport
-    parcel: Parcel | None
-    when: float
+    parcel: Parcel | None  # the exception itself, or None if it cannot be pickled
+    when: float  # `time.monotonic` on this machine at which it was caught, to order failures of several ranks
+    # The exception only says that another rank went away, so it is a consequence and not a cause.
     peer_lost: bool = False
-    result_of_call: bool = True
-    returned: bool = False
+    result_of_call: bool = True  # the user's function raised it; False if the rank failed before it ran that.
+    returned: bool = False  # the function did return, and it is its value that cannot travel
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadFailed:
-    """A thread of the rank that belongs to this package has failed, so that the rank is of no use any more.
-
-    Attributes:
-        error: type and text of what it has raised, in one line.
-    """
+    """A thread of the rank that belongs to this package has failed, so that the rank is of no use any more."""
 
     name: str
-    error: str
+    error: str  # type and text of what it has raised, in one line
     traceback: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Leave all process groups, and join the other ranks of the pool in a new one. Answered like a `Call`.
+    """Leave all process groups, and join the other ranks of the pool in a new one. Answered like a `Call`."""
 
-    Attributes:
-        rendezvous: number of the rendezvous, counted by the pool.
-        environ: variables to set, such as ``MASTER_ADDR``.
-        store: through which the ranks meet; its descriptor comes along.
-    """
-
-    rendezvous: int
-    environ: Mapping[str, str]
-    store: StoreSpec
+    rendezvous: int  # number of the rendezvous, counted by the pool
+    environ: Mapping[str, str]  # variables to set, such as ``MASTER_ADDR``
+    store: StoreSpec  # through which the ranks meet; its descriptor comes along
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutOff:
-    """Break off the collective that this rank is in. Sent by `RankHandle.cut_off`.
+    """Break off the collective that this rank is in. Sent by `RankHandle.cut_off`."""
 
-    Attributes:
-        rendezvous: number of the rendezvous that made the group of the collective.
-        peers: process ids of the other ranks; connections to them are broken off.
-        addresses: addresses and ports of other ranks, in the place of process ids where ranks are on several machines.
-            Port 0 stands for all.
-    """
-
-    rendezvous: int
-    peers: tuple[int, ...]
+    rendezvous: int  # number of the rendezvous that made the group of the collective
+    peers: tuple[int, ...]  # process ids of the other ranks; connections to them are broken off
+    # Addresses and ports of other ranks, in the place of process ids where ranks are on several machines. Port 0 stands
+    # for all.
     addresses: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCell:
-    """Run a cell in the rank's shell.
-
-    Attributes:
-        filename: what tracebacks call it; the kernel knows the text by that name.
-        source: the text of the whole cell, with the line of the magic.
-        above: lines of it that come before the body.
-        is_python: there are no magics in it.
-        names: what to define or change first, packed, see `notebook.worker.received`; or None.
-        converts: it is written for one process, whose numbers it is to have.
-    """
+    """Run a cell in the rank's shell."""
 
     code: str
-    filename: str
-    source: str
-    above: int = 0
-    is_python: bool = False
-    names: Parcel | None = None
+    filename: str  # what tracebacks call it; the kernel knows the text by that name
+    source: str  # the text of the whole cell, with the line of the magic
+    above: int = 0  # lines of it that come before the body
+    is_python: bool = False  # there are no magics in it
+    names: Parcel | None = None  # what to define or change first, packed, see `notebook.worker.received`; or None
     wants_value: bool = False
     wants_accelerator: bool = False
     num_ranks: int = 1
-    converts: bool = False
+    converts: bool = False  # it is written for one process, whose numbers it is to have
 
 
 @dataclass(frozen=True, kw_only=True)
 class Display:
-    """Something that a rank displays. Its position among what is printed is marked in the output pipe.
+    """Something that a rank displays. Its position among what is printed is marked in the output pipe."""
 
-    Attributes:
-        kind: ``result``, ``display_data``, ``update_display_data`` or ``clear_output``.
-        content: content of the Jupyter message, as JSON.
-    """
-
-    kind: str
-    content: str
+    kind: str  # ``result``, ``display_data``, ``update_display_data`` or ``clear_output``
+    content: str  # content of the Jupyter message, as JSON
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellEnd:
-    """A cell has ended.
-
-    Attributes:
-        bound: names that the cell bound, or bound to something else.
-        steps: how many collectives each process group has seen, by the group's name.
-        trained: names of models that it has trained; told by rank 0.
-        has_names: the names that came with the cell were defined, or there were none.
-        gone: numbers of objects that the rank was sent and that it has no more.
-    """
+    """A cell has ended."""
 
     answer: Result | Failure
-    bound: tuple[str, ...] = ()
+    bound: tuple[str, ...] = ()  # names that the cell bound, or bound to something else
     unbound: tuple[str, ...] = ()
-    steps: Mapping[str, int]
-    trained: tuple[str, ...] = ()
-    has_names: bool = True
-    gone: tuple[int, ...] = ()
+    steps: Mapping[str, int]  # how many collectives each process group has seen, by the group's name
+    trained: tuple[str, ...] = ()  # names of models that it has trained; told by rank 0
+    has_names: bool = True  # the names that came with the cell were defined, or there were none
+    gone: tuple[int, ...] = ()  # numbers of objects that the rank was sent and that it has no more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +216,7 @@ class InputReply:
     text: str | None
 
 
-NUDGE = signal.SIGURG
-"""Signal that follows SIGINT. Programs that do not handle it ignore it, and few handle it."""
+NUDGE = signal.SIGURG  # Signal that follows SIGINT. Programs that do not handle it ignore it, and few handle it.
 
 
 @dataclass(frozen=True, kw_only=True)

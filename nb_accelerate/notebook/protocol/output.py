@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Where text was printed. What is ``for_all`` belongs on stdout; one rank has printed it for all of them. Lines of
+# ``note`` are this package's own, and information: see `training.process.notes`.
 StreamName = Literal["stdout", "stderr", "for_all", "note"]
-"""Where text was printed. What is ``for_all`` belongs on stdout; one rank has printed it for all of them. Lines of
-``note`` are this package's own, and information: see `training.process.notes`."""
 
 Kind = Literal["stderr", "display", "record", "for_all", "note"]
 
@@ -39,8 +39,7 @@ MARK_SIZE = 16
 _FIELDS = struct.Struct("!BH")
 _KINDS: tuple[Kind, ...] = ("stderr", "display", "record", "for_all", "note")
 _HEAD = MARK_SIZE + _FIELDS.size
-MAX_PAYLOAD = select.PIPE_BUF - _HEAD
-"""Bytes of text one frame can carry."""
+MAX_PAYLOAD = select.PIPE_BUF - _HEAD  # bytes of text one frame can carry
 
 
 @dataclass(frozen=True)

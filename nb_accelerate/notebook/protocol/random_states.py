@@ -15,18 +15,14 @@ from nb_accelerate.base.imported import imported
 
 @dataclass(frozen=True, kw_only=True)
 class RandomStates:
-    """The states of Python's random numbers, NumPy's, and torch's on the CPU.
-
-    Attributes:
-        numpy: of ``numpy.random``: key, position, and a number of a normal distribution that was drawn with another. A
-            seed where NumPy is not imported, so that nobody has seeded it; None with a bit generator that is not
-            NumPy's default one.
-        torch: None where torch is not imported, so that nobody has seeded it.
-    """
+    """The states of Python's random numbers, NumPy's, and torch's on the CPU."""
 
     python: tuple[Any, ...]
+    # Of ``numpy.random``: key, position, and a number of a normal distribution that was drawn with another. A seed
+    # where NumPy is not imported, so that nobody has seeded it; None with a bit generator that is not NumPy's default
+    # one.
     numpy: tuple[bytes, int, int, float] | int | None
-    torch: bytes | None
+    torch: bytes | None  # none where torch is not imported, so that nobody has seeded it
 
     @classmethod
     def here(cls) -> RandomStates:

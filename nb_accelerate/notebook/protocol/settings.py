@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-Key = tuple[str, str]
-"""The name of a module, and a row of the table or the path of an attribute."""
+Key = tuple[str, str]  # the name of a module, and a row of the table or the path of an attribute
 
 
 class Row(NamedTuple):

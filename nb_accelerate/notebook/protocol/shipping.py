@@ -52,22 +52,19 @@ _SMALL_BUFFER = 1 << 10  # bytes of a buffer that is copied into the pickle, at 
 _ALIGNMENT = 64  # bytes to which buffers in a segment are aligned, as torch aligns its own CPU storages
 
 
+# For advice about values that ranks send to the notebook.
 RETURNABLE = "what can be pickled: numbers, text, arrays, tensors, a model's state_dict()"
-"""For advice about values that ranks send to the notebook."""
 
 
 @dataclass
 class References:
-    """What the receivers have already.
-
-    Attributes:
-        names: variables of the receivers that hold a list or dictionary, by its address here.
-        used: those of `known` and `names` that were referred to, when it was packed.
-    """
+    """What the receivers have already."""
 
     numbers: Numbers
     known: Container[int | str]
+    # Variables of the receivers that hold a list or dictionary, by its address here.
     names: Mapping[int, str] = field(default_factory=dict)
+    # Those of `known` and `names` that were referred to, when it was packed.
     used: set[int | str] = field(default_factory=set)
     packed: dict[int, Any] = field(default_factory=dict)
 

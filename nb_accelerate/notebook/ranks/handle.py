@@ -65,26 +65,20 @@ class RankHandle(ABC):
     """Owns the notebook's ends of a rank's connections. Only the thread of a `RankLoop` reads them.
 
     Attributes:
-        mark: mark of its output frames, see `notebook.protocol.output`.
-        machine: the name of its machine; "" for this one. Process ids of others are never looked up here.
-        ended: whether it has ended, or was given up.
         exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
-        lost: why its exit code is not known.
-        is_lost_with_others: for that reason all ranks that were forked from the same process have ended too.
-        neighbours: these ranks; None if they are all others.
     """
 
     rank: int
     local_rank: int
-    mark: bytes
+    mark: bytes  # mark of its output frames, see `notebook.protocol.output`
     page: PageReader
     pid: int | None = None
-    machine: str = ""
-    ended: bool = False
+    machine: str = ""  # the name of its machine; "" for this one. Process ids of others are never looked up here.
+    ended: bool = False  # whether it has ended, or was given up
     exitcode: int | None = None
-    lost: str = ""
-    is_lost_with_others: bool = False
-    neighbours: Sequence[int] | None = None
+    lost: str = ""  # why its exit code is not known
+    is_lost_with_others: bool = False  # for that reason all ranks that were forked from the same process have ended too
+    neighbours: Sequence[int] | None = None  # these ranks; None if they are all others.
 
     def note_pid(self, pid: int) -> None:
         """Note its process id, which it sends when it is ready."""

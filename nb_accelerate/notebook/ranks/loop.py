@@ -53,13 +53,10 @@ class PostedActions:
 
     Args:
         wake: wakes up the loop's thread, which then calls `run`.
-
-    Attributes:
-        ended: set when actions that are posted will be refused.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
-        self.ended = threading.Event()
+        self.ended = threading.Event()  # set when actions that are posted will be refused
         self._wake = wake
         self._actions: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
 

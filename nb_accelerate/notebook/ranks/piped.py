@@ -26,21 +26,14 @@ class PipedRank(RankHandle):
     """Reads a rank's four descriptors, and how it has ended.
 
     It sends a message after what it has printed before, but over another descriptor.
-
-    Attributes:
-        stdout: descriptor with what Python prints and C code writes to descriptor 1.
-        stderr: descriptor with what C code writes to descriptor 2.
-        stacks: descriptor with the stack of its main thread, after `dump_stacks`.
-        ends: says when it has ended; see `read_end`.
-        key: its number there.
     """
 
     channel: Channel
-    stdout: int
-    stderr: int
-    stacks: int
-    ends: EndReports
-    key: int = 0
+    stdout: int  # descriptor with what Python prints and C code writes to descriptor 1
+    stderr: int  # descriptor with what C code writes to descriptor 2
+    stacks: int  # descriptor with the stack of its main thread, after `dump_stacks`
+    ends: EndReports  # says when it has ended; see `read_end`
+    key: int = 0  # its number there
     _sources: Sources
     _events: RankEvents
 

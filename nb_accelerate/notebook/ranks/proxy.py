@@ -28,14 +28,8 @@ class RankProxy:
     """Owns a rank's handle, and keeps what came from the rank until it is wanted. `RankLoop.add` has it read.
 
     Attributes:
-        displays: displays that have come and whose places in the output have not.
         inbox: other messages that have come, each with its descriptors.
-        stacks: what it has written since `ask_for_stacks`.
-        has_stacks: set when all of that has come, or the rank has ended.
-        stacks_due: `time.monotonic` of `ask_by_signal`.
-        why_lost: why it is of no use any more although its process may live; "" for one that is of use.
         lost_by: the exception behind `why_lost`, if there is one; the cause of the error about this rank.
-        has_joined: it has been in the process group of a pool, so that it may have variables.
         steps: number of collectives that each of its process groups had seen at the end of its last cell, by group.
     """
 
@@ -43,16 +37,16 @@ class RankProxy:
         self.rank = handle.rank
         self.handle = handle
         self.output = RankOutput(handle.mark)
-        self.displays: deque[Display] = deque()
+        self.displays: deque[Display] = deque()  # displays that have come and whose places in the output have not
         self.inbox: deque[tuple[Any, tuple[int, ...]]] = deque()
-        self.stacks = bytearray()
-        self.has_stacks = threading.Event()
-        self.stacks_due = NEVER
+        self.stacks = bytearray()  # what it has written since `ask_for_stacks`
+        self.has_stacks = threading.Event()  # set when all of that has come, or the rank has ended
+        self.stacks_due = NEVER  # `time.monotonic` of `ask_by_signal`
         self.is_ready = False
         self.is_leaving = False
-        self.why_lost = ""
+        self.why_lost = ""  # why it is of no use any more although its process may live; "" for one that is of use
         self.lost_by: Exception | None = None
-        self.has_joined = False
+        self.has_joined = False  # it has been in the process group of a pool, so that it may have variables
         self.device = ""
         self.steps: Mapping[str, int] = {}
 

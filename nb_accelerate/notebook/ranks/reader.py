@@ -40,14 +40,10 @@ _NO_NAME = re.compile(rb"\[W[^\n]*The hostname of the client socket cannot be re
 
 
 class RankReader(ABC):
-    """Shows what ranks print. `RankLoop` handles the rest, in the same thread.
-
-    Attributes:
-        output: shows what the ranks print.
-    """
+    """Shows what ranks print. `RankLoop` handles the rest, in the same thread."""
 
     def __init__(self) -> None:
-        self.output: RequestOutput | None = None
+        self.output: RequestOutput | None = None  # shows what the ranks print
         self._guard_without_output = OutputGuard()
 
     @abstractmethod

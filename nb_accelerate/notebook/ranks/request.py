@@ -60,62 +60,52 @@ class Awaits(enum.Enum):
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """Something that ranks are asked. `RankLoop.begin` begins it; it is over when `done` is set.
-
-    Attributes:
-        world_size: number of ranks in all; `ranks` may be fewer.
-        start: seconds without progress after which ranks are given up that have not become ready; for a request that
-            is itself part of a start, ranks that have not answered.
-        timeout: seconds in which all ranks must answer; None for no limit.
-        spent: seconds of these that were over before it began.
-        output: shows what all ranks print from its begin on, also after it; None leaves that as it is.
-        hangs: of waits of ranks for one another: after ``told`` seconds one is told, after ``deadlock`` seconds in
-            which nobody is left to come the request fails with a `DeadlockError`. None turns both off.
-        stuck: called once, in the loop's thread, when all its ranks have waited for one another for ``told`` seconds.
-        keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
-        on_host: whether its ranks compute on processors, and use no other devices.
-        idle: returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
-        exit_returns: whether a rank whose process ends with exit code 0 has answered None. A script may do that, by
-            ``os._exit(0)``, where a function would lose its value.
-        is_raised: whether its error is raised in the cell that shows its panel; if not, the panel shows the traceback.
-        failure: the error of the loop, if that has ended before the ranks have answered.
-        taken: kinds of the steps that have acted on a rank.
-        callbacks: called just before it is done. An error in one is shown to the user or logged, and otherwise ignored.
-        take_note: called just before it is done, after `callbacks`. An error in it fails the request.
-        done: set when every rank has answered or ended, or the loop has ended.
-    """
+    """Something that ranks are asked. `RankLoop.begin` begins it; it is over when `done` is set."""
 
     ranks: Sequence[RankProxy]
     send: Callable[[RankProxy], object]
     steps: Sequence[Step]
     wording: Wording
     awaits: Awaits = Awaits.ANSWER
-    world_size: int = 1
+    world_size: int = 1  # number of ranks in all; `ranks` may be fewer.
+    # Seconds without progress after which ranks are given up that have not become ready; for a request that is itself
+    # part of a start, ranks that have not answered.
     start: float = NEVER
-    timeout: float | None = None
-    spent: float = 0.0
+    timeout: float | None = None  # seconds in which all ranks must answer; None for no limit.
+    spent: float = 0.0  # seconds of these that were over before it began
+    # Shows what all ranks print from its begin on, also after it; None leaves that as it is.
     output: RequestOutput | None = None
     say: Callable[[str], object] = lambda _: None
+    # Of waits of ranks for one another: after ``told`` seconds one is told, after ``deadlock`` seconds in which nobody
+    # is left to come the request fails with a `DeadlockError`. None turns both off.
     hangs: Timeouts | None = None
+    # Called once, in the loop's thread, when all its ranks have waited for one another for ``told`` seconds.
     stuck: Callable[[], object] = lambda: None
     panel: Panel | None = None
-    keeps_panel: bool = False
-    on_host: bool = False
+    keeps_panel: bool = False  # whether the panel outlives the request; if not, it shows the end of the request
+    on_host: bool = False  # whether its ranks compute on processors, and use no other devices
+    # Returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
     idle: Callable[[], Sequence[RankProxy]] = tuple
+    # Whether a rank whose process ends with exit code 0 has answered None. A script may do that, by ``os._exit(0)``,
+    # where a function would lose its value.
     exit_returns: bool = False
     attended: bool = True
+    # Whether its error is raised in the cell that shows its panel; if not, the panel shows the traceback.
     is_raised: bool = True
+    # Called just before it is done, after `callbacks`. An error in it fails the request.
     take_note: Callable[[], object] = lambda: None
     answers: dict[int, Answer] = field(default_factory=dict)
     cell_ends: dict[int, CellEnd] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
-    failure: BaseException | None = None
+    failure: BaseException | None = None  # the error of the loop, if that has ended before the ranks have answered
     step: Step | None = None
-    taken: set[StepKind] = field(default_factory=set)
+    taken: set[StepKind] = field(default_factory=set)  # kinds of the steps that have acted on a rank
+    # Called just before it is done. An error in one is shown to the user or logged, and otherwise ignored.
     callbacks: list[Callable[[], object]] = field(default_factory=list)
     is_unwanted: bool = False
     oom_kills_before: int = 0
     input_requests: InputRequests = field(default_factory=InputRequests)
+    # Set when every rank has answered or ended, or the loop has ended.
     done: threading.Event = field(default_factory=threading.Event)
     _step_ends: float = NEVER
     _again_at: float = NEVER
@@ -123,14 +113,13 @@ class Request:
     _late_at: float = NEVER
     _ending_since: float = NEVER
     _told_of_save: bool = False
+    # Whether ranks that do not react to the user's interrupt have yet to be asked for their stacks.
     _asks_where: bool = True
-    """Whether ranks that do not react to the user's interrupt have yet to be asked for their stacks."""
+    # Ranks whose answer `take` has returned: the caller closes its descriptors.
     _given_away: set[int] = field(default_factory=set)
-    """Ranks whose answer `take` has returned: the caller closes its descriptors."""
-    _unasked: set[int] = field(default_factory=set)
-    """Ranks to which the message could not be sent."""
+    _unasked: set[int] = field(default_factory=set)  # ranks to which the message could not be sent
+    # Ranks that answered by themselves, not because of a signal or a lost rank. Their stacks are not shown.
     _unaided: set[int] = field(default_factory=set)
-    """Ranks that answered by themselves, not because of a signal or a lost rank. Their stacks are not shown."""
 
     # Its state.
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _MOST_RECENT = 8  # panels that are kept, with what is left of their runs
 
+# The last panels, in the order in which their runs began; see `attach`.
 recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
-"""The last panels, in the order in which their runs began; see `attach`."""
 
 
 class RequestView:

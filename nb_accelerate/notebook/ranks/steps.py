@@ -55,29 +55,24 @@ def saves(sample: Sample) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """One row of a table.
-
-    Attributes:
-        act: called with each rank that has not answered; by default what the kind says.
-        for_user: seconds if the user has interrupted; None if that makes no difference.
-        on_interrupt: the step that another interrupt leads to; None ignores it.
-        answered: called with each rank that has answered, or answers during this step.
-        save: seconds in which ranks may finish writing a checkpoint, unless the user interrupts what ends already.
-        cause: seconds from the first failure in which the real cause is waited for, if all failures so far only say
-            that another rank was lost.
-        notice: a line for the user if ranks have not answered when the step begins; ``{ranks}`` stands for them.
-    """
+    """One row of a table."""
 
     kind: StepKind
     seconds: float = NEVER
     _: KW_ONLY
+    # Called with each rank that has not answered; by default what the kind says.
     act: Callable[[RankProxy], object] | None = None
-    for_user: float | None = None
-    on_interrupt: StepKind | None = None
+    for_user: float | None = None  # seconds if the user has interrupted; None if that makes no difference.
+    on_interrupt: StepKind | None = None  # the step that another interrupt leads to; None ignores it.
+    # Called with each rank that has answered, or answers during this step.
     answered: Callable[[RankProxy], object] | None = None
+    # Seconds in which ranks may finish writing a checkpoint, unless the user interrupts what ends already.
     save: float = 0.0
     is_saving: Callable[[Sample], bool] = saves_in_call
+    # Seconds from the first failure in which the real cause is waited for, if all failures so far only say that another
+    # rank was lost.
     cause: float = 0.0
+    # A line for the user if ranks have not answered when the step begins; ``{ranks}`` stands for them.
     notice: str = ""
 
     def take(self, rank: RankProxy) -> None:

@@ -36,11 +36,9 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.remote.frames import Bytes
 
-NONCE_SIZE: Final = 32
-"""Bytes of a secret, of a nonce and of a proof."""
+NONCE_SIZE: Final = 32  # bytes of a secret, of a nonce and of a proof
 
-CLAIM: Final = struct.Struct("!I32s32s")
-"""What a host says of itself: the number of its machine, its nonce, its proof."""
+CLAIM: Final = struct.Struct("!I32s32s")  # what a host says of itself: the number of its machine, its nonce, its proof
 
 # What a checksum is for, so that none can stand for another one.
 _HOST_PROOF, _KERNEL_PROOF, _KEY = b"proof of host", b"proof of kernel", b"key of frames"

@@ -20,14 +20,12 @@ from nb_accelerate.errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+# Comes before the first frame of a host. The number is the version of what follows.
 MAGIC = b"\n--nb-accelerate-host 1--\n"
-"""Comes before the first frame of a host. The number is the version of what follows."""
 
-MACHINE = -1
-"""In the place of a rank: the frame is about the whole machine."""
+MACHINE = -1  # in the place of a rank: the frame is about the whole machine
 
-MAX_BODY = 1 << 30
-"""Bytes of a body, at most. More means that what is read are no frames."""
+MAX_BODY = 1 << 30  # Bytes of a body, at most. More means that what is read are no frames.
 
 _MAX_PREAMBLE = 1 << 12  # bytes before `MAGIC` that are kept, at most: the last ones
 
@@ -41,8 +39,7 @@ _HEADER = struct.Struct("!BiQ")
 BEAT = struct.Struct("!d")
 NUMBER = struct.Struct("!Q")
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
-"""A piece of what is sent, which is not copied."""
+Bytes: TypeAlias = bytes | bytearray | memoryview  # a piece of what is sent, which is not copied
 
 
 class LinkError(LaunchError):
@@ -52,50 +49,33 @@ class LinkError(LaunchError):
 class Kind(enum.IntEnum):
     """What a frame is about. Those to the host say what to do, those from it what has happened."""
 
-    HELLO = 1
-    """From the host, first: what this machine is, as JSON."""
-    BEAT = 2
-    """Both ways, every second: the `time.monotonic` of who sends it, as `BEAT`."""
-    QUIT = 3
-    """To the host: end all ranks and yourself."""
-    ASK = 4
-    """To the host: a question, as JSON: its ``number``, the name ``what`` is asked, and the arguments."""
-    ANSWER = 5
-    """From the host: the answer, as JSON, with the ``number`` of the question."""
-    START = 6
-    """To the host: start a rank, as JSON. The number in place of the rank is its handle's, used once."""
-    PID = 7
-    """To the host: the process id of a rank, which it has told the kernel, as `NUMBER`."""
-    SIGNAL = 8
-    """To the host: a signal for a rank, as `NUMBER`."""
-    POKE = 9
-    """To the host: bytes for the socket over which a rank is asked for its stack or line."""
+    HELLO = 1  # from the host, first: what this machine is, as JSON
+    BEAT = 2  # both ways, every second: the `time.monotonic` of who sends it, as `BEAT`
+    QUIT = 3  # to the host: end all ranks and yourself
+    ASK = 4  # to the host: a question, as JSON: its ``number``, the name ``what`` is asked, and the arguments
+    ANSWER = 5  # from the host: the answer, as JSON, with the ``number`` of the question
+    START = 6  # To the host: start a rank, as JSON. The number in place of the rank is its handle's, used once.
+    PID = 7  # to the host: the process id of a rank, which it has told the kernel, as `NUMBER`
+    SIGNAL = 8  # to the host: a signal for a rank, as `NUMBER`
+    POKE = 9  # to the host: bytes for the socket over which a rank is asked for its stack or line
+    # Both ways: a pickled message, passed on untouched, behind its descriptors: see `notebook.remote.sender`.
     MESSAGE = 10
-    """Both ways: a pickled message, passed on untouched, behind its descriptors: see `notebook.remote.sender`."""
-    HAND_ON = 11
-    """From the host: what a rank has printed before the messages that have come, has come too."""
-    SEGMENT = 12
-    """Both ways: `NUMBER` of a segment, and the next piece of its content. Then comes a message with it."""
-    DROP = 13
-    """Both ways: `NUMBER` of a segment that no other message comes with."""
-    STDOUT = 14
-    """From the host: what a rank has written to its stdout."""
-    STDERR = 15
-    """From the host: what C code of a rank has written to its stderr."""
-    STACKS = 16
-    """From the host: what a rank has written about its stack."""
-    PAGE = 17
-    """Both ways: changed pieces of the progress page of a rank; see `notebook.remote.mirror`."""
+    HAND_ON = 11  # from the host: what a rank has printed before the messages that have come, has come too
+    SEGMENT = 12  # Both ways: `NUMBER` of a segment, and the next piece of its content. Then comes a message with it.
+    DROP = 13  # Both ways: `NUMBER` of a segment that no other message comes with.
+    STDOUT = 14  # from the host: what a rank has written to its stdout
+    STDERR = 15  # from the host: what C code of a rank has written to its stderr
+    STACKS = 16  # from the host: what a rank has written about its stack
+    PAGE = 17  # both ways: changed pieces of the progress page of a rank; see `notebook.remote.mirror`
+    # From the host: a rank has ended, as JSON: its ``exitcode`` or null, and why that is not known (``lost``). It is
+    # the last frame about this rank.
     END = 18
-    """From the host: a rank has ended, as JSON: its ``exitcode`` or null, and why that is not known (``lost``). It is
-    the last frame about this rank."""
-    FACTS = 19
-    """From the host: what is known about the process of a rank, as JSON. To it: look now."""
+    FACTS = 19  # From the host: what is known about the process of a rank, as JSON. To it: look now.
 
 
+# In the place of a descriptor, and of the number of its segment: the socket on which the host was told to listen, and
+# nothing, since what was to come with the message was taken back.
 LISTENER, EMPTY = -2, -3
-"""In the place of a descriptor, and of the number of its segment: the socket on which the host was told to listen, and
-nothing, since what was to come with the message was taken back."""
 
 _COUNT = struct.Struct("!B")
 _NUMBER = struct.Struct("!q")
@@ -122,13 +102,9 @@ class Frame(NamedTuple):
 
 
 class Seal(Protocol):
-    """A keyed checksum of what goes in one direction of a stream, which also counts.
+    """A keyed checksum of what goes in one direction of a stream, which also counts."""
 
-    Attributes:
-        size: bytes of a tag.
-    """
-
-    size: int
+    size: int  # bytes of a tag
 
     def tag(self, data: Sequence[Bytes]) -> bytes:
         """Return the tag of the next frame that is sent."""
@@ -158,17 +134,12 @@ class FrameParser:
 
     Args:
         has_preamble: `MAGIC` comes before the first frame, as from a host.
-
-    Attributes:
-        preamble: the last bytes before `MAGIC`.
-        is_open: whether `MAGIC` has come.
-        heard: bytes that have been received.
     """
 
     def __init__(self, seal: Seal | None = None, *, has_preamble: bool = False) -> None:
-        self.preamble = b""
-        self.is_open = not has_preamble
-        self.heard = 0
+        self.preamble = b""  # the last bytes before `MAGIC`
+        self.is_open = not has_preamble  # whether `MAGIC` has come
+        self.heard = 0  # bytes that have been received
         self._seal = seal
         self._data = bytearray()
         self._missing = memoryview(b"")  # the part of `_data` that is still to come, of a long frame

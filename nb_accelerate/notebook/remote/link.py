@@ -44,20 +44,13 @@ class TakesFrames(Protocol):
 
 
 class Link:
-    """A connection to the host of one machine. `close` it, and its host ends with all that it has started.
-
-    Attributes:
-        name: of the machine.
-        hello: what the host says about its machine; empty before `open`.
-        lost: why nothing comes from it any more; "" if something may.
-        ahead: seconds by which `time.monotonic` of this machine is ahead of that one's.
-    """
+    """A connection to the host of one machine. `close` it, and its host ends with all that it has started."""
 
     def __init__(self, stream: Stream) -> None:
-        self.name = stream.name
-        self.hello: dict[str, Any] = {}
-        self.lost = ""
-        self.ahead = float("inf")
+        self.name = stream.name  # of the machine
+        self.hello: dict[str, Any] = {}  # what the host says about its machine; empty before `open`
+        self.lost = ""  # why nothing comes from it any more; "" if something may
+        self.ahead = float("inf")  # seconds by which `time.monotonic` of this machine is ahead of that one's
         self._stream = stream
         self.received = ReceivedSegments()
         self._parser = FrameParser(stream.seal, has_preamble=True)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.remote.frames import Bytes
 
+    # Bytes, each with its place on a page, in the order in which they are to be written.
     Pieces = Iterable[tuple[int, bytes]]
-    """Bytes, each with its place on a page, in the order in which they are to be written."""
 
 _BLOCK = 256  # bytes that are compared together
 

@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.remote.frames import Bytes, FrameParser, Seal
 
 
-BEAT_INTERVAL = 1.0
-"""Seconds between two beats."""
+BEAT_INTERVAL = 1.0  # seconds between two beats
 
-SILENCE_LIMIT = 15.0
-"""Seconds without a frame, after the first one, after which the other end is lost."""
+SILENCE_LIMIT = 15.0  # seconds without a frame, after the first one, after which the other end is lost
 
 _PIECE = 1 << 20  # Bytes of a segment in one frame. What is urgent waits for no more than that.
 

@@ -25,19 +25,12 @@ _MOST_SAID = 1 << 13  # bytes of a command's stderr that are read, at most: the 
 
 
 class Stream(ABC):
-    """The two directions of bytes between the kernel and the host of one machine.
+    """The two directions of bytes between the kernel and the host of one machine."""
 
-    Attributes:
-        name: the name of the machine, for messages.
-        reads: descriptor of what the host sends; it does not block.
-        writes: descriptor of what is sent to the host; it does not block.
-        seal: keyed checksums of frames; None where what carries the bytes authenticates them.
-    """
-
-    name: str
-    reads: int
-    writes: int
-    seal: Seal | None = None
+    name: str  # the name of the machine, for messages
+    reads: int  # descriptor of what the host sends; it does not block
+    writes: int  # descriptor of what is sent to the host; it does not block
+    seal: Seal | None = None  # keyed checksums of frames; None where what carries the bytes authenticates them.
 
     @abstractmethod
     def why_ended(self) -> str:

@@ -34,14 +34,10 @@ _MAX_FILES = 1 << 16
 
 
 class Alarm:
-    """Answers `CutOff`, in a thread beside the main one; see `notebook.worker.stack_writer`.
-
-    Attributes:
-        abort_groups: aborts process groups whose collectives run on a device.
-    """
+    """Answers `CutOff`, in a thread beside the main one; see `notebook.worker.stack_writer`."""
 
     def __init__(self, abort_groups: Callable[[], object] = lambda: None) -> None:
-        self.abort_groups = abort_groups
+        self.abort_groups = abort_groups  # aborts process groups whose collectives run on a device
         self._lock = threading.Lock()
         self._meeting = 0
         self._given_up = -1

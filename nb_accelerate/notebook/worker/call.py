@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 # In torch's own words, from torch/cuda/__init__.py and its C++ code.
 _TEXTS = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
 
-ADVICE = "These ranks have no CUDA device. Write accelerator.device where the code names one."
-"""What to write instead."""
+ADVICE = "These ranks have no CUDA device. Write accelerator.device where the code names one."  # what to write instead
 
 
 def says_no_cuda(type_name: str, text: str) -> bool:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.content import Edit, Shape
     from nb_accelerate.notebook.protocol.messages import Parcel
 
+# The number of an object; or the name of a variable that holds a list or dictionary, which cannot have a number.
 Key = int | str
-"""The number of an object; or the name of a variable that holds a list or dictionary, which cannot have a number."""
 
 
 class Names(NamedTuple):
@@ -174,8 +174,7 @@ def _is_within(value: Any, holder: Any) -> bool:
     return holder is value
 
 
-received = Received()
-"""What this process was sent."""
+received = Received()  # what this process was sent
 
 
 def share(shapes: dict[str, Shape]) -> set[str]:

@@ -70,16 +70,11 @@ def _run_as_main(code: CodeType, path: str, arguments: Sequence[str], **names: o
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The program that each rank runs.
+    """The program that each rank runs."""
 
-    Attributes:
-        target: path of a script, name of a module, or a program.
-        kind: ``script``, ``module`` or ``program``.
-    """
-
-    target: str
+    target: str  # path of a script, name of a module, or a program
     arguments: tuple[str, ...] = ()
-    kind: str = "script"
+    kind: str = "script"  # ``script``, ``module`` or ``program``
 
     @property
     def command(self) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _MAX_FRAMES = 400  # Frames that are written, innermost first. Of a deeper stack, the outermost frame follows.
 
+# Requests. The answer to the second one stands on the progress page. Another one is a `CutOff`.
 ASK_STACK, ASK_LINE = as_bytes("stack"), as_bytes("line")
-"""Requests. The answer to the second one stands on the progress page. Another one is a `CutOff`."""
 
 # Files in which threads begin that never run code of users: of progress bars and loaders, which most training has.
 _LIBRARIES = ("/tqdm/_monitor.py", "/multiprocessing/queues.py", "/torch/utils/data/_utils/pin_memory.py")

@@ -61,11 +61,9 @@ class _RankStream(io.TextIOWrapper):
     other's lines, however long.
     """
 
-    for_all: _RankStream | None = None
-    """A stream for what is printed on one rank for all of them."""
+    for_all: _RankStream | None = None  # a stream for what is printed on one rank for all of them
 
-    notes: _RankStream | None = None
-    """A stream for lines of this package that are information."""
+    notes: _RankStream | None = None  # a stream for lines of this package that are information
 
     def __init__(self, raw: io.RawIOBase) -> None:
         super().__init__(_AtOnce(raw), _ENCODING, _ERRORS)

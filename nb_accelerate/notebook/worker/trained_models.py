@@ -137,8 +137,7 @@ class TrainedModels:
         )
 
 
-trained_models = TrainedModels()
-"""Those of this process: hooks of optimizers cannot be taken away while one is called."""
+trained_models = TrainedModels()  # those of this process: hooks of optimizers cannot be taken away while one is called
 
 
 def _parameters(value: Any) -> Iterable[Any]:

@@ -286,8 +286,7 @@ def open_again(key: str) -> str:
     )
 
 
-_HEIGHT, _LOW_HEIGHT = 186, 58
-"""Pixels: heights of the picture of losses and of each below it."""
+_HEIGHT, _LOW_HEIGHT = 186, 58  # pixels: heights of the picture of losses and of each below it
 
 _MOST_LOW = 4  # pictures below the losses, at most
 

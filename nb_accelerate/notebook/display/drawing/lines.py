@@ -96,9 +96,9 @@ def bundle(view: View, *, with_style: bool = True) -> dict[str, Any]:
     }
 
 
+# The type of what is sent: an object with the panel's ``id`` and its ``lines``, none when it has ended. It is for the
+# moment only, and nothing of it belongs into a notebook; what is there beside it does.
 PANEL = "application/vnd.nb_accelerate.panel+json"
-"""The type of what is sent: an object with the panel's ``id`` and its ``lines``, none when it has ended. It is for the
-moment only, and nothing of it belongs into a notebook; what is there beside it does."""
 
 
 class Relay(Drawing):

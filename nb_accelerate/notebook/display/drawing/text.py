@@ -23,15 +23,14 @@ _TITLES = {"ranks": "rank", "bar": "", **dict(FIGURES)}
 # Figures that are left out of narrow terminals, the first one first.
 _LEFT_OUT = ("gpu", "memory", "epoch", "rate", "loss")
 
+# Characters of a progress bar, and of one in a narrow terminal; in a very narrow one there is none.
 _BAR, _SHORT_BAR = 12, 6
-"""Characters of a progress bar, and of one in a narrow terminal; in a very narrow one there is none."""
 
 _FEWEST_SAID = 14  # characters that the last column has at least before another one is left out
 
 _STATES = {"starting": "36", "running": "36", "done": "32", "failed": "31", "interrupted": "33", "stopped": "33"}
 _KINDS = {"bad": "31", "late": "33", "done": "32"}
-_FAINT, _WRONG = "2", "33"
-"""Colours, as the numbers of the sequence of escapes that selects them (ECMA-48, SGR)."""
+_FAINT, _WRONG = "2", "33"  # colours, as the numbers of the sequence of escapes that selects them (ECMA-48, SGR)
 
 
 def line(view: View) -> str:

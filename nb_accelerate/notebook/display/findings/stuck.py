@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.display.rank_history import RankHistory, Ranks
 
-STALL = 5.0
-"""Seconds without a change after which a rank that had been moving counts as stalled."""
+STALL = 5.0  # seconds without a change after which a rank that had been moving counts as stalled
 
 
 def stalled_ranks(ranks: Ranks, now: float) -> set[int]:

@@ -43,8 +43,7 @@ _TO_KEEP = (
     "panel. To keep it: nb_accelerate.attach() in a cell, before the kernel ends.</p></div>"
 )
 
-_MORE, _LESS = "More", "Less"
-"""Titles of the button that opens others, and of the same one while they are open."""
+_MORE, _LESS = "More", "Less"  # titles of the button that opens others, and of the same one while they are open
 
 _LINES_MISSING = (
     '<div class="nba"><p class="nba-dim">This page was loaded while it ran: what ranks print is no longer in this '

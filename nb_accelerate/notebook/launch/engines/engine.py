@@ -15,15 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine on which ranks are to be.
+    """A machine on which ranks are to be."""
 
-    Attributes:
-        name: what users call it.
-        num_ranks: None: as many as the launch says, or else as the machine has devices.
-    """
-
-    name: str
-    num_ranks: int | None = None
+    name: str  # what users call it
+    num_ranks: int | None = None  # none: as many as the launch says, or else as the machine has devices
 
 
 class Engine(ABC):

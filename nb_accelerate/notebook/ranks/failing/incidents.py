@@ -18,14 +18,12 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.messages import Failure, Result
     from nb_accelerate.notebook.ranks.proxy import RankProxy
 
-    Answer = tuple[Result | Failure, tuple[int, ...]]
-    """What a rank has answered, and the descriptors that came with it."""
+    Answer = tuple[Result | Failure, tuple[int, ...]]  # what a rank has answered, and the descriptors that came with it
     from collections.abc import Sequence
 
     from nb_accelerate.notebook.protocol.messages import ErrorReport
 
-INTERRUPTED, STOPPED = "interrupted", "stopped"
-"""See ``how`` of `Incident`. Stopped: all ranks were to end at once."""
+INTERRUPTED, STOPPED = "interrupted", "stopped"  # See ``how`` of `Incident`. Stopped: all ranks were to end at once.
 
 
 class IncidentKind(enum.Enum):

@@ -101,9 +101,7 @@ class RequestOutput:
             unless these are all, or the first of them has printed the line for all.
 
     Attributes:
-        guard: for other code that shows output of the request.
         alone: whether there is one rank only and its lines have no prefix, so that they need not be whole.
-        panel: what shows lines of information, if there is a panel that does.
     """
 
     def __init__(
@@ -117,8 +115,8 @@ class RequestOutput:
         prefix: Callable[[Sequence[int]], str] | None = None,
         hold: float = Timeouts.fold,
     ) -> None:
-        self.guard = OutputGuard(sink)
-        self.panel: Panel | None = None
+        self.guard = OutputGuard(sink)  # for other code that shows output of the request
+        self.panel: Panel | None = None  # what shows lines of information, if there is a panel that does
         self._ranks = tuple(sorted(ranks))
         self._sink = sink
         self._ids = ids or DisplayIds()

@@ -50,8 +50,8 @@ class Overflow:
         self._id = uuid.uuid4().hex
         self._lines = 0
         self._size = 0
+        # The last lines. The last of them is not finished: what is written next continues it.
         self._tail: deque[str] = deque([""], maxlen=_TAIL_LINES + 1)
-        """The last lines. The last of them is not finished: what is written next continues it."""
         self._path: Path | None = None
         self._file: IO[str] | None = None
         self._problem = ""
@@ -134,11 +134,9 @@ _MAX_DELAY = 0.05
 
 _MIN_SIZE = 1 << 15  # characters that are sent without waiting for more
 
-LINE_LIMIT = 5000
-"""Lines that a cell shows in full."""
+LINE_LIMIT = 5000  # lines that a cell shows in full
 
-SIZE_LIMIT = 1 << 20
-"""Characters that a cell shows in full."""
+SIZE_LIMIT = 1 << 20  # characters that a cell shows in full
 
 
 class Sink(Protocol):
@@ -186,15 +184,11 @@ def say_here() -> Callable[[str], None]:
 
 
 class StreamSink(Sink):
-    """Prints to the streams of this process.
-
-    Attributes:
-        block: lines that are kept below the output in a terminal; None if there are none.
-    """
+    """Prints to the streams of this process."""
 
     due = float("inf")
     own_stream: StreamName = "stderr"
-    block: Block | None = None
+    block: Block | None = None  # lines that are kept below the output in a terminal; None if there are none.
 
     @override
     def write(self, stream: StreamName, text: str) -> None:

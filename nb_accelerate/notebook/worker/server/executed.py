@@ -49,9 +49,9 @@ class StartRank:
 
 _FORK_AFTER = 0.002  # seconds without a message or an ended child after which an idle process is forked
 
+# Modules that the first optimizer of a rank imports, and the first checkpoint of a sharded model; each takes a second.
+# The server imports them at once only if no launch waits for ranks then; those ranks import them by themselves.
 LATER = ("torch._dynamo", *PRELOADED_LATER)
-"""Modules that the first optimizer of a rank imports, and the first checkpoint of a sharded model; each takes a second.
-The server imports them at once only if no launch waits for ranks then; those ranks import them by themselves."""
 
 _IMPORT_AFTER = 0.5  # seconds without a message or an ended child, and without ranks, after which `LATER` is imported
 _MAX_IDLE = 8  # idle processes that are kept, at most

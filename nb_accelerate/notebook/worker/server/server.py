@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.worker.server.scratch import Scratch
 
+# What is written to the status pipe of a rank that ended: its key; exit code, or minus the signal's number.
 END_REPORT = struct.Struct("!qq")
-"""What is written to the status pipe of a rank that ended: its key; exit code, or minus the signal's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
