@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors import ConfigError, LaunchError
+from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
@@ -105,11 +105,7 @@ def find_runs() -> list[Run]:
     import psutil
 
     ranks: dict[int, list[psutil.Process]] = {}
-    try:
-        every = list(psutil.process_iter())
-    except (OSError, IndexError) as error:  # whichever psutil raises where it finds no processes
-        raise LaunchError("this system does not list its processes. Is /proc mounted here?") from error
-    for process in every:
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if _RANK.fullmatch(process.name()) and process.uids().real == os.getuid():
                 owner = _owner_of(process)

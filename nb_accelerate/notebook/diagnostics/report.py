@@ -1,15 +1,15 @@
 """An exception in a rank as data, without the frames of the worker that ran the code.
 
-Exceptions are users' code: reading any part of one, such as its text, may raise, exit, or give any size and type.
-Nothing of that hides where an exception came from: each part that cannot be had is replaced by a note.
+Exceptions are users' code: their text and their notes may raise, or be of any size. Nothing of that hides where an
+exception came from: each part that cannot be had is replaced by a note.
 """
 
 from __future__ import annotations
 
-import functools
 import linecache
 import re
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +53,7 @@ def text_of(error: BaseException) -> str:
     try:
         return readable(str(error))
     except BaseException as broken:  # users' code: it may also exit
-        return readable(f"<the text of this exception cannot be made: {type_name_of(broken)}>")
+        return readable(f"<the text of this exception cannot be made: {type(broken).__qualname__}>")
 
 
 def has_plain_text(error: BaseException) -> bool:
@@ -75,18 +75,16 @@ def readable(text: str) -> str:
 
 def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
     seen.add(id(error))  # each is told of once: causes may go in circles, and groups share members
-    # Read past what a class may have put in the place of these.
-    explicit: BaseException | None = vars(BaseException)["__cause__"].__get__(error)
-    context: BaseException | None = vars(BaseException)["__context__"].__get__(error)
-    suppressed: bool = vars(BaseException)["__suppress_context__"].__get__(error)
+    explicit = error.__cause__
     # argparse, say, exits while it handles an error that it has explained.
-    suppressed = suppressed or issubclass(type(error), SystemExit)
-    cause = explicit if explicit is not None else None if suppressed else context
+    suppressed = error.__suppress_context__ or isinstance(error, SystemExit)
+    cause = explicit if explicit is not None else None if suppressed else error.__context__
     tells_cause = cause is not None and depth > 1 and id(cause) not in seen
     message = text_of(error)
-    group = _group(error)
+    found = getattr(error, "exceptions", ())  # of an ExceptionGroup; other classes may have anything by this name
+    group = [member for member in found if isinstance(member, BaseException)] if isinstance(found, tuple) else []
     return ErrorReport(
-        type_name=type_name_of(error),
+        type_name=type(error).__qualname__,
         message=message,
         frames=_frames(error),
         notes=_notes(error),
@@ -103,10 +101,10 @@ def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
 
 def _absent(error: BaseException, message: str) -> dict[str, str]:
     """Return the fields of a report that name the variable of ``__main__`` that was looked for in vain, if one was."""
-    pattern = _ABSENT.get(type_name_of(error))
+    pattern = _ABSENT.get(type(error).__qualname__)
     found = pattern.fullmatch(message) if pattern is not None else None
     names = main_globals()
-    entries = [*traceback.walk_tb(vars(BaseException)["__traceback__"].__get__(error))]
+    entries = [*traceback.walk_tb(error.__traceback__)]
     code = [frame.f_code for frame, _ in entries if frame.f_globals is names and frame.f_code.co_filename != _EVALUATED]
     if found is None or found[1] in names or not code:
         return {}
@@ -118,16 +116,10 @@ def _absent(error: BaseException, message: str) -> dict[str, str]:
     return {"absent": found[1], "absent_in": code[-1].co_name}
 
 
-def type_name_of(error: BaseException) -> str:
-    """Return the qualified name of the type of `error`; of a metaclass that has names of its own, the one of Python."""
-    # Not type(error).__qualname__, for which a metaclass may run users' code.
-    return readable(vars(type)["__qualname__"].__get__(type(error)))
-
-
 def _frames(error: BaseException) -> tuple[Frame, ...]:
     frames = [
         Frame(filename=frame.f_code.co_filename, lineno=lineno or 0, name=frame.f_code.co_name)
-        for frame, lineno in traceback.walk_tb(vars(BaseException)["__traceback__"].__get__(error))
+        for frame, lineno in traceback.walk_tb(error.__traceback__)
     ]
     while frames and frames[0].filename.startswith(_OUR_FRAMES):
         del frames[0]
@@ -137,23 +129,15 @@ def _frames(error: BaseException) -> tuple[Frame, ...]:
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
-    notes: Any = _asked(lambda: getattr(error, "__notes__", None), None)
-    if type(notes) not in (list, tuple):
+    notes: Any = getattr(error, "__notes__", None)
+    if not isinstance(notes, (list, tuple)):
         return ()
-    return tuple(
-        readable(_asked(functools.partial(str, note), "<a note that cannot be read>")) for note in notes[:_MAX_NOTES]
-    )
-
-
-def _group(error: BaseException) -> list[BaseException]:
-    """Return the exceptions in a group; none if it is not one."""
-    found: Any = _asked(lambda: error.exceptions, ())  # type: ignore[attr-defined]
-    return [member for member in found if issubclass(type(member), BaseException)] if type(found) is tuple else []
+    return tuple(readable(_asked(partial(str, note), "<a note that cannot be read>")) for note in notes[:_MAX_NOTES])
 
 
 def _last_lines(error: BaseException, message: str) -> tuple[str, ...]:
     """Return what follows the frames in a plain traceback."""
-    plain = [f"{type_name_of(error)}: {message}\n" if message else f"{type_name_of(error)}\n"]
+    plain = [f"{type(error).__qualname__}: {message}\n" if message else f"{type(error).__qualname__}\n"]
     if message != _asked(lambda: str(error), None):
         return (*plain, *(f"{note}\n" for note in _notes(error)))
     lines = _asked(lambda: traceback.format_exception_only(type(error), error), plain)

@@ -69,7 +69,7 @@ def answer(
             dropped = tuple(trained_models.dropped(function, args, kwargs, value))
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         if not exits_well(error):
-            if issubclass(type(error), KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt):
                 call_interrupted.fire()
             return fail(error)
         value = None
@@ -83,11 +83,7 @@ def answer(
 
 def exits_well(error: BaseException) -> bool:
     """Return whether an exception is ``sys.exit()`` with an exit code that means success."""
-    # Not isinstance(), which believes what an object says about its own class.
-    if not issubclass(type(error), SystemExit):
-        return False
-    code = vars(SystemExit)["code"].__get__(error)
-    return code is None or (type(code) in (int, bool) and code == 0)
+    return isinstance(error, SystemExit) and (error.code is None or error.code == 0)
 
 
 def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = False) -> tuple[Failure, Packed | None]:
@@ -104,7 +100,7 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
         report=report,
         parcel=packed.parcel if packed else None,
         when=when,
-        peer_lost=issubclass(type(error), RuntimeError) and any(text in report.message.lower() for text in _PEER_LOST),
+        peer_lost=isinstance(error, RuntimeError) and any(text in report.message.lower() for text in _PEER_LOST),
         result_of_call=result_of_call,
         returned=returned,
     )
@@ -115,11 +111,11 @@ def _pack_exception(error: BaseException) -> Packed | None:
     """Pack an exception so that unpickling it in the kernel will work; return None if there is no way."""
     text = text_of(error)
     if not has_plain_text(error):
-        shortened = tuple(readable(arg) if type(arg) is str else arg for arg in _args(error))
+        shortened = tuple(readable(arg) if type(arg) is str else arg for arg in error.args)
         packed = _pack_as((_rebuild_exception, (type(error), shortened, {})), text)
         return packed or _pack_as((_rebuild_exception, (type(error), (text,), {})), text)
     packed = _pack_as((_same, (error,)), text)
-    return packed or _pack_as((_rebuild_exception, (type(error), _args(error), _state(error))), text)
+    return packed or _pack_as((_rebuild_exception, (type(error), error.args, _state(error))), text)
 
 
 def _pack_as(candidate: tuple[Any, ...], text: str) -> Packed | None:
@@ -130,13 +126,8 @@ def _pack_as(candidate: tuple[Any, ...], text: str) -> Packed | None:
         # Many exceptions pickle and cannot be unpickled: their __init__ wants other arguments than .args.
         rebuild, args = unpack(packed.parcel, tuple(map(os.dup, packed.fds)))
         copy = rebuild(*args)
-        # A copy is of no use either that pretends to be something else, or whose attributes cannot be had or set.
-        copy.__traceback__ = None
-        notes = getattr(copy, "__notes__", None)
-        is_sound = copy.__class__ is type(copy) and (notes is None or type(notes) is list)
-        for name in ("__traceback__", "__cause__", "__context__"):
-            is_sound = is_sound and getattr(type(copy), name) is vars(BaseException)[name]
-        if is_sound and issubclass(type(copy), BaseException) and has_plain_text(copy) and str(copy) == text:
+        copy.__traceback__ = None  # the kernel sets it; that of a frozen dataclass, say, cannot be set
+        if isinstance(copy, BaseException) and has_plain_text(copy) and str(copy) == text:
             return packed
     except BaseException:  # noqa: S110 - users' code, which may also exit; the next candidate, or none, is the answer
         pass
@@ -156,15 +147,9 @@ def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], state: d
     return error
 
 
-def _args(error: BaseException) -> tuple[Any, ...]:
-    args: tuple[Any, ...] = vars(BaseException)["args"].__get__(error)
-    return args
-
-
 def _state(error: BaseException) -> dict[str, Any]:
     kept = {}
-    state: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
-    for key, value in list(state.items()):
+    for key, value in list(vars(error).items()):
         try:
             with pack(value):
                 kept[key] = value

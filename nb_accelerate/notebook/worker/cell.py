@@ -204,17 +204,14 @@ class PersistentRank:
             packed = pack(value, name="the value of the last expression", advice=f"End the cell with {RETURNABLE}.")
         except BaseException as error:  # users' code takes part: it may also exit
             # The cause's text is in the message, and no line of the user's is in either traceback.
-            vars(BaseException)["__cause__"].__set__(error, None)
-            BaseException.with_traceback(error, None)
+            error.__cause__ = error.__traceback__ = None
             return fail(error, returned=True)
         return Result(parcel=packed.parcel), packed
 
 
 def _cell_failed(error: BaseException) -> tuple[Failure, Packed | None]:
-    # Past what a class may have put in the place of these.
-    BaseException.with_traceback(error, _without_shell(vars(BaseException)["__traceback__"].__get__(error)))
-    failure, packed = fail(error)
-    if issubclass(type(error), SystemExit):
+    failure, packed = fail(error.with_traceback(_without_shell(error.__traceback__)))
+    if isinstance(error, SystemExit):
         # Raised in the kernel it would mean the kernel.
         if packed is not None:
             packed.close()

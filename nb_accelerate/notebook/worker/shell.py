@@ -28,7 +28,7 @@ from typing_extensions import override
 from nb_accelerate.base.imported import imported
 from nb_accelerate.errors import PoolError
 from nb_accelerate.errors.out_of_memory import says_out_of_memory
-from nb_accelerate.notebook.diagnostics.report import text_of, type_name_of
+from nb_accelerate.notebook.diagnostics.report import text_of
 from nb_accelerate.notebook.protocol.messages import Display
 from nb_accelerate.notebook.protocol.output import frame
 from nb_accelerate.notebook.worker.debugger import RankDebugger
@@ -327,7 +327,7 @@ class RankShell(InteractiveShell):
 def _free_what_did_not_fit() -> None:
     """Free the variables of functions in which memory did not suffice, or a smaller batch would not fit either."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    if error is not None and says_out_of_memory(type_name_of(error), text_of(error)):
+    if error is not None and says_out_of_memory(type(error).__qualname__, text_of(error)):
         for raised in (error, error.__cause__, error.__context__):
             traceback.clear_frames(None if raised is None else raised.__traceback__)
 

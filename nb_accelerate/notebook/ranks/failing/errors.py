@@ -232,14 +232,14 @@ def show_traceback_of_rank(error: BaseException, report: ErrorReport, title: str
     who = f"Raised by {title}{where_}."
     add_note(error, who)
     add_note(error, footer)
-    vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title), who))
+    error.__cause__ = RankTraceback(render_report(report, title=title), who)
     show_instead(error, functools.partial(_lines, error, report, title, footer))
     with contextlib.suppress(Exception):  # types with slots cannot have it, or refuse
         error._nb_ranks = title.replace(f" of {world_size}", "")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
 
 
 def _lines(error: BaseException, report: ErrorReport, title: str, footer: str, style: Style) -> list[str]:
-    called_from = user_frames(vars(BaseException)["__traceback__"].__get__(error))
+    called_from = user_frames(error.__traceback__)
     return render_report(report, title=title, footer=footer, style=style, called_from=called_from[-1:]).split("\n")
 
 
