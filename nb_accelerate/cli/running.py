@@ -144,13 +144,14 @@ def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
     notebook = ""
     with contextlib.suppress(psutil.Error):
         notebook = owner.environ().get("JPY_SESSION_NAME", "")
+    what = _short(notebook) if notebook else " ".join(map(_short, owner.cmdline()))
     return Run(
         pid=owner.pid,
         processes=tuple(ranks),
         ranks=tuple(sorted(numbers)),
         memory=memory,
         seconds=time.time() - began,
-        what=_printable(_short(notebook) if notebook else " ".join(map(_short, owner.cmdline()))),
+        what="".join(letter if letter.isprintable() else " " for letter in what),  # and no command of a terminal
         is_notebook=bool(notebook) or is_interactive(owner.cmdline()),
     )
 
@@ -172,8 +173,3 @@ def _short(word: str) -> str:
     """Return a path with ``~`` for the home folder."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path refuses where nobody has a home
     return "~" + word[len(home) :] if word.startswith(home + "/") else word
-
-
-def _printable(text: str) -> str:
-    """Return a text with a space for each character that a terminal would take for a command."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)

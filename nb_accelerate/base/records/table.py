@@ -117,7 +117,11 @@ class Runs(Sequence["RunRecord"]):
         columns |= {name: [shown(config[name]) if name in config else "" for config in configs] for name in told}
         # Values by which runs are compared come first. What never changes is said below.
         names = dict.fromkeys(name for run in runs for name in run.columns)
-        constant = [name for name in names if _constant(name, runs)]
+        constant = [
+            name
+            for name in names
+            if all(run.is_constant(name) for run in runs) and len({run.last(name) for run in runs}) == 1
+        ]
         config_names = {name for config in configs for name in config}
         values = [name for name in names if name not in {*config_names, *_COUNTERS, *constant}]
         values.sort(key=lambda name: not better(name))
@@ -135,11 +139,6 @@ class Runs(Sequence["RunRecord"]):
             notes.append(f"Also logged: {', '.join(values[_MOST_VALUES:])}")
         rows = list(zip(*columns.values(), strict=True))
         return Table([*columns], rows, [title for title in columns if title not in left], [*notes, *self._problems])
-
-
-def _constant(name: str, runs: Sequence[RunRecord]) -> bool:
-    """Return whether a value is the same all the time in all runs."""
-    return all(run.is_constant(name) for run in runs) and len({run.last(name) for run in runs}) == 1
 
 
 def _figure(value: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 import platform
@@ -77,7 +76,7 @@ def facts_here(env: Mapping[str, str]) -> MachineFacts:
         accelerators=tuple(_accelerators(variables, env)),
         prefers_cpu=bool(Environment(variables).use_cpu),
         num_threads=Environment(variables).num_threads,
-        loopback=_loopback(),
+        loopback=interface_of("127.0.0.1") or "lo",
         shared_memory=shutil.disk_usage(shm).free if shm.is_dir() else None,
     )
 
@@ -104,11 +103,6 @@ def _is_autograds(name: Path) -> bool:
         return name.read_text(errors="replace").startswith("pt_autograd")
     except OSError:  # a thread that has just ended; or no /proc: not Linux, no CUDA either
         return False
-
-
-@functools.cache
-def _loopback() -> str:
-    return interface_of("127.0.0.1") or "lo"
 
 
 def software_here() -> dict[str, str]:

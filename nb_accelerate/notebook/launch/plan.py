@@ -23,6 +23,10 @@ _SHM = "/dev/shm"  # noqa: S108 - a name to say
 
 # Bytes. Containers get 64 MiB by default, which one loader worker with a few large batches fills.
 _LITTLE_SHARED_MEMORY = 128 << 20
+_LITTLE = (
+    f"{_SHM} has only {{}} MiB free: loader workers that fill it die with SIGBUS. Use num_workers=0, or give the "
+    "container more (docker run --shm-size=2g)"
+)
 
 # A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation.
 _THREADS_OF_FORKS = 1
@@ -132,6 +136,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
     )
     method, reason = _start_method(options, conditions, number, may_copy=may_copy)
     shared_out = facts.num_threads or max(1, facts.num_cpus // number)
+    memory = facts.shared_memory
     return LaunchPlan(
         num_processes=number,
         num_nodes=options.num_nodes,
@@ -146,7 +151,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
         loopback=facts.loopback,
         mixed_precision=options.mixed_precision,
         can_fork=not any(found.in_use or found.forbids_fork for found in facts.accelerators),
-        warnings=_warnings(facts),
+        warnings=() if memory is None or memory >= _LITTLE_SHARED_MEMORY else (_LITTLE.format(memory >> 20),),
     )
 
 
@@ -245,12 +250,3 @@ def _start_method(
             f"which need no restart"
         )
     return method, ""
-
-
-def _warnings(facts: MachineFacts) -> tuple[str, ...]:
-    if facts.shared_memory is None or facts.shared_memory >= _LITTLE_SHARED_MEMORY:
-        return ()
-    return (
-        f"{_SHM} has only {facts.shared_memory >> 20} MiB free: loader workers that fill it die with SIGBUS. Use "
-        f"num_workers=0, or give the container more (docker run --shm-size=2g)",
-    )

@@ -329,15 +329,13 @@ class Machines:
         self._others = {}
         while True:
             self._round = int(self._store.get("round"))
-            taken = (number for number in self._wanted if self._takes(number))
+            wanted, store = self._wanted, self._store
+            taken = (n for n in wanted if store.compare_set(f"{self._round}/{n}", "", self._me).decode() == self._me)
             self._number = next(taken, -1)
             if self._number < 0:  # the number is that of a launch that was killed, say
                 self._begin_round_after(self._round)
             elif self._all_have_come():
                 return
-
-    def _takes(self, number: int) -> bool:
-        return bool(self._store.compare_set(f"{self._round}/{number}", "", self._me).decode() == self._me)
 
     def _begin_round_after(self, number: int) -> None:
         """Begin another round, unless somebody has: all machines then meet again."""

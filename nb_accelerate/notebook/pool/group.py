@@ -201,6 +201,7 @@ class RankGroup:
 
     def request(self, ranks: Sequence[RankProxy], send: Callable[[RankProxy], object], **options: Any) -> Request:
         """Make a request that runs code of users; the arguments are those of `Request`."""
+        cluster = self._cluster
         request = Request(
             ranks=ranks,
             send=send,
@@ -208,19 +209,16 @@ class RankGroup:
             wording=_CELL,
             world_size=self.size,
             on_host=self.plan.kind.is_host,
-            stuck=self._check_ways,
+            stuck=(lambda: None) if cluster is None else lambda: cluster.check_ways(self.loop.say),
             **{"say": say_here(), **options},
         )
-        request.idle = lambda: self._idle_beside(request)
+
+        def idle() -> list[RankProxy]:
+            asked = {rank.rank for other in (request, *self.loop.requests) for rank in other.ranks}
+            return [rank for number, rank in self.ranks.items() if number not in asked]
+
+        request.idle = idle
         return request
-
-    def _check_ways(self) -> None:
-        if self._cluster is not None:
-            self._cluster.check_ways(self.loop.say)
-
-    def _idle_beside(self, request: Request) -> list[RankProxy]:
-        asked = {rank.rank for other in (request, *self.loop.requests) for rank in other.ranks}
-        return [rank for number, rank in self.ranks.items() if number not in asked]
 
     def _cut(self, rank: RankProxy) -> None:
         """Take a rank out of a collective, by breaking its connections to other ranks."""
@@ -245,7 +243,9 @@ class RankGroup:
             with (
                 self._met() as rendezvous,
                 pack_notebook(
-                    inherits=self._inherits, is_elsewhere=self.is_elsewhere, modules=self.by_value
+                    inherits=not self.is_elsewhere and self.plan.method.copies_notebook,
+                    is_elsewhere=self.is_elsewhere,
+                    modules=self.by_value,
                 ) as notebook,
             ):
                 self._start(numbers, new)
@@ -292,10 +292,6 @@ class RankGroup:
     def is_elsewhere(self) -> bool:
         """Whether the ranks are on machines of an engine."""
         return self._cluster is not None
-
-    @property
-    def _inherits(self) -> bool:
-        return self._cluster is None and self.plan.method.copies_notebook
 
     def _open_server(self) -> None:
         if self._cluster is not None:

@@ -77,7 +77,8 @@ class Answers:
         comm_id = content.get("comm_id")
         if kind == "comm_open" and content.get("target_name") == _CONTROL:
             self.own.add(comm_id)
-        if comm_id not in self.own and not (kind == "comm_msg" and _asks_for_state(content)):
+        asks_for_state = kind == "comm_msg" and (content.get("data") or {}).get("method") == "request_state"
+        if comm_id not in self.own and not asks_for_state:
             return False
         # A page that has sent a field sends the next one when the kernel is idle again.
         self._tell_status("busy", message)
@@ -123,11 +124,6 @@ class Answers:
         kernel, content = self._kernel, {"execution_state": status}
         topic = f"kernel.{kernel.ident}.status".encode()
         kernel.session.send(kernel.iopub_socket, "status", content, parent=message, ident=topic)
-
-
-def _asks_for_state(content: dict[str, Any]) -> bool:
-    data = content.get("data")
-    return isinstance(data, dict) and data.get("method") == "request_state"
 
 
 _READ_EVERY = 0.1  # seconds between two times that a waiting cell reads the channel
