@@ -132,10 +132,6 @@ def _executor(executor: Any) -> Any:
     return functools.partial(kind, **options), ()
 
 
-def _kernels_stream(stream: Any) -> Any:
-    return getattr, (sys, stream.name)
-
-
 def _shell(_: Any) -> Any:
     return _own_shell, ()
 
@@ -175,20 +171,8 @@ def _local(value: Any) -> Any:
     return copyreg.__newobj__, (kind,), vars(value)  # type: ignore[attr-defined]
 
 
-def _simple_queue(queue: Any) -> Any:
-    return (type(queue), ()) if queue.empty() else NotImplemented
-
-
-def _weak_reference(value: Any) -> Any:
-    return _referring, (type(value), value())
-
-
 def _referring(kind: Any, target: Any) -> Any:
     return kind(set() if target is None else target)  # the set is gone at once, as what was referred to is
-
-
-def _weak_dictionary(value: Any) -> Any:
-    return type(value), (dict(value),)
 
 
 # Context managers, functions that remember.
@@ -292,15 +276,16 @@ RULES: dict[str, Rule] = {
     "ipywidgets.widgets.widget.Widget": _widget,
     "tqdm.std.tqdm": _bar,
     "logging.FileHandler": _file_handler,
-    "ipykernel.iostream.OutStream": _kernels_stream,
+    "ipykernel.iostream.OutStream": lambda stream: (getattr, (sys, stream.name)),
     "IPython.core.interactiveshell.InteractiveShell": _shell,
     "_thread.lock": _lock,
     "_thread.RLock": _lock,
     "_thread._local": _local,
-    "_queue.SimpleQueue": _simple_queue,
-    "weakref.ReferenceType": _weak_reference,
-    "weakref.WeakKeyDictionary": _weak_dictionary,
-    "weakref.WeakValueDictionary": _weak_dictionary,
+    "_queue.SimpleQueue": lambda queue: (type(queue), ()) if queue.empty() else NotImplemented,
+    "weakref.ReferenceType": lambda value: (_referring, (type(value), value())),
+    **dict.fromkeys(
+        ("weakref.WeakKeyDictionary", "weakref.WeakValueDictionary"), lambda value: (type(value), (dict(value),))
+    ),
     "numpy.vectorize": _vectorized,
     "contextlib._GeneratorContextManager": _context,
     "torch._ops.OpOverload": _operator,

@@ -123,7 +123,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._in_place_of_module
         registered = self.dispatch_table.get(kind)
         if registered is None and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
-            return _as_pickle_does
+            return lambda _: NotImplemented  # as pickle does
         return functools.partial(self._own_way, registered or operator.methodcaller("__reduce_ex__", 5))
 
     def _definition(self, obj: Any) -> Any:
@@ -198,10 +198,6 @@ def _make_class(constructor: type, name: str, bases: tuple[Any, ...], options: A
     finally:
         for parent, hook in hooks.items():
             parent.__init_subclass__ = hook  # type: ignore[method-assign]
-
-
-def _as_pickle_does(_: object) -> Any:
-    return NotImplemented
 
 
 def _update(obj: Any, state: dict[str, Any]) -> None:

@@ -67,17 +67,7 @@ def _switch(getter: str, on: str, off: str) -> Row:
 # How settings are read and set that are more than two functions.
 
 
-def _default_device(torch: Any) -> Any:
-    # torch.get_default_device() makes a tensor, and so would touch a GPU in the kernel.
-    return getattr(getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), "device", None)  # noqa: SLF001
-
-
 _SMALLEST = sys.float_info.min
-
-
-def _set_threads(torch: Any, number: int | None) -> None:
-    if number is not None:
-        torch.set_num_threads(number)
 
 
 def _threads(torch: Any) -> int | None:
@@ -107,9 +97,9 @@ def _changed_config(module: Any) -> dict[str, Any]:
     return found
 
 
-def _set_config(module: Any, values: dict[str, Any]) -> None:
+def _set_all(owner: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
-        setattr(module, name, value)
+        setattr(owner, name, value)
 
 
 def _log_state(internal: Any) -> tuple[dict[str, Any], set[str]]:
@@ -213,11 +203,6 @@ def _add_safe_globals(torch: Any, values: list[Any]) -> None:
             torch.serialization.add_safe_globals([value])
 
 
-def _add_bars(_: Any, is_wanted: bool) -> None:
-    if is_wanted:
-        importlib.import_module("tqdm").tqdm.pandas()
-
-
 _WRITES_FILES = ("svg", "pdf", "ps", "pgf", "cairo")
 
 
@@ -231,11 +216,6 @@ def _decimal(_: Any) -> dict[str, Any]:
     return {name: getattr(context, name) for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")}
 
 
-def _set_decimal(_: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(decimal.getcontext(), name, value)
-
-
 def _umask(_: Any) -> int:
     mask = os.umask(0o077)  # nothing but setting it returns it; another thread's file is rather too private than open
     os.umask(mask)
@@ -243,10 +223,6 @@ def _umask(_: Any) -> int:
 
 
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-
-
-def _limits(_: Any) -> dict[int, tuple[int, int]]:
-    return {number: resource.getrlimit(number) for number in set(_LIMITS.values())}
 
 
 def _set_limits(_: Any, values: dict[int, tuple[int, int]]) -> None:
@@ -272,11 +248,6 @@ def _folder(_: Any) -> str | None:
         return os.getcwd()  # noqa: PTH109 - it is read before each cell
     except FileNotFoundError:
         return None
-
-
-def _set_folder(_: Any, folder: str | None) -> None:
-    if folder is not None:
-        os.chdir(folder)
 
 
 def _list(of: str) -> Row:
@@ -442,9 +413,9 @@ _ROWS: dict[str, dict[str, Row]] = {
     "sys": {
         "path": _list("path"),
         "argv": _list("argv"),
-        "folder": Row(_folder, _set_folder),
+        "folder": Row(_folder, lambda _, folder: os.chdir(folder or ".")),
         "environ": Row(lambda _: os.environ._data.copy(), _set_environ),  # type: ignore[attr-defined]  # noqa: SLF001
-        "limits": Row(_limits, _set_limits),
+        "limits": Row(lambda _: {number: resource.getrlimit(number) for number in set(_LIMITS.values())}, _set_limits),
         "umask": Row(_umask, lambda _, value: os.umask(value)),
         "cores": Row(lambda _: os.sched_getaffinity(0), lambda _, value: os.sched_setaffinity(0, value)),
         "recursion": _calls("getrecursionlimit", "setrecursionlimit"),
@@ -462,7 +433,7 @@ _ROWS: dict[str, dict[str, Row]] = {
         "bars": _switch("are_progress_bars_disabled", "disable_progress_bars", "enable_progress_bars"),
         "caches": _switch("is_caching_enabled", "enable_caching", "disable_caching"),
     },
-    "decimal": {"context": Row(_decimal, _set_decimal)},
+    "decimal": {"context": Row(_decimal, lambda _, values: _set_all(decimal.getcontext(), values))},
     "gymnasium.envs.registration": {"registered": _registry("registry")},
     "huggingface_hub.utils": {
         "bars": _switch("are_progress_bars_disabled", "disable_progress_bars", "enable_progress_bars")
@@ -490,13 +461,20 @@ _ROWS: dict[str, dict[str, Row]] = {
     },
     "pandas": {
         "options": Row(_pandas_options, lambda module, values: _set_quietly(module.set_option, values)),
-        "bars": Row(lambda module: hasattr(module.Series, "progress_apply"), _add_bars),
+        "bars": Row(
+            lambda module: hasattr(module.Series, "progress_apply"),
+            lambda _, is_wanted: is_wanted and importlib.import_module("tqdm").tqdm.pandas(),
+        ),
     },
     "sklearn": {"config": _calls("get_config", "set_config", unpacks=True)},
     "socket": {"timeout": _calls("getdefaulttimeout", "setdefaulttimeout")},
     "torch": {
         "default_dtype": _calls("get_default_dtype", "set_default_dtype"),
-        "default_device": Row(_default_device, lambda torch, device: torch.set_default_device(device)),
+        "default_device": Row(
+            # torch.get_default_device() makes a tensor, and so would touch a GPU in the kernel.
+            lambda torch: getattr(getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), "device", None),  # noqa: SLF001
+            lambda torch, device: torch.set_default_device(device),
+        ),
         "precision": _calls("get_float32_matmul_precision", "set_float32_matmul_precision"),
         "deterministic": _calls("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
         "grad": _calls("is_grad_enabled", "set_grad_enabled"),
@@ -506,7 +484,7 @@ _ROWS: dict[str, dict[str, Row]] = {
         ),
         "warns": _calls("is_warn_always_enabled", "set_warn_always"),
         "denormal": Row(lambda _: _SMALLEST * 0.5 == 0.0, lambda torch, value: torch.set_flush_denormal(value)),
-        "threads": Row(_threads, _set_threads),
+        "threads": Row(_threads, lambda torch, number: number is not None and torch.set_num_threads(number)),
         # torch has no device type "tpu", and says so in 17 microseconds.
         **{f"autocast_{kind.name}": _autocast(kind.name) for kind in DEVICE_KINDS if kind.name != "tpu"},
         "mkldnn": _calls("_C._get_mkldnn_enabled", "_C._set_mkldnn_enabled"),
@@ -520,7 +498,7 @@ _ROWS: dict[str, dict[str, Row]] = {
             for kind in ("flash", "mem_efficient", "math", "cudnn")
         },
     },
-    "torch._dynamo.config": {"changed": Row(_changed_config, _set_config)},
+    "torch._dynamo.config": {"changed": Row(_changed_config, _set_all)},
     "torch._logging._internal": {"state": Row(_log_state, _set_log_state)},
     "torch.distributions.kl": {"registered": _registry("_KL_REGISTRY")},
     "torch.multiprocessing": {"sharing": _calls("get_sharing_strategy", "set_sharing_strategy")},

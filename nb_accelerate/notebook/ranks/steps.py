@@ -92,13 +92,6 @@ def _interrupt(rank: RankProxy) -> None:
         rank.quit()
 
 
-def _interrupt_or_kill(rank: RankProxy) -> None:
-    if rank.has_joined:
-        _interrupt(rank)
-    else:  # it has no variables yet
-        rank.handle.kill()
-
-
 def _give_up(rank: RankProxy) -> None:
     rank.why_lost = rank.why_lost or "its process did not end when it was killed"
 
@@ -163,7 +156,7 @@ def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[St
         Step(
             StepKind.INTERRUPT,
             timeouts.unwind,
-            act=_interrupt_or_kill,
+            act=lambda rank: _interrupt(rank) if rank.has_joined else rank.handle.kill(),  # it has no variables yet
             for_user=timeouts.interrupt,
             save=timeouts.save,
         ),
