@@ -30,6 +30,13 @@ logger = logging.getLogger("nb_accelerate")
 # Libraries that average gradients without a process group of torch.distributed that could be seen.
 _AVERAGING = ("torch_xla", "deepspeed", "horovod")
 
+_ALONE = (
+    "No gradients were exchanged, so each of the %s processes trains a model of its own with all of its rows. To train "
+    "one model together: accelerator = Accelerator(); model, optimizer, loader = accelerator.prepare(model, optimizer, "
+    "loader); and accelerator.backward(loss) in place of loss.backward(). Or make the weights an nn.Module, and write "
+    "%%%%distributed --convert"
+)
+
 
 class TrainedModels:
     """The models and tensors that rank 0 trains. Other ranks note nothing, nor does it while torch is missing."""
@@ -41,7 +48,7 @@ class TrainedModels:
         self._num_ranks = "1"
         self._is_told = False
         self._has_gradients = False
-        self._has_told_of_gradients = False
+        self._is_told_by_hand = False
         self._collectives: Mapping[str, int] = {}
 
     def begin(self, num_ranks: int | None = None) -> None:
@@ -72,15 +79,10 @@ class TrainedModels:
 
     def end(self) -> None:
         """End the call or cell. A step that is made by hand, ``w -= rate * w.grad``, is noticed here only."""
-        is_silent = self._is_told or self._has_told_of_gradients or self._num_ranks == "1" or self._trained
+        is_silent = self._is_told or self._is_told_by_hand or self._num_ranks == "1" or self._trained
         if self._has_gradients and not is_silent and not _is_averaged(self._collectives):
-            self._has_told_of_gradients = True
-            logger.warning(
-                "Each of the %s processes computed gradients with all of its rows, and none were exchanged: what is "
-                "trained with them is trained on each process alone. To share the work, make the weights an nn.Module "
-                "and write %%%%distributed --convert, or prepare() and backward(loss) of an Accelerator",
-                self._num_ranks,
-            )
+            self._is_told_by_hand = True
+            logger.warning(_ALONE, self._num_ranks)
 
     def among(self, names: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         """Return the values that are models or tensors and were trained since `begin`."""
@@ -128,13 +130,7 @@ class TrainedModels:
         if self._is_told or not is_new or _is_averaged(self._collectives):
             return
         self._is_told = True
-        logger.warning(
-            "No gradients were exchanged, so each of the %s processes trains a model of its own with all of its rows. "
-            "To train one model together: accelerator = Accelerator(); model, optimizer, loader = "
-            "accelerator.prepare(model, optimizer, loader); and accelerator.backward(loss) in place of "
-            "loss.backward()",
-            self._num_ranks,
-        )
+        logger.warning(_ALONE, self._num_ranks)
 
 
 trained_models = TrainedModels()  # those of this process: hooks of optimizers cannot be taken away while one is called
