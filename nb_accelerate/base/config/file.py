@@ -270,7 +270,10 @@ def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that
     class Loader(yaml.SafeLoader):
         """Leaves 1:4 a text, which YAML 1.1 reads as a number to the base 60."""
 
-    Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+        def construct_yaml_int(self, node: Any) -> Any:
+            return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
         text = file.read_text(encoding="utf-8")
         found = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
@@ -279,11 +282,6 @@ def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"The configuration file {str(file)!r} has no lines such as 'num_processes: 2'.")
     return ConfigFile(path=file, **_checked(file, found))
-
-
-def _whole_number(loader: Any, node: Any) -> Any:
-    """Return a whole number of a YAML file; a text with a colon as it is."""
-    return node.value if ":" in node.value else loader.construct_yaml_int(node)
 
 
 def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:

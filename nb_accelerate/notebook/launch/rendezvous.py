@@ -183,7 +183,10 @@ def _at_a_store(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], ob
         endpoint = _split(options.rdzv_endpoint, _DEFAULT_PORT if is_static else _DEFAULT_ELASTIC_PORT)
     else:
         endpoint = options.master_addr, int(options.use_port or _DEFAULT_PORT)
-    own = _own_address_towards(endpoint[0])
+    try:
+        own = address_towards(_resolved(endpoint[0], 9)[1][0])
+    except OSError as error:
+        raise ConfigError(f"{endpoint[0]!r} cannot be reached from here: {error}") from error
     is_first = options.node_rank == 0
     if options.rdzv_backend == "c10d":
         # Said, and not left to torch, which looks names up to find out.
@@ -258,14 +261,6 @@ def _why_not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool
     if error.errno == errno.EADDRNOTAVAIL:
         return f"master_addr={address!r} is not an address of this machine, but node_rank=0 is the machine that has it"
     return f"cannot listen on {address}:{port}: {error.strerror}"
-
-
-def _own_address_towards(host: str) -> str:
-    _, where = _resolved(host, 9)
-    try:
-        return address_towards(where[0])
-    except OSError as error:
-        raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

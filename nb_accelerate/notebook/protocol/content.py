@@ -410,11 +410,12 @@ class Edit:
 
     def apply(self, tokens: list[Any]) -> list[Any]:
         """Return the tokens that the object has afterwards."""
-        return [self._edited(token) if type(token) is Settings else token for token in tokens]
-
-    def _edited(self, settings: Settings) -> Settings:
-        kept = {name: part for name, part in settings.items() if name not in self.gone}
-        return Settings({**kept, **self.changed})
+        return [
+            Settings({name: part for name, part in token.items() if name not in self.gone} | self.changed)
+            if type(token) is Settings
+            else token
+            for token in tokens
+        ]
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.gone)

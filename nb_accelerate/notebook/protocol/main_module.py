@@ -119,8 +119,9 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         rule = rule_of(kind, self.rules)
         if rule is not None:
             return rule
-        if type(sys.modules.get(kind.__module__)) is kind:  # an object has taken the place of its module
-            return self._in_place_of_module
+        module = kind.__module__
+        if type(sys.modules.get(module)) is kind:  # an object has taken the place of its module
+            return lambda obj: (by_name, (module,)) if sys.modules.get(module) is obj else NotImplemented
         registered = self.dispatch_table.get(kind)
         if registered is None and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
             return lambda _: NotImplemented  # as pickle does
@@ -145,10 +146,6 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
             if parent in sys.modules and getattr(sys.modules[parent], last, None) is module:  # torch.ops.aten
                 return by_name, (parent, last)
         return cloudpickle.Pickler.dispatch_table[types.ModuleType](module)
-
-    def _in_place_of_module(self, obj: Any) -> Any:
-        name = type(obj).__module__
-        return (by_name, (name,)) if sys.modules.get(name) is obj else NotImplemented
 
     def _own_way(self, reduce: Callable[[Any], Any], obj: Any) -> Any:
         """Reduce an object as its type says. By a name it is only reduced if that is found in an importable module."""

@@ -91,22 +91,15 @@ def _stragglers(ranks: Ranks) -> dict[int, Straggler]:
     for number, share in own.items():
         factor = 1.0
         if share > middle and share - middle > _NOISE / math.sqrt(ranks[number].samples_in_loop):
-            factor = _factor(share, [value for other, value in own.items() if other != number])
+            # What is not its own part of a step is no waiting, as it is the last to come: the others need as much of
+            # it. Where 0.7 of its time is its own, and 0.2 of theirs, they would take 0.2 + 0.3 for what takes it 1.
+            factor = 1 / max(1 - (share - median(value for other, value in own.items() if other != number)), 0.01)
         rate = rates.get(number)  # differs for ranks that do not wait for each other
         if rate and middle_rate / (ranks[number].rate_at_most or rate) > _FACTOR:
             factor = max(factor, middle_rate / rate)
         if factor > _FACTOR:
             found[number] = Straggler(factor=min(factor, 99.0), why=_why(ranks[number]))
     return found if len(found) <= len(own) // 2 else {}
-
-
-def _factor(share: float, others: Sequence[float]) -> float:
-    """Return how many times longer a rank takes for a step than the median of others would without it.
-
-    What is not its own part of a step is no waiting, as it is the last to come: the others need as much of it. So
-    where 0.7 of its time is its own, and 0.2 of theirs, they would take 0.2 + 0.3 for what takes it 1.
-    """
-    return 1 / max(1 - (share - median(others)), 0.01)
 
 
 def _why(rank: RankHistory) -> str:

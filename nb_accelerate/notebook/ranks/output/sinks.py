@@ -116,17 +116,13 @@ class Overflow:
 def new_log() -> tuple[Path, IO[str]]:
     """Open a new log file, remove old ones of this user, and return its path and the file. Raises OSError."""
     descriptor, name = tempfile.mkstemp(prefix=time.strftime(f"{_PREFIX}%Y%m%d-%H%M%S-"), suffix=".log")
-    _remove_old()
-    return Path(name), os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace")
-
-
-def _remove_old() -> None:
     oldest = time.time() - _MAX_AGE
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.log"):
         with contextlib.suppress(OSError):  # somebody else has just removed it
             found = path.lstat()
             if found.st_uid == os.geteuid() and found.st_mtime < oldest:
                 path.unlink()
+    return Path(name), os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace")
 
 
 # Seconds for which text is gathered before it is sent: many small messages cost the front end more than one.
