@@ -94,7 +94,6 @@ def _torch() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[str]:
-    """Return a line for each device that this process sees, of any type in the device table."""
     from nb_accelerate.base.devices import DEVICE_KINDS
 
     for kind in DEVICE_KINDS:

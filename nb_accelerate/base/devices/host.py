@@ -49,7 +49,6 @@ def memory_left(ranks: int) -> int:
 
 
 def _left_in_container(folder: Path) -> int | None:
-    """Return what a container may still use; None if it has no limit."""
     try:
         most = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
@@ -61,7 +60,6 @@ def _left_in_container(folder: Path) -> int | None:
 
 
 def _left_of_process() -> int | None:
-    """Return what `ulimit -v` leaves; None if there is no such limit."""
     import resource
 
     import psutil

@@ -27,7 +27,6 @@ _VARIABLES = (
 
 
 def _chips(_visible: str | None, _changed: bool) -> tuple[str, ...]:
-    """Return the chips of this machine; see `DeviceKind.find`."""
     return tuple(map(str, range(num_chips()))) if importlib.util.find_spec("torch_tpu") is not None else ()
 
 

@@ -28,7 +28,6 @@ _CHIPS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", 
 
 
 def _usable_devices(type_named: str | None, _changed: bool) -> tuple[str, ...]:
-    """Return the devices that ranks will see; see `DeviceKind.find`."""
     if importlib.util.find_spec("torch_xla") is None:
         return ()
     named = (type_named or "").split("_")[0].upper()

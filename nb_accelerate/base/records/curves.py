@@ -226,7 +226,6 @@ def _scale(values: Sequence[float], begin: float, end: float, *, is_log: bool = 
 
 
 def _ticks(low: float, high: float, number: int) -> tuple[float, ...]:
-    """Return about so many round numbers between two."""
     size = 10 ** math.floor(math.log10((high - low) / number))
     step = next(factor * size for factor in (1, 2, 5, 10, 20) if (high - low) / (factor * size) <= number)
     return tuple(index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1))

@@ -97,7 +97,6 @@ def _chain(report: ErrorReport, style: Style) -> Iterator[str]:
 
 
 def _library(filename: str) -> str:
-    """Return the name of the package that a file belongs to."""
     parts = Path(filename).parts
     folders = [number for number, part in enumerate(parts[:-1]) if part in ("site-packages", "dist-packages")]
     return parts[folders[-1] + 1].removesuffix(".py") if folders else "Python"

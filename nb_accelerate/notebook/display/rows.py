@@ -209,7 +209,6 @@ class Rows:
         return words.percent(median(values)) if values else "-"
 
     def _activity(self, number: int) -> str:
-        """Return what a rank does, in words."""
         rank = self.ranks[number]
         status, sample = rank.status, rank.sample
         kind = self.kinds[number]

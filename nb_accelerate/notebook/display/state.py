@@ -228,7 +228,6 @@ class PanelState:
 
 
 def _settings(sample: Sample) -> dict[str, Any]:
-    """Return what a rank that trains says of its settings, as far as that is known."""
     # Batches of a loop over all epochs are those of an optimizer's step.
     batch = sample.rows * (1 if sample.spans_epochs else max(1, sample.accumulation))
     start = "resumed" if sample.resumed else ""

@@ -73,7 +73,6 @@ def _addresses() -> dict[str, str]:
 
 
 def _devices() -> dict[str, Any]:
-    """Return the devices of each type, and what else a plan needs of this machine."""
     try:
         facts = facts_here({})
     except (ConfigError, MissingDependencyError) as error:  # which the kernel says, with the name of this machine

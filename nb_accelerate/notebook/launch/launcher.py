@@ -276,7 +276,6 @@ def _launched(
     *,
     block: bool,
 ) -> Values | Launch:
-    """Say how a launch runs, and run it."""
     sink = sink_here()
     front_end = choose_front_end(options.progress)
     display_id = ""

@@ -250,7 +250,6 @@ def _show(text: str) -> None:
 
 
 def _number(shell: InteractiveShell) -> int:
-    """Return the number of the cell that runs."""
     # Newer shells count up before they run it, older ones after; both store its text before.
     history = shell.history_manager
     return (len(history.input_hist_raw) - 1 if history is not None else 0) or shell.execution_count

@@ -463,7 +463,6 @@ class Pool:
         return running is not None and not running.done.is_set()
 
     def _check_idle(self) -> None:
-        """Refuse what needs ranks that wait for a cell."""
         if self.state in _WHY_NOT:
             raise PoolError(_WHY_NOT[self.state])
 
@@ -483,7 +482,6 @@ class Pool:
         return error
 
     def _bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
-        """Start these ranks, and make a process group of all ranks."""
         group = self._the_group()
         self.variables.begin(ranks)
         group.bring_up(ranks, interrupts)
@@ -491,7 +489,6 @@ class Pool:
             sync.rejoined()
 
     def _changed_there(self, keys: Mapping[int, set[Key]]) -> set[Key]:
-        """Return which of these objects a rank has changed."""
         every = tuple(set[Key]().union(*keys.values()))
         return set[Key]().union(*self.call(changed_there, every, ranks=[*keys]))
 

@@ -173,7 +173,6 @@ def _read_text(tree: ast.Module) -> None:
 
 
 def _tell_if_it_stays(dotted: str) -> None:
-    """Say of a call that ranks do not get what it changes."""
     generic = _resolved(dotted) if dotted.endswith(".register") else None
     function = imported(generic[0]) if generic is not None else None
     for part in generic[1].split(".")[:-1] if generic is not None else ():

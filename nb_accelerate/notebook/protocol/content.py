@@ -470,7 +470,6 @@ def _class_of(snapshot: Snapshot, value: object) -> None:
 
 
 def _opaque(snapshot: Snapshot, value: object) -> None:
-    """Sum up the pickle of a value."""
     number = snapshot.numbers.get(value)
     if number in snapshot.numbers.slow:
         _leave_out(snapshot)

@@ -111,7 +111,6 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return (make, arguments, (state, set_state, obj.__qualname__, brought), *items, _complete)
 
     def _reducer_of(self, kind: type) -> Callable[[Any], Any]:
-        """Return the function that reduces objects of a type."""
         if issubclass(kind, (type, types.FunctionType)):
             return self._definition
         if issubclass(kind, types.ModuleType):

@@ -87,7 +87,6 @@ def _autocast(device: str) -> Row:
 
 
 def _changed_config(module: Any) -> dict[str, Any]:
-    """Return the values of a configuration of torch that differ from those it begins with."""
     found = {}
     for name, entry in module._config.items():  # noqa: SLF001 - its own ways to read it take half a millisecond
         value = entry.user_override
@@ -115,8 +114,6 @@ _REGISTERED: dict[str, list[Any]] = {}
 
 
 def _hooks(of: str, register: str) -> Row:
-    """Return the row of hooks for all modules of torch."""
-
     def write(module: Any, hooks: list[Any]) -> None:
         for handle in _REGISTERED.pop(of, ()):
             handle.remove()

@@ -186,7 +186,6 @@ def _why_not(
     error: BaseException,
     dumps: Callable[[object], bytes],
 ) -> ShippingError:
-    """Return the error that names the part of a value that cannot be pickled."""
     path, culprit, reason, own = find_unpicklable(value, name, parts, error, dumps)
     if isinstance(own, _HasGraphError):
         line = f"{path} = {path}.detach()" if path.isidentifier() else "its .detach() there, as in x = x.detach()"
@@ -270,7 +269,6 @@ def closed_on_error(fds: tuple[int, ...]) -> Iterator[None]:
 
 
 def _opened(parcel: Parcel, fds: tuple[int, ...]) -> tuple[bytes | memoryview, list[memoryview]]:
-    """Return the pickle stream of a parcel and its buffers."""
     if not parcel.sizes:
         return parcel.pickled, []
     (fd,) = fds

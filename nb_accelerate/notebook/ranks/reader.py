@@ -148,7 +148,6 @@ class Incoming(RankEvents):
             self._reader.output.display(self._rank.rank, display)
 
     def _lose(self, why: str, error: Exception) -> None:
-        """Kill a rank that is of no use any more."""
         if self._rank.why_lost:  # and told
             return
         self._rank.why_lost, self._rank.lost_by = why, error

@@ -197,7 +197,6 @@ class FrameParser:
             yield Frame(kind, rank, self._taken(_HEADER.size + length, end))
 
     def _taken(self, end_of_body: int, end: int) -> bytes:
-        """Take a frame out of what has come, and return its body."""
         with memoryview(self._data) as data:
             body = bytes(data[_HEADER.size : end_of_body])
             if self._seal is not None:

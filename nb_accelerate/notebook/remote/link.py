@@ -323,7 +323,6 @@ class Link:
             os.close(self._bell_write)
 
     def _await_end(self) -> None:
-        """Wait until the host has ended what it has started."""
         poll = select.poll()
         for fd in (self._stream.reads, self._bell_read):
             poll.register(fd, select.POLLIN)

@@ -165,7 +165,6 @@ def _reached(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield what is in nested lists, tuples and dicts."""
     pending, seen = [value], set()
     while pending:
         part: Any = pending.pop()

@@ -162,7 +162,6 @@ def _each(view: View) -> str:
 
 
 def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False, kind: str = "") -> str:
-    """Return a table."""
     if not rows:
         return ""
     columns = [(name, title) for name, title in FIGURES if name in standing or any(getattr(row, name) for row in rows)]
@@ -253,7 +252,6 @@ def _track(share: float, label: str) -> str:
 
 
 def _bars(bars: Sequence[BarLine]) -> str:
-    """Return users' own progress bars."""
     lines = "".join(
         f"<div{_class(f'nba-{bar.kind}' if bar.kind else '')}>"
         f'<span style="padding-left:{bar.depth}em">{escape(bar.label)}</span> '

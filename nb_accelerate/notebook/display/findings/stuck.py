@@ -75,7 +75,6 @@ class Stuck(Finding):
 
 
 def _standstill(ranks: Ranks, now: float) -> list[str]:
-    """Return what the samples of the ranks say."""
     stalled = stalled_ranks(ranks, now)
     waiting = sorted(number for number in stalled if waits(ranks[number]))
     elsewhere = sorted(stalled.difference(waiting))

@@ -237,7 +237,6 @@ class _Driver:
             self._process.stdin.write(json.dumps(values) + "\n")
 
     def _heard(self) -> dict[str, Any]:
-        """Return the next answer."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line:
@@ -264,6 +263,5 @@ def _environ(*, is_cluster: bool) -> dict[str, str]:
 
 
 def _address_here(machines: Sequence[str]) -> str:
-    """Return the address of this machine that all machines can reach."""
     own = {machine: address_towards(machine) for machine in machines}
     return next((here for there, here in own.items() if here != there), next(iter(own.values())))

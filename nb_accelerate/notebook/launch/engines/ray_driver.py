@@ -125,7 +125,6 @@ def chosen(
 
 
 def _filled(nodes: list[Node], num_ranks: int | None) -> list[int | None]:
-    """Return the number of ranks on each of the first nodes."""
     if num_ranks is None:
         return [None] * len(nodes)
     found: list[int | None] = []

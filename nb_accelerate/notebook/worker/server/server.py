@@ -206,7 +206,6 @@ class Server:
             os.close(rank.status_fd)
 
     def _kill_adopted(self) -> None:
-        """Kill the processes that ranks left behind."""
         deadline = time.monotonic() + _KILL_ORPHANS_TIMEOUT
         asked: set[int] = set()
         while self._adopts and time.monotonic() < deadline:
