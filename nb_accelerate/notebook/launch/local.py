@@ -274,6 +274,7 @@ class Owner:
         self.is_given_up = False
         self._channel = channel
         self._serves = serves
+        # Of two threads that drain the channel at the same time, either would get a part.
         self._reading = threading.Lock()
         self._begun = time.monotonic()
 
@@ -291,6 +292,7 @@ class Owner:
 
     def kill(self) -> None:
         """Kill it, its ranks, and all that they have started. The caller reaps it."""
+        # Listed before it is killed: after that they are children of another process.
         descendants: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             descendants = psutil.Process(self.pid).children(recursive=True)

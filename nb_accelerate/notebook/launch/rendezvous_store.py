@@ -156,6 +156,7 @@ class Machines:
         """
         if self._is_over or self._tells_own_cause() or error is None or not self._request.incidents:
             return error
+        # The thread looks every half second: why another machine has failed may be in the store, and not yet read.
         until = time.monotonic() + _NEWS_LIMIT
         while self._thread.is_alive() and self._news is None and time.monotonic() < until:
             self._thread.join(_WAIT_INTERVAL)

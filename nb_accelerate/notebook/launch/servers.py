@@ -158,6 +158,7 @@ class ExecutedServer(RankServer):
 
     @override
     def close(self) -> None:
+        # One that imports torch would not read for seconds that it is to quit.
         if self.alive() and not self.owner.serves():
             self.owner.kill()
         else:

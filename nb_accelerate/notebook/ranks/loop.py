@@ -58,6 +58,8 @@ class PostedActions:
     def __init__(self, wake: Callable[[], object]) -> None:
         self.ended = threading.Event()  # set when actions that are posted will be refused
         self._wake = wake
+        # Its methods are atomic. A lock could be held by the very code that a signal handler, which posts, has
+        # interrupted.
         self._actions: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
 
     def post(self, action: Callable[[], object], refuse: Callable[[], object] = lambda: None) -> None:
@@ -272,6 +274,7 @@ class RankLoop(RankReader):
             for rank in list(self.ranks.values()):
                 kill(rank)
         finally:
+            # Else who waits for a request, or for an action, would wait for ever.
             for request in self.requests:
                 request.fail(self.why_it_ended)
             self.posted.end()

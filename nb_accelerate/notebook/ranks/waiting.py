@@ -92,6 +92,7 @@ class Interrupts:
             return
         signal.signal(signal.SIGINT, self._previous)
         if self._came and not isinstance(error, KeyboardInterrupt):
+            # For the handler that is set again: as if it had come only now.
             signal.raise_signal(signal.SIGINT)
 
     @contextlib.contextmanager

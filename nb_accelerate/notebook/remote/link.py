@@ -101,6 +101,7 @@ class Link:
             left = deadline - time.monotonic()
             if self.lost or left <= 0:
                 raise StartError(self._failed(self.lost or f"has not answered within {seconds:g} s"))
+            # Without a loop the thread that asks reads the link itself. With one only the loop's thread may, and wakes it up.
             if self._sources is None:
                 self._read_until(lambda: number in self._answers or self._sources is not None, left, check)
             else:
@@ -283,6 +284,7 @@ class Link:
             self._ring(f"nothing can be sent to it ({type(error).__name__}: {error})")
 
     def _ring(self, why: str) -> None:
+        # Only the thread that reads may end the link: it takes it out of its loop, and tells the ranks.
         if not self._is_closed:
             os.write(self._bell_write, why.encode())
 

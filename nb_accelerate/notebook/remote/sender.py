@@ -158,6 +158,7 @@ class FrameSender:
             self._wake.notify()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_TIMEOUT)
+            # No more is sent; a write that has begun is waited for once more.
             self._is_dropped = True
             self._thread.join(_CLOSE_TIMEOUT)
         for queued in self._queue:

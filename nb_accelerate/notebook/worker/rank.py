@@ -88,6 +88,7 @@ def run_rank(
     gate = InterruptGate(page)
     channel = Channel.from_fd(ends.control)
     tell_failures(functools.partial(_tell_failure, channel, os.getpid()))
+    # Before the first wait: nothing else would end a rank whose server was killed meanwhile.
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
@@ -167,6 +168,7 @@ def _load(message: Call, fds: tuple[int, ...], inherited: tuple[Any, Any, Any] |
 
 
 def _send(channel: Channel, message: object, packed: Packed | None) -> None:
+    # The cell ends with the answer: what it has printed goes before.
     _flush()
     channel.send(message, packed.fds if packed else ())
     if packed:

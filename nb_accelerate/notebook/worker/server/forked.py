@@ -55,12 +55,14 @@ def serve_forked(
 
     Nothing of the kernel's may be used from here on: its streams, its event loop, its exit handlers.
     """
+    # This is the pipe of the kernel's event loop, which signals of this process would wake up.
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # ranks are signalled: undo what a thread had blocked
     gc.freeze()  # else the collector would write to, and so copy, the pages of all objects in every rank
+    # What a rank has started becomes a child of this process when that rank is killed, and is ended by it.
     adopt_orphans()
     _forget_kernel()
     broken = prepare_process(is_fork=True)
