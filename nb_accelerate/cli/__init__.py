@@ -1,7 +1,7 @@
-"""`nb-accelerate`, the command line: one file per command.
+"""`nb-accelerate`, the command line: one file for a command, or for a few that are alike.
 
-A command is a module with `register(subparsers)`, which describes its arguments, and a function that runs it
-and returns the exit code. Importing it costs nothing: what a command needs is imported when it runs.
+A file has `register(subparsers)`, which describes arguments, and for each command a function that runs it and
+returns the exit code. Importing it costs nothing: what a command needs is imported when it runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from nb_accelerate.cli import (
     config,
     env,
     estimate_memory,
+    fsdp,
     launch,
-    merge_weights,
     running,
     test,
-    to_fsdp2,
 )
 from nb_accelerate.cli.closed_output import discard_stdout
 from nb_accelerate.cli.flags import why_refused
@@ -29,7 +28,7 @@ from nb_accelerate.errors import ConfigError, NbAccelerateError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (config, launch, test, running, estimate_memory, merge_weights, to_fsdp2, env)
+_COMMANDS = (config, launch, test, running, estimate_memory, fsdp, env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,9 +18,8 @@ import pytest
 
 from nb_accelerate.base.config.engine import EngineOptions
 from nb_accelerate.errors import StartError
-from nb_accelerate.notebook.launch.engines import open_engine
+from nb_accelerate.notebook.launch.engines import Machine, open_engine
 from nb_accelerate.notebook.launch.engines.command import SshEngine
-from nb_accelerate.notebook.launch.engines.engine import Machine
 from nb_accelerate.notebook.remote.frames import BEAT, MACHINE, MAGIC, FrameParser, FrameWriter, Kind
 from nb_accelerate.notebook.remote.link import Link
 from nb_accelerate.notebook.remote.streams import CommandStream

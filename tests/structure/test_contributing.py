@@ -322,7 +322,7 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
 def test_an_engine_is_added_by_the_files_of_its_row(copy: Path):
     (copy / "nb_accelerate" / "notebook" / "launch" / "engines" / "shell.py").write_text(
         "import sys\n"
-        "from nb_accelerate.notebook.launch.engines.engine import Engine\n"
+        "from nb_accelerate.notebook.launch.engines import Engine\n"
         "from nb_accelerate.notebook.remote.streams import CommandStream\n"
         "class ShellEngine(Engine):\n"
         "    def start(self, machine, command):\n"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.base.seam import StoreSpec
-    from nb_accelerate.notebook.launch.engines.engine import Machine
+    from nb_accelerate.notebook.launch.engines import Machine
     from nb_accelerate.notebook.launch.meeting import Met
     from nb_accelerate.notebook.launch.rendezvous import Meet
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nb_accelerate.base.config.launch import LaunchOptions
-    from nb_accelerate.notebook.launch.engines.engine import Machine
+    from nb_accelerate.notebook.launch.engines import Machine
 
 _HOST = ("-m", "nb_accelerate.notebook.launch.host")  # arguments of Python that start a host
 

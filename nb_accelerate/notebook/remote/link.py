@@ -101,7 +101,8 @@ class Link:
             left = deadline - time.monotonic()
             if self.lost or left <= 0:
                 raise StartError(self._failed(self.lost or f"has not answered within {seconds:g} s"))
-            # Without a loop the thread that asks reads the link itself. With one only the loop's thread may, and wakes it up.
+            # Without a loop the thread that asks reads the link itself. With one only the loop's thread may, and that
+            # wakes up this one.
             if self._sources is None:
                 self._read_until(lambda: number in self._answers or self._sources is not None, left, check)
             else:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
-from nb_accelerate.notebook.launch.engines.engine import Engine
+from nb_accelerate.notebook.launch.engines import Engine
 from nb_accelerate.notebook.remote.streams import CommandStream, ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.notebook.launch.engines.engine import Machine
+    from nb_accelerate.notebook.launch.engines import Machine
     from nb_accelerate.notebook.remote.streams import Stream
 
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 from nb_accelerate.base.config.versions import is_installed
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.errors import MissingDependencyError, StartError
-from nb_accelerate.notebook.launch.engines.engine import Engine, Machine
+from nb_accelerate.notebook.launch.engines import Engine, Machine
 from nb_accelerate.notebook.remote.connection_back import Listener, address_towards
 from nb_accelerate.notebook.remote.streams import Stream
 

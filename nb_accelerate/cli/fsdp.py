@@ -1,4 +1,4 @@
-"""`nb-accelerate to-fsdp2`: convert a configuration file from version 1 of FSDP to version 2."""
+"""What has to do with FSDP: `nb-accelerate merge-weights` and `to-fsdp2`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,29 @@ _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYB
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `to-fsdp2` to the command line."""
+    """Add both commands to the command line."""
+    parser = subparsers.add_parser(
+        "merge-weights",
+        help="make one file of the weights of a sharded checkpoint",
+        description="Read the weights of a model from a folder that sharded training has written "
+        "(torch.distributed.checkpoint), or from several safetensors files with an index, and write them into one "
+        "file. All weights are in memory at once. Code in a checkpoint is not run.",
+    )
+    parser.add_argument("checkpoint_directory", type=Path, metavar="FOLDER", help="the sharded checkpoint")
+    parser.add_argument("output_path", type=Path, metavar="OUTPUT", help="folder for model.safetensors")
+    parser.add_argument(
+        "--unsafe_serialization",
+        "--unsafe-serialization",
+        action="store_true",
+        help="write pytorch_model.bin instead of model.safetensors",
+    )
+    parser.add_argument(
+        "--remove_checkpoint_dir",
+        "--remove-checkpoint-dir",
+        action="store_true",
+        help="remove the sharded checkpoint when the file is written",
+    )
+    parser.set_defaults(run=_merge_weights)
     parser = subparsers.add_parser(
         "to-fsdp2",
         help="convert a configuration file from FSDP to FSDP2",
@@ -32,10 +54,27 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--config_file", "--config-file", type=Path, required=True, metavar="FILE", help="file to read")
     parser.add_argument("--output_file", "--output-file", type=Path, metavar="FILE", help="file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the file that is there")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_to_fsdp2)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _merge_weights(arguments: argparse.Namespace) -> int:
+    import shutil
+
+    from nb_accelerate.errors import ConfigError
+    from nb_accelerate.training.checkpoint.sharded import merge_weights
+
+    folder, output = arguments.checkpoint_directory, arguments.output_path
+    if arguments.remove_checkpoint_dir and output.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"--remove_checkpoint_dir would remove {output} too, which lies in {folder}. Write to another folder."
+        )
+    print(merge_weights(folder, output, safe_serialization=not arguments.unsafe_serialization))
+    if arguments.remove_checkpoint_dir:
+        shutil.rmtree(folder)
+    return 0
+
+
+def _to_fsdp2(arguments: argparse.Namespace) -> int:
     import sys
 
     from nb_accelerate.base.config.file import read_config, write_config
