@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     import argparse
@@ -105,7 +105,11 @@ def find_runs() -> list[Run]:
     import psutil
 
     ranks: dict[int, list[psutil.Process]] = {}
-    for process in psutil.process_iter():
+    try:
+        every = list(psutil.process_iter())
+    except (OSError, IndexError) as error:  # whichever psutil raises where it finds no processes
+        raise LaunchError("this system does not list its processes. Is /proc mounted here?") from error
+    for process in every:
         with contextlib.suppress(psutil.Error):
             if _RANK.fullmatch(process.name()) and process.uids().real == os.getuid():
                 owner = _owner_of(process)
@@ -144,14 +148,13 @@ def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
     notebook = ""
     with contextlib.suppress(psutil.Error):
         notebook = owner.environ().get("JPY_SESSION_NAME", "")
-    what = _short(notebook) if notebook else " ".join(map(_short, owner.cmdline()))
     return Run(
         pid=owner.pid,
         processes=tuple(ranks),
         ranks=tuple(sorted(numbers)),
         memory=memory,
         seconds=time.time() - began,
-        what="".join(letter if letter.isprintable() else " " for letter in what),  # and no command of a terminal
+        what=_printable(_short(notebook) if notebook else " ".join(map(_short, owner.cmdline()))),
         is_notebook=bool(notebook) or is_interactive(owner.cmdline()),
     )
 
@@ -173,3 +176,8 @@ def _short(word: str) -> str:
     """Return a path with ``~`` for the home folder."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path refuses where nobody has a home
     return "~" + word[len(home) :] if word.startswith(home + "/") else word
+
+
+def _printable(text: str) -> str:
+    """Return a text with a space for each character that a terminal would take for a command."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

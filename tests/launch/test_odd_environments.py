@@ -144,3 +144,13 @@ def test_a_rank_ends_with_its_parent_where_the_system_refuses_to_end_it() -> Non
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     assert psutil.wait_procs([child], timeout=20)[1] == []
+
+
+def test_the_command_line_says_where_no_processes_are_listed() -> None:
+    if reason := why_no_place("/proc"):
+        pytest.skip(reason)
+    command = [*place_without("/proc"), sys.executable, "-m", "nb_accelerate", "status"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    # psutil before 6 has printed a traceback by then.
+    said = ran.stderr.splitlines()[-1]
+    assert said == "nb-accelerate: this system does not list its processes. Is /proc mounted here?"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import threading
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.notebook.protocol.messages import CutOff
+
+
+# Descriptors that are looked at, one after the other, where the system does not list those in use. It takes 0.1 s.
+_MAX_FILES = 1 << 16
 
 
 class Alarm:
@@ -73,16 +78,21 @@ def cut_connections(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ..
         peers: process ids of others on this machine.
         addresses: addresses and ports of others, anywhere; port 0 stands for all.
     """
-    theirs = set(addresses)
-    for pid in peers:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            theirs |= set(addresses_of(psutil.Process(pid)))
-    found = [
-        connection.fd
-        for connection in connections(psutil.Process())
-        if connection.raddr and connection.fd >= 0
-        if theirs & {plain_address(connection.raddr), (plain_address(connection.raddr)[0], 0)}
-    ]
+    try:
+        own = connections(psutil.Process())
+    except psutil.Error:  # the system lists none, as Linux without /proc
+        found = _within_this_machine()
+    else:
+        theirs = set(addresses)
+        for pid in peers:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                theirs |= set(addresses_of(psutil.Process(pid)))
+        found = [
+            connection.fd
+            for connection in own
+            if connection.raddr and connection.fd >= 0
+            if theirs & {plain_address(connection.raddr), (plain_address(connection.raddr)[0], 0)}
+        ]
     cut = 0
     for fd in found:
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -90,3 +100,16 @@ def cut_connections(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ..
                 copy.shutdown(socket.SHUT_RDWR)
             cut += 1
     return cut
+
+
+def _within_this_machine() -> list[int]:
+    """Return the descriptors of the TCP connections from this machine to itself, with those to ranks among them."""
+    found = []
+    for fd in range(_MAX_FILES):
+        with contextlib.suppress(OSError):  # not open, or not connected
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    is_tcp = copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and copy.getsockname()[0] == copy.getpeername()[0]:
+                        found.append(fd)
+    return found
