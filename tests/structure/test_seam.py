@@ -16,7 +16,7 @@ SEEN_BY_IMPORTED = ("torch", "transformers", "nb_accelerate.training")
 TOLD_BY_THE_USER = {
     # What an object that is pickled says of itself.
     "notebook/protocol/counterparts.py": ["module"],
-    "notebook/protocol/main_module.py": ["kind.__module__", "name", "parent"],
+    "notebook/protocol/main_module.py": ["name", "parent"],
     "notebook/worker/namespace.py": ["name"],
 }
 """Keys of ``sys.modules`` that are no constants: modules that the user loads anew."""

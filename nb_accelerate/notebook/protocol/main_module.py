@@ -118,9 +118,9 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         rule = rule_of(kind, self.rules)
         if rule is not None:
             return rule
-        module = kind.__module__
-        if type(sys.modules.get(module)) is kind:  # an object has taken the place of its module
-            return lambda obj: (by_name, (module,)) if sys.modules.get(module) is obj else NotImplemented
+        name = kind.__module__
+        if type(sys.modules.get(name)) is kind:  # an object has taken the place of its module
+            return lambda obj: (by_name, (name,)) if sys.modules.get(name) is obj else NotImplemented
         registered = self.dispatch_table.get(kind)
         if registered is None and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
             return lambda _: NotImplemented  # as pickle does
