@@ -174,7 +174,11 @@ class _Session(NotebookClient):
         # With no folders to look in, what is left is the kernel of this very Python; one of the same name
         # that somebody installed for themselves may belong to another environment.
         specs = KernelSpecManager(kernel_dirs=[])
-        self._manager = AsyncKernelManager(kernel_spec_manager=specs, **_encryption())
+        # The kernel's sockets listen on loopback, which other users of the machine can reach. Newer versions of
+        # jupyter_client and of ZeroMQ can encrypt them, and newer kernels warn where that is not done.
+        can_encrypt = "transport_encryption" in AsyncKernelManager.class_trait_names() and zmq.has("curve")
+        encryption = {"transport_encryption": "auto"} if can_encrypt else {}
+        self._manager = AsyncKernelManager(kernel_spec_manager=specs, **encryption)
         super().__init__(notebook, self._manager, resources={"metadata": {"path": str(path.parent)}})
         self.coalesce_streams = True  # since nbclient 0.9; before, a saved notebook has a gap at each message
         self._path = path
@@ -295,13 +299,6 @@ class _Session(NotebookClient):
         self._is_stopped = True
         if self._manager.has_kernel:
             self._actions.append(asyncio.ensure_future(self._manager.shutdown_kernel(now=True)))
-
-
-def _encryption() -> dict[str, str]:
-    # The kernel's sockets listen on loopback, which other users of the machine can reach. Newer versions of
-    # jupyter_client and of ZeroMQ can encrypt them, and newer kernels warn where that is not done.
-    known = "transport_encryption" in AsyncKernelManager.class_trait_names()
-    return {"transport_encryption": "auto"} if known and zmq.has("curve") else {}
 
 
 def _traceback(cell: NotebookNode, error: CellExecutionError) -> str:

@@ -178,8 +178,10 @@ class PanelState:
         rows: tuple[Row, ...] = ()
         if not bars or has_steps or {"late", "bad"} & {*makes.kinds.values()}:  # else the bars say it all
             rows = makes.together()
-        if self._state == "failed" and not has_steps and self._is_told_by_traceback(makes):
-            rows = ()
+        if self._state == "failed" and not has_steps and (failure := self._failure) is not None:
+            # All have failed with the error that is raised: rows would only repeat its traceback.
+            is_told = bool(failure.what) and not failure.details and {*failure.ranks} == {*makes.ranks}
+            rows = () if is_told else rows
         self._columns.update(name for row in rows for name, _ in FIGURES if getattr(row, name))
         return View(
             state=self._state,
@@ -211,11 +213,6 @@ class PanelState:
             line = self.ranks[slowest].line_between_steps
             whose[Phase.RUNNING] = f"your own code{line and ', mostly '}{line}"
         return in_words(times.values(), whose)
-
-    def _is_told_by_traceback(self, makes: Rows) -> bool:
-        """Return whether all ranks have failed with the error that is raised, so that rows would only repeat it."""
-        failure = self._failure
-        return failure is not None and bool(failure.what) and not failure.details and {*failure.ranks} == {*makes.ranks}
 
     def _sentences(self, now: float, *, is_advice: bool) -> tuple[str, ...]:
         return tuple(

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.cluster import Cluster
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Rendezvous
-    from nb_accelerate.notebook.protocol.messages import Parcel, Setup
     from nb_accelerate.notebook.ranks.end_reports import EndReports
     from nb_accelerate.notebook.ranks.handle import RankHandle
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
@@ -251,7 +250,12 @@ class RankGroup:
                 self._start(numbers, new)
 
                 def set_up(rank: RankProxy) -> None:
-                    rank.handle.send(self._setup_of(rank, rendezvous, notebook.parcel), notebook.fds)
+                    if self._cluster is None:
+                        setup = make_setup(rank.handle, self._options, self.plan, rendezvous, notebook.parcel)
+                    else:
+                        setup = self._cluster.setup_of(rank.handle, self.plan, rendezvous, notebook.parcel)
+                        setup = replace(setup, store=None)  # `Join` says it
+                    rank.handle.send(setup, notebook.fds)
 
                 self._ask("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
                 everybody = sorted(self.ranks.values(), key=lambda rank: rank.rank)
@@ -303,13 +307,6 @@ class RankGroup:
         if self._cluster is None:
             return open_rendezvous(self._options, self.plan)
         return self._cluster.meet()
-
-    def _setup_of(self, rank: RankProxy, rendezvous: Rendezvous, notebook: Parcel) -> Setup:
-        if self._cluster is None:
-            return make_setup(rank.handle, self._options, self.plan, rendezvous, notebook)
-        return replace(
-            self._cluster.setup_of(rank.handle, self.plan, rendezvous, notebook), store=None
-        )  # `Join` says it
 
     def _forked(self, number: int, ends: EndReports) -> RankHandle:
         if self._cluster is not None:

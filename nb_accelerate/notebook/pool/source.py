@@ -52,7 +52,10 @@ def read_cell(
         tree = ast.parse(source, filename)
         compiled = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
-        raise _moved_down(error, filename, above) from None
+        error.filename = filename
+        error.lineno = error.lineno and error.lineno + above
+        error.end_lineno = error.end_lineno and error.end_lineno + above
+        raise error from None
     free, stored = names_of(tree, compiled.co_flags & __future__.annotations.compiler_flag)
     return CellSource(
         code=code,
@@ -83,12 +86,3 @@ def as_function(source: CellSource, transform: Callable[[str], str], variables: 
         ) from None
     code = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
     return FunctionType(code, variables)
-
-
-def _moved_down(error: SyntaxError, filename: str, above: int) -> SyntaxError:
-    error.filename = filename
-    if error.lineno is not None:
-        error.lineno += above
-    if error.end_lineno is not None:
-        error.end_lineno += above
-    return error
