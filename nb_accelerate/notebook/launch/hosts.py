@@ -120,6 +120,7 @@ class _Kept:
         self._thread.start()
 
     def _wait(self) -> None:
+        # A launch may come just now: who takes them under the lock, either this thread or that one, has them.
         if not self.taken.wait(self.hosts.engine.idle_limit) and _take(self):
             self.hosts.close()
 

@@ -140,6 +140,7 @@ class LocalRank(PipedRank):
     @override
     def interrupt(self) -> None:
         self._is_to_end = self._is_to_end or self.pid is None
+        # In this order: a rank ignores a SIGINT that its page says nothing of; see `worker.interrupt`.
         self.announce_interrupt()
         self.signal(signal.SIGINT)
 

@@ -51,6 +51,7 @@ class EndReports:
     def wait_for(self, key: int, sources: Sources, on_end: Callable[[], object]) -> None:
         """Have `on_end` called when a rank has ended, or that will never be reported: perhaps at once."""
         self._awaited[key] = on_end
+        # Ranks of one start are added one after the other: the end of this one may have been read with another's.
         if self._read_end not in sources and not self._is_over:
             sources.add(self._read_end, lambda: self._read(sources))
         self._tell()

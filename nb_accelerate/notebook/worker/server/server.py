@@ -186,6 +186,7 @@ class Server:
         ended = []
         is_alone = False
         try:
+            # One SIGCHLD may stand for several children.
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
                 rank = self._ranks.pop(pid, None)
