@@ -273,11 +273,7 @@ class RequestOutput:
 
 def _as_message(display: Display) -> dict[str, Any]:
     """Return the content of a Jupyter message, with the parts that users' code on the rank has left out."""
-    try:
-        content = json.loads(display.content)
-    except RecursionError:
-        content = {"data": {"text/plain": "<what a rank shows is nested too deeply>"}}
-    content = content if isinstance(content, dict) else {}
+    content = json.loads(display.content)
     parts = {name: content.get(name) for name in ("data", "metadata", "transient")}
     found: dict[str, Any] = {name: part if isinstance(part, dict) else {} for name, part in parts.items()}
     own = found["transient"].get("display_id")
