@@ -93,6 +93,7 @@ class InRanks(TrainingHalf):
 
     @override
     def leave_group(self) -> None:
+        # In this order: models are known by the group that they use, and destroying waits for what was not aborted.
         note_models()
         group.abort()
         group.close()

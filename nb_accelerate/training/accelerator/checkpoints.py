@@ -328,7 +328,11 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             return checkpoint, states, weights
 
         # All is read and checked on all ranks, from the newest folder that is whole or from the one that was given.
-        if self._means_newest(input_dir):
+        # A folder that is called "latest" comes before the newest.
+        means_newest = input_dir == "latest" and not Path("latest").is_dir()
+        if input_dir is None:
+            means_newest = project.automatic_checkpoint_naming or project.project_dir is not None
+        if means_newest:
             parent = run_on_all_ranks(collectives, self._numbered_folders)
             found, next_number = read_newest(
                 parent, read, collectives=collectives, this_rank=this_rank, first=core.registry.first_of_run
@@ -372,13 +376,6 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             core.registry.progress.global_step = None
             core.registry.progress.metrics = dict(checkpoint.manifest.metrics)
         project.iteration = next_number
-
-    def _means_newest(self, folder: str | os.PathLike[str] | None) -> bool:
-        """Return whether the newest checkpoint of the project is asked for; a folder that is called so comes first."""
-        project = self.core.recording.project
-        if folder is None:
-            return project.automatic_checkpoint_naming or project.project_dir is not None
-        return folder == "latest" and not Path("latest").is_dir()
 
     def _who_saves(self, folder: Path) -> Collectives:
         """Return the collectives of the processes that save to a folder now: all, or the main process alone."""

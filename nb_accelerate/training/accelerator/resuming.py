@@ -83,6 +83,7 @@ class CheckpointSchedule:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Note a signal; a second one does at once what it did before."""
         before = self._before.get(signal.Signals(number))
+        # Nothing is saved in a handler: it may run amid a collective, which the other ranks would leave alone.
         if self._received is not None:
             if callable(before):
                 before(number, frame)
@@ -143,6 +144,7 @@ class CheckpointSchedule:
             return
         number = self._received or self._signals[0]  # which another rank has received
         before: Callable[[int, Any], Any] | Any = self._before.get(number)
+        # The handlers of before, or the one that is called next would come back here.
         self.__exit__()
         if callable(before):
             before(number, None)

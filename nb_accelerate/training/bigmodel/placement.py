@@ -216,6 +216,8 @@ class Staged(Placement):
             try:
                 if not self._users:
                     for each, tensor in zip(self._copied, self._copies.tensors, strict=True):
+                        # Noted before it is done: an interrupt in between restores what was not swapped, which does
+                        # nothing; the other way round a parameter would stay on the device.
                         self._swapped.append(each.slot)
                         self._staging.swaps.swap(*each.slot, tensor)
                 self._staging.wait_for(self._copies)

@@ -114,6 +114,7 @@ class Schedule:
         with self._condition:
             if self._wanted is placement:
                 self._wanted = None  # what begins here needs no other thread
+            # Its own fetch is faster than a second one, which would read the same pages beside it.
             while self._fetching is placement:
                 self._condition.wait()
             failure, self._failure = self._failure, None
@@ -167,6 +168,7 @@ class Schedule:
             placement.fetch()
             with self._condition:
                 self._fetching = None
+                # The model's thread may have taken another way meanwhile: then nobody comes for this block.
                 is_late = self._ahead is not placement
                 self._condition.notify_all()
             if is_late:
@@ -180,6 +182,7 @@ class Schedule:
             self._condition.wait_for(lambda: self._wanted is not None or self._is_closing, _IDLE)
             self._fetching, self._wanted = self._wanted, None
             if self._fetching is None:
+                # Under the lock: whoever asks next finds either a thread that will look once more, or none.
                 self._thread = None
             return self._fetching
 

@@ -150,6 +150,7 @@ class CheckpointHandle:
             return
         try:
             write()
+        # SystemExit too, of a dataset's or a hook's code say: a thread would end by it without a word.
         except BaseException as error:
             self._error = error  # raised by `wait`, in the thread that asks
             logger.error("%s was not saved: %s", self.folder, error)
@@ -200,6 +201,7 @@ class BackgroundSaves:
 
     def close(self) -> None:
         """Wait for the save under way at the end of the process."""
+        # Taken out first: it is registered with two kinds of exit handlers, of which both may call it.
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.join()

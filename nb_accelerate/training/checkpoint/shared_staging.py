@@ -58,6 +58,7 @@ def gather_from_all_ranks(collectives: GathersObjects, action: Callable[[], T]) 
         result.append(action())
     except (Exception, SystemExit) as caught:  # the others wait for what this rank says
         error = caught
+    # As text: an exception of the user's may not be picklable, or its class unknown to the others.
     told = collectives.all_gather_object((None if error is None else f"{type(error).__name__}: {error}", result))
     if error is not None:
         raise error

@@ -61,6 +61,7 @@ class Order:
         header = torch.tensor([code, line, value, 0.0, 0.0], dtype=torch.float64)
         if sums:
             header[3:] = torch.stack(sums).sum(0)
+        # Of one size whatever a rank is about to do, so that ranks which part can still exchange it.
         ranks = self._collectives.all_gather(header).tolist()
         if any(rank[:2] != ranks[0][:2] for rank in ranks):
             places = self._collectives.all_gather_object(f"line {line} ({what})")

@@ -131,6 +131,7 @@ class RendezvousHandler:
         self._groups[world_size] += 1
         part = PrefixStore(f"{self._spec.part} {world_size} ranks, group {number}", store)
         part.set_timeout(timeout)
+        # Counted and not set: only so does the second of two that take themselves for one rank hear of the first.
         if part.add(_key(rank), 1) > 1:
             raise dist.DistStoreError(
                 f"two processes take themselves for rank {rank} of {world_size}, and make a process group as such. "

@@ -66,8 +66,15 @@ def setup_process(
         if (read.rank, read.world_size) != (rank, size):
             topology = replace(Topology(), rank=rank, world_size=size, local_rank=rank, local_world_size=size)
         if not use_cpu and dist.get_backend() == GLOO.name:
-            use_cpu = True
-            _say_what_is_idle(topology)
+            use_cpu, idle = True, idle_kind()
+            if idle is not None and topology.is_local_main:
+                logger.warning(
+                    "This process trains on the CPU although there are %s devices: the process group that exists "
+                    "already carries tensors between CPUs (gloo). To train on them, leave init_process_group() to "
+                    "Accelerator(), or write init_process_group(%r). To train on the CPU, write Accelerator(cpu=True).",
+                    idle.name,
+                    idle.backend and idle.backend.name,
+                )
         guessed = topology is not read
         kind, device = device_of_group(adopted.bound_device_id, topology, guessed=guessed, cpu=use_cpu)
     # Connect it: by the runtime of its device, in a process group, or not at all.
@@ -93,15 +100,3 @@ def setup_process(
             options=options,
         )
     )
-
-
-def _say_what_is_idle(topology: Topology) -> None:
-    idle = idle_kind()
-    if idle is not None and topology.is_local_main:
-        logger.warning(
-            "This process trains on the CPU although there are %s devices: the process group that exists already "
-            "carries tensors between CPUs (gloo). To train on them, leave init_process_group() to Accelerator(), or "
-            "write init_process_group(%r). To train on the CPU, write Accelerator(cpu=True).",
-            idle.name,
-            idle.backend and idle.backend.name,
-        )

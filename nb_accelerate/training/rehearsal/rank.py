@@ -67,6 +67,7 @@ def rehearse_ranks(
             arguments = (function, topology, ranks, Path(folder), seconds, its, divisor, device, capacity)
             process = forks.Process(target=_rehearse_rank, args=arguments)
             process.start()
+            # Else this process would hold the pipe open, and never hear that the other one has died.
             its.close()
             started.append((topology.rank, process, mine))
         for rank, process, mine in started:

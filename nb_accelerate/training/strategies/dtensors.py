@@ -215,6 +215,7 @@ def use_shards(optimizer: torch.optim.Optimizer) -> None:
     parameters at once (``foreach``, ``fused``) take no such mix.
     """
     for group in optimizer.param_groups:
+        # In place: schedulers, and users who set rates, hold these dictionaries and lists.
         for number, old in enumerate(group["params"]):
             new = getattr(old, SHARDED_AS, None)
             if new is not None:

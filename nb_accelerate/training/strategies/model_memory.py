@@ -15,7 +15,7 @@ from nb_accelerate.training.process.live_bytes import tensors_in
 from nb_accelerate.training.strategies.unwrapping import parameters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch import Tensor, nn
 
@@ -74,7 +74,13 @@ def describe_sharding(models: Iterable[nn.Module], optimizers: Iterable[torch.op
 def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:
     """Return the bytes of the memory that tensors are in, and add that memory to what was seen."""
     total = 0
-    for tensor in _with_memory(tensors):
+    parts: list[Tensor] = []  # in memory as one block: of a sparse tensor several, of a lazy module none
+    for tensor in tensors:
+        if tensor.layout is torch.sparse_coo:
+            parts += (tensor._indices(), tensor._values())  # noqa: SLF001 - the public ones need it coalesced
+        elif tensor.layout is torch.strided and not is_lazy(tensor):
+            parts.append(tensor)
+    for tensor in parts:
         local = tensor.detach()
         if _is_shard(local):
             local = local.to_local()  # type: ignore[attr-defined]  # of a DTensor
@@ -91,15 +97,6 @@ def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:
             seen.add(key)
             total += size
     return total
-
-
-def _with_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield tensors that are in memory as one block: of a sparse one its parts, of a lazy module none."""
-    for tensor in tensors:
-        if tensor.layout is torch.sparse_coo:
-            yield from (tensor._indices(), tensor._values())  # noqa: SLF001 - the public ones need it coalesced
-        elif tensor.layout is torch.strided and not is_lazy(tensor):
-            yield tensor
 
 
 def _is_shard(tensor: Tensor) -> bool:

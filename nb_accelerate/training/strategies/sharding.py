@@ -47,32 +47,23 @@ def shard_like(value: Any, like: Any) -> Any:
 
 def gather_whole(value: Any, *, keep: bool) -> Any:
     """Return a copy of a tensor, whole and in host memory; None if it is not to be kept. Collective for a DTensor."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     if isinstance(value, DTensor):
-        gathered = _gathered(value.detach())
-        return gathered.cpu() if keep else None
+        # Shards that were offloaded come to the device: NCCL takes no tensors of the host.
+        gathered: Any = value.detach().to(value.device_mesh.device_type)
+        # One dimension of the mesh after the other: ``full_tensor`` does the same, and logs a warning for each mesh of
+        # several. Those that were sharded last come first: strided ones, which FSDP makes of what tensor parallelism
+        # has sharded, and then from the right.
+        placements = list(gathered.placements)
+        split = [dim for dim in reversed(range(len(placements))) if not placements[dim].is_replicate()]
+        for dim in sorted(split, key=lambda dim: not hasattr(placements[dim], "split_factor")):
+            placements[dim] = Replicate()
+            gathered = gathered.redistribute(placements=placements)
+        return gathered.to_local().cpu() if keep else None
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone() if keep else None
     return value
-
-
-def _gathered(value: Any) -> Any:
-    """Return a DTensor whole, gathered along one dimension of its mesh after the other.
-
-    ``full_tensor`` does the same, and logs a warning for each mesh of several dimensions. Dimensions that were
-    sharded last are gathered first: strided ones, which FSDP makes of what tensor parallelism has sharded, and then
-    from the right.
-    """
-    from torch.distributed.tensor import Replicate
-
-    value = value.to(value.device_mesh.device_type)  # shards that were offloaded: NCCL takes no tensors of the host
-    placements = list(value.placements)
-    split = [dim for dim in reversed(range(len(placements))) if not placements[dim].is_replicate()]
-    for dim in sorted(split, key=lambda dim: not hasattr(placements[dim], "split_factor")):
-        placements[dim] = Replicate()
-        value = value.redistribute(placements=placements)
-    return value.to_local()
 
 
 def is_shard(tensor: Tensor) -> bool:

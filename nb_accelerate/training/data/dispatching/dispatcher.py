@@ -247,6 +247,7 @@ class DispatchingReader(CollectiveReader):
         with numbers:
             message, failure = next_or_error(groups)
         collectives.broadcast_objects([_header(message, failure)], 0)
+        # One group ahead: a message says what comes after it, so that the end and an error take no collective more.
         while message is not None:
             with numbers:
                 following, failure = next_or_error(groups)
