@@ -101,6 +101,13 @@ def next_user(user: UserId) -> UserId:
 def typed() -> int:
     return Box[int](next_user(UserId(3))).content
 """,
+    "libraries": """
+import ctypes
+libc = ctypes.CDLL("libc.so.6")
+libc.labs.restype, libc.labs.argtypes = ctypes.c_long, [ctypes.c_long]
+def libraries():
+    return libc.malloc_trim(0) in (0, 1), libc.labs(-(2**40))
+""",
     "a_singleton": """
 class Missing:
     def __reduce__(self):

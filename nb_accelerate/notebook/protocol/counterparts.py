@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import ctypes
 import functools
 import importlib
 import io
@@ -175,7 +176,22 @@ def _referring(kind: Any, target: Any) -> Any:
     return kind(set() if target is None else target)  # the set is gone at once, as what was referred to is
 
 
-# Context managers, functions that remember.
+# Libraries of C, context managers, functions that remember.
+
+
+def _library(library: ctypes.CDLL) -> Any:
+    # Pickled as any object, it would have the handle of this process, and end the other one by SIGSEGV.
+    functions = {name: part for name, part in vars(library).items() if isinstance(part, ctypes._CFuncPtr)}  # type: ignore[attr-defined] # noqa: SLF001
+    told = {name: (part.restype, part.argtypes) for name, part in functions.items()}
+    return _opened, (type(library), library._name, told)  # noqa: SLF001 - it has no other name
+
+
+def _opened(kind: type[ctypes.CDLL], name: str | None, told: dict[str, tuple[Any, Any]]) -> ctypes.CDLL:
+    library = kind(name)
+    for function, (result, arguments) in told.items():
+        part = getattr(library, function)
+        part.restype, part.argtypes = result, arguments
+    return library
 
 
 def _vectorized(function: Any) -> Any:
@@ -286,6 +302,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("weakref.WeakKeyDictionary", "weakref.WeakValueDictionary"), lambda value: (type(value), (dict(value),))
     ),
+    "ctypes.CDLL": _library,
     "numpy.vectorize": _vectorized,
     "contextlib._GeneratorContextManager": _context,
     "torch._ops.OpOverload": _operator,
