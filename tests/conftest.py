@@ -38,6 +38,7 @@ pytest_plugins = [
     "fixtures.leaks",
     "fixtures.cost",
     "fixtures.ranks",
+    "fixtures.python_template",
     "fixtures.kernels",
     "fixtures.engines",
     "fixtures.hosts",

@@ -57,8 +57,8 @@ def test_a_rank_in_the_place_of_another_draws_what_the_others_draw(notebook: Ker
     assert notebook.run("drawn[0] == drawn[1]").ok().value == "True"
 
 
-def test_ranks_draw_alike_if_the_notebook_has_not_imported_numpy(kernel: Kernel):
-    kernel.run("%load_ext nb_accelerate\nimport sys, random").ok()
-    kernel.run("%%distributed --out drawn\nimport random, numpy, torch\n" + DRAW).ok()
-    assert kernel.run("drawn[0] == drawn[1], 'numpy' in sys.modules").ok().value == "(True, False)"
-    kernel.run("%unload_ext nb_accelerate").ok()
+def test_ranks_draw_alike_if_the_notebook_has_not_imported_numpy(new_kernel: Kernel):
+    new_kernel.run("%load_ext nb_accelerate\nimport sys, random").ok()
+    new_kernel.run("%%distributed --out drawn\nimport random, numpy, torch\n" + DRAW).ok()
+    assert new_kernel.run("drawn[0] == drawn[1], 'numpy' in sys.modules").ok().value == "(True, False)"
+    new_kernel.run("%unload_ext nb_accelerate").ok()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.kernels import Kernel
+from fixtures.python_template import PythonTemplate
 
 MODEL = """
 import torch
@@ -182,8 +183,8 @@ TOLD = {"a model again", "a new optimizer, the trained model"}
 
 class TestState:
     @pytest.fixture(scope="class")
-    def plain(self) -> Iterator[Kernel]:
-        kernel = Kernel()
+    def plain(self, python_template: PythonTemplate) -> Iterator[Kernel]:
+        kernel = Kernel(template=python_template)
         yield kernel
         kernel.close()
 

@@ -239,6 +239,8 @@ def test_an_interrupt_takes_back_what_is_on_its_way_to_a_machine(
     indirect=["machines"],
 )
 def test_each_line_that_a_loss_is_told_with_does_what_it_says(machines: Machines, kernel: Kernel, kind: str) -> None:
+    if kind == "sshd":  # the host is to be its child
+        kernel.run(f"import os; os.environ['NB_ACCELERATE_REMOTE_PYTHON'] = {sys.executable!r}").ok()
     kernel.run("%load_ext nb_accelerate")
     kernel.run(KEPT).ok()
     host = machines.hosts()[1]

@@ -113,6 +113,7 @@ def test_a_cell_that_was_changed_after_the_run_is_noticed():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_kernels")
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 @pytest.mark.parametrize("name", ["05_debug_and_heal", "06_data", "09_many_machines"])
@@ -135,6 +136,7 @@ def _said(cell: nbformat.NotebookNode) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_kernels")
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_a_run_that_is_killed_goes_on_and_its_losses_are_those_of_the_undisturbed_one():

@@ -11,6 +11,7 @@ NOTEBOOK = Path(__file__).parents[3] / "notebooks" / "04_language_model.ipynb"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_kernels")
 @pytest.mark.limit(400)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_two_processes_learn_the_language_as_one_does():

@@ -12,6 +12,7 @@ NOTEBOOK = Path(__file__).parents[3] / "notebooks" / "03_sharded_training.ipynb"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_kernels")
 @pytest.mark.limit(300)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_shards_learn_what_whole_models_learn_in_half_of_the_memory():
