@@ -27,17 +27,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fixtures.kernels import Kernel
+    from fixtures.python_template import PythonTemplate
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1) * 2**rank\ndist.all_reduce(x)\nx.item()"
 
 
 @pytest.fixture
-def networks(two_hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def networks(two_hosts: list[str], monkeypatch: pytest.MonkeyPatch, python_template: PythonTemplate) -> list[str]:
     """Choose the two namespaces as machines; gives their addresses."""
     monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
     monkeypatch.setenv("NB_ACCELERATE_HOSTS", f"{HOSTS[0]}:1,{HOSTS[1]}:2")
     monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "ip netns exec {host} {command}")
-    monkeypatch.setenv("NB_ACCELERATE_REMOTE_PYTHON", sys.executable)
+    monkeypatch.setenv("NB_ACCELERATE_REMOTE_PYTHON", str(python_template.program))
     return two_hosts
 
 
