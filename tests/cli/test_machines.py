@@ -13,12 +13,12 @@ from typing import IO
 
 import pytest
 from fixtures.hosts import HOSTS
-from fixtures.python_template import PythonTemplate
+from fixtures.python_template import python_program
 from fixtures.screens import Terminal
 
 from nb_accelerate import notebook_launcher
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.limit(120), pytest.mark.usefixtures("python_template")]
 
 # Trains from its last checkpoint; with a step, rank 1 kills itself there in the first attempt.
 TRAIN = """
@@ -57,12 +57,6 @@ print(accelerator.num_processes, "processes")
 
 
 _jobs: list[subprocess.Popen[str]] = []
-_python = Path(sys.executable)
-
-
-@pytest.fixture(autouse=True)
-def _is_forked(python_template: PythonTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}._python", python_template.program)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +70,7 @@ def no_jobs_are_left() -> Iterator[None]:
 
 def launch(host: int, flags: list[str], script: Path, *arguments: str) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    command = ["ip", "netns", "exec", HOSTS[host], str(_python), "-m", "nb_accelerate", "launch", "--cpu"]
+    command = ["ip", "netns", "exec", HOSTS[host], python_program(), "-m", "nb_accelerate", "launch", "--cpu"]
     job = subprocess.Popen(
         [*command, *flags, str(script), *arguments],
         stdout=subprocess.PIPE,
@@ -278,7 +272,7 @@ def test_the_panel_of_each_machine_has_its_ranks(tmp_path: Path, two_hosts: list
     end = tmp_path / "end"
     flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}"]
     first = launch(0, [*flags, "--machine_rank=0"], go_on, str(end))
-    command = ["ip", "netns", "exec", HOSTS[1], str(_python), "-m", "nb_accelerate", "launch", "--cpu", *flags]
+    command = ["ip", "netns", "exec", HOSTS[1], python_program(), "-m", "nb_accelerate", "launch", "--cpu", *flags]
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     second = Terminal([*command, "--machine_rank=1", str(go_on), str(end)], environ)
     try:

@@ -14,7 +14,6 @@ import re
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import Any
 import pytest
 import torch.distributed
 from fixtures.hosts import HOSTS
+from fixtures.python_template import python_program
 
 from nb_accelerate.base.config.launch import LaunchOptions
 from nb_accelerate.errors import DeadlineError, StartError
@@ -71,7 +71,7 @@ def run_on_two(
     script.write_text(SCRIPT)
     machines = [
         subprocess.Popen(
-            [*prefix(node), sys.executable, str(script), json.dumps(options(node))],
+            [*prefix(node), python_program(), str(script), json.dumps(options(node))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -92,6 +92,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 def test_two_machines_meet_by_number_and_address_again_and_again(tmp_path: Path) -> None:
     port = free_port()
     found = run_on_two(
@@ -102,12 +103,13 @@ def test_two_machines_meet_by_number_and_address_again_and_again(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 @pytest.mark.limit(150)
 def test_a_machine_that_was_started_for_another_number_of_them_says_so_at_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     options = {"master_addr": "127.0.0.2", "use_port": free_port(), "rdzv_conf": {"join_timeout": 1000}}
-    command = [sys.executable, str(script)]
+    command = [python_program(), str(script)]
     first = subprocess.Popen([*command, json.dumps({**options, "num_nodes": 2, "node_rank": 0})])
     try:
         other = [*command, json.dumps({**options, "num_nodes": 3, "node_rank": 2})]
@@ -131,6 +133,7 @@ STRANGERS = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 def test_bytes_of_strangers_end_nothing(tmp_path: Path) -> None:
     port, is_over, count = free_port(), threading.Event(), 0
 
@@ -223,6 +226,7 @@ def test_the_time_of_a_launch_is_over_also_while_it_waits_for_machines() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 def test_two_machines_are_numbered_as_they_come(tmp_path: Path) -> None:
     endpoint = f"127.0.0.2:{free_port()}"
     found = run_on_two(
@@ -256,9 +260,10 @@ for _ in range(3):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.slow), "forkserver"])
 def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(method: str) -> None:
-    command = [sys.executable, "-c", AGAIN, method, str(free_port())]
+    command = [python_program(), "-c", AGAIN, method, str(free_port())]
     machines = [
         subprocess.Popen([*command, str(node)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for node in (0, 1)
@@ -270,6 +275,7 @@ def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(me
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"1 of 2 machines came to 127\.0\.0\.2:\d+ within 2 s; here is"):
         notebook_launcher(
@@ -284,6 +290,7 @@ def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 def test_the_time_that_torch_takes_to_be_imported_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_store, "_GRACE", 3.0)
     monkeypatch.setattr(rendezvous_store, "importlib", SimpleNamespace(import_module=lambda _: time.sleep(5)))
@@ -293,6 +300,7 @@ def test_the_time_that_torch_takes_to_be_imported_does_not_count(monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 @pytest.mark.parametrize("two_hosts", ["", "ipv6"], indirect=True)
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_hosts_meet_across_a_cable(tmp_path: Path, two_hosts: list[str], backend: str) -> None:
@@ -335,7 +343,7 @@ def waiting(
     with contextlib.ExitStack() as stack:
         for node in nodes:
             said = stack.enter_context((folder / f"said.{node}").open("w"))
-            words = [*prefix(node), sys.executable, "-c", WAITS, json.dumps(options(node)), str(folder / "gate")]
+            words = [*prefix(node), python_program(), "-c", WAITS, json.dumps(options(node)), str(folder / "gate")]
             machines.append(subprocess.Popen(words, stdout=said, stderr=said, text=True))
         try:
             yield machines
@@ -346,6 +354,7 @@ def waiting(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 @pytest.mark.limit(120)
 def test_a_machine_that_is_killed_while_it_waits_leaves_its_number_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -377,6 +386,7 @@ def wait_for(is_there: Callable[[], object], *processes: subprocess.Popen[str]) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("python_template")
 @pytest.mark.limit(150)
 def test_a_cut_between_machines_whose_ranks_go_on_is_told_on_both(tmp_path: Path, two_hosts: list[str]) -> None:
     def options(node: int) -> dict[str, object]:

@@ -89,6 +89,7 @@ def _shown_by(cell: Cell) -> str:
 @pytest.mark.slow
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # as above
+@pytest.mark.usefixtures("python_template")
 @pytest.mark.parametrize("path", with_("console"), ids=_name)
 def test_the_commands_of_a_page_run(path: Path, tmp_path: Path):
     run_commands(code_of(path.read_text(encoding="utf-8")), tmp_path)
