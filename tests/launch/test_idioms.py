@@ -105,8 +105,9 @@ def typed() -> int:
 import ctypes
 libc = ctypes.CDLL("libc.so.6")
 libc.labs.restype, libc.labs.argtypes = ctypes.c_long, [ctypes.c_long]
+strlen = ctypes.CDLL("libc.so.6").strlen
 def libraries():
-    return libc.malloc_trim(0) in (0, 1), libc.labs(-(2**40))
+    return libc.malloc_trim(0) in (0, 1), libc.labs(-(2**40)), strlen(b"abc")
 """,
     "a_singleton": """
 class Missing:
@@ -197,6 +198,19 @@ class Cat(Animal):
     legs = 4
 def registered_by_parent():
     return Animal.kinds["Cat"]().legs, isinstance(Cat(), Animal), list(Animal.kinds)
+""",
+    "own_operator": """
+@torch.library.custom_op("rows::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+twice.register_autograd(lambda ctx, grad: grad * 2)
+def own_operator():
+    x = torch.ones(1, requires_grad=True)
+    twice(x).sum().backward()
+    return x.grad.item(), torch.ops.rows.twice(x).item()
 """,
     "trees": """
 import weakref

@@ -194,6 +194,14 @@ def _opened(kind: type[ctypes.CDLL], name: str | None, told: dict[str, tuple[Any
     return library
 
 
+def _of_library(function: Any) -> Any:
+    library = (function._objects or {}).get("0")  # noqa: SLF001 - nothing else says it
+    if not isinstance(library, ctypes.CDLL):
+        return NotImplemented
+    setattr(library, function.__name__, function)  # so that the library tells what it takes and returns
+    return getattr, (library, function.__name__)
+
+
 def _vectorized(function: Any) -> Any:
     make, arguments, state = plain_state(function)
     return make, arguments, {**state, "_ufunc": {}}  # they are made again
@@ -217,6 +225,24 @@ def _operator(operator: Any) -> Any:
     overload = getattr(operator, "_overloadname", "")
     name = operator._name.partition(".")[0] if overload else operator._qualified_op_name  # noqa: SLF001
     return by_name, ("torch", ".".join(filter(None, ["ops", *name.split("::"), overload])))
+
+
+def _custom_op(op: Any) -> Any:
+    if {*op._backend_fns} != {None}:  # noqa: SLF001 - torch has no other way to read them
+        raise ShippingError("It has kernels for some devices: define it in the function or cell that the ranks run.")
+    made = op._qualname, op._init_fn, op._schema  # noqa: SLF001
+    return _defined_op, (*made, op._abstract_fn, op._backward_fn, op._setup_context_fn)  # noqa: SLF001
+
+
+def _defined_op(name: str, function: Any, schema: str, fake: Any, backward: Any, setup_context: Any) -> Any:
+    import torch
+
+    op = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+    if fake is not None:
+        op.register_fake(fake)
+    if backward is not None:
+        op.register_autograd(backward, setup_context=setup_context)
+    return op
 
 
 def _loader(loader: Any) -> Any:
@@ -303,10 +329,12 @@ RULES: dict[str, Rule] = {
         ("weakref.WeakKeyDictionary", "weakref.WeakValueDictionary"), lambda value: (type(value), (dict(value),))
     ),
     "ctypes.CDLL": _library,
+    "_ctypes.CFuncPtr": _of_library,
     "numpy.vectorize": _vectorized,
     "contextlib._GeneratorContextManager": _context,
     "torch._ops.OpOverload": _operator,
     "torch._ops.OpOverloadPacket": _operator,
+    "torch._library.custom_ops.CustomOpDef": _custom_op,
     "torch.utils.data.dataloader.DataLoader": _loader,
     "torch.jit.torch.jit.ScriptFunction": _script,
     "torch.jit._script.ScriptModule": _script,
