@@ -74,20 +74,20 @@ def test_only_runs_can_be_stopped(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.slow
 @pytest.mark.may_leave("descriptors")  # of the loop of an older jupyter_client, if an earlier test has ended the last
 def test_a_notebook_loses_its_ranks_and_goes_on_with_its_cell(
-    tmp_path: Path, kernel: Kernel, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, new_kernel: Kernel, capsys: pytest.CaptureFixture[str]
 ):
     os.mkfifo(tmp_path / "gate")
-    kernel.run("%load_ext nb_accelerate").ok()
-    kernel.run("%%distributed -n 2\nkept = rank").ok()
-    cell = kernel.start(f"print('waits', flush=True)\nopen({str(tmp_path / 'gate')!r}).read()")
-    kernel.wait_for_output(cell, "waits")
-    assert main(["stop", str(kernel.pid)]) == 0
+    new_kernel.run("%load_ext nb_accelerate").ok()
+    new_kernel.run("%%distributed -n 2\nkept = rank").ok()
+    cell = new_kernel.start(f"print('waits', flush=True)\nopen({str(tmp_path / 'gate')!r}).read()")
+    new_kernel.wait_for_output(cell, "waits")
+    assert main(["stop", str(new_kernel.pid)]) == 0
     assert "ended 2 ranks" in capsys.readouterr().out
     (tmp_path / "gate").write_text("went on")
-    assert kernel.finish(cell).ok().value == "'went on'"
-    lost = kernel.run("%%distributed\nkept")
+    assert new_kernel.finish(cell).ok().value == "'went on'"
+    lost = new_kernel.run("%%distributed\nkept")
     assert (lost.error, "SIGTERM" in lost.message) == ("PoolError", True)
-    kernel.run("%unload_ext nb_accelerate").ok()
+    new_kernel.run("%unload_ext nb_accelerate").ok()
 
 
 def test_a_process_with_the_name_of_a_rank_is_no_run_and_status_prints_no_control_characters(

@@ -134,6 +134,7 @@ def test_a_machine_with_another_version_runs_that_of_the_notebook(
 ) -> None:
     if os.geteuid() != 0 or os.environ["NB_ACCELERATE_ENGINE"] != "command":
         pytest.skip("needs root, and a command")
+    monkeypatch.setenv("NB_ACCELERATE_REMOTE_PYTHON", sys.executable)  # which sees the mounts of the machine
     assert launched(helpers) == [helpers.Kept(3 * rank) for rank in range(3)]
     assert "as here" not in "".join(capfd.readouterr())
     other = tmp_path / "other"
