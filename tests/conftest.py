@@ -38,7 +38,6 @@ pytest_plugins = [
     "fixtures.leaks",
     "fixtures.cost",
     "fixtures.ranks",
-    "fixtures.python_template",
     "fixtures.kernels",
     "fixtures.engines",
     "fixtures.hosts",

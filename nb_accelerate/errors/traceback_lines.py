@@ -113,8 +113,8 @@ def short_lines(error: BaseException, style: Style = PLAIN) -> list[str]:
 def text_lines(error: BaseException, style: Style = PLAIN) -> list[str]:
     """Return the type of an exception without its module, its message and its notes."""
     text = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n")
-    if sys.version_info < (3, 11):  # its tracebacks have no notes
-        text = "\n".join([text, *map(str, getattr(error, "__notes__", ()))])
+    # Python 3.10 leaves them out, unless the package exceptiongroup is imported, as by AnyIO.
+    text = "\n".join([text, *(note for note in map(str, getattr(error, "__notes__", ())) if note not in text)])
     first, *rest = text.split("\n")
     return [highlight_type(first, style), *rest]
 

@@ -47,6 +47,18 @@ class XLAStrategy(Strategy):
         self._averaged: dict[int, tuple[int, int]] = {}
 
     @override
+    def prepare(
+        self,
+        models: Sequence[ModelRequest],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        earlier: Iterable[torch.optim.Optimizer] = (),
+    ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        for optimizer in optimizers:
+            _follow(optimizer, [request.model for request in models])
+        return super().prepare(models, optimizers, earlier=earlier)
+
+    @override
     def prepare_model(self, request: ModelRequest) -> nn.Module:
         model = request.model
         if request.place:
@@ -139,6 +151,31 @@ def _swapping() -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+    """Give a new optimizer the parameters of models that the user has moved to the device after it was made.
+
+    ``model.to("xla")`` makes new parameters. The parameters of an optimizer are recognised by shapes and values, in
+    order. Nothing is changed unless all of them are, nor where one has a gradient, is on the device already, or belongs
+    to a model as it is.
+    """
+    of_models = {id(weight): weight for model in models for weight in model.parameters()}
+    held = parameters_of(optimizer)
+    is_followed = [id(old) in of_models or old.grad is not None or old.device.type == "xla" for old in held]
+    if optimizer.state or any(is_followed):
+        return
+    moved = (weight for weight in of_models.values() if weight.device.type == "xla")
+    found: dict[int, nn.Parameter] = {}
+    for old in held:
+        value = old.detach().cpu()
+        alike = (weight for weight in moved if (weight.shape, weight.dtype) == (old.shape, old.dtype))
+        new = next((weight for weight in alike if torch.equal(weight.detach().cpu(), value)), None)
+        if new is None:
+            return
+        found[id(old)] = new
+    for group in optimizer.param_groups:
+        group["params"] = [found[id(weight)] for weight in group["params"]]
 
 
 def _on_host(state: Any) -> Any:
