@@ -307,6 +307,38 @@ class TestInterrupts:
         assert (ended.error, ended.message) == ("KeyboardInterrupt", "the cell was interrupted")
         notebook.run("%%distributed\nprint(kept)").ok()
 
+    def test_an_interrupt_that_comes_while_the_error_before_is_looked_at_ends_the_cell(
+        self, notebook: Kernel, tmp_path: Path
+    ):
+        begun = tmp_path / "begun"
+        os.mkfifo(begun)
+        notebook.run(
+            f"""%%rank 0
+class Slow(Exception):
+    waits = False
+    def __str__(self):
+        if Slow.waits:
+            Slow.waits = False
+            came, comes = os.pipe()
+            os.set_blocking(comes, False)
+            signal.set_wakeup_fd(comes)
+            try:
+                open({str(begun)!r}, "w").close()
+                while os.read(came, 1)[0] != signal.SIGURG: pass  # it comes when all is said about the interrupt
+            finally:
+                signal.set_wakeup_fd(-1)
+                os.close(came), os.close(comes)
+        return "slow"
+raise Slow"""
+        )
+        notebook.run("%%rank 0\nSlow.waits = True").ok()
+        cell = notebook.start("%%rank 0\ntime.sleep(600)")
+        begun.read_bytes()
+        notebook.interrupt()
+        ended = notebook.finish(cell)
+        assert (ended.error, ended.message) == ("KeyboardInterrupt", "the cell was interrupted")
+        notebook.run("%%distributed\nprint(kept)").ok()
+
     def test_an_interrupt_for_which_a_value_that_is_pulled_has_to_be_waited_for_is_told(
         self, notebook: Kernel, tmp_path: Path
     ):

@@ -28,7 +28,7 @@ from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
 from nb_accelerate.notebook.worker.groups import collectives_of_groups
 from nb_accelerate.notebook.worker.namespace import is_hidden
 from nb_accelerate.notebook.worker.received import received
-from nb_accelerate.notebook.worker.shell import DisplayPort, make_shell
+from nb_accelerate.notebook.worker.shell import DisplayPort, free_what_did_not_fit, make_shell
 from nb_accelerate.notebook.worker.trained_models import trained_models
 
 if TYPE_CHECKING:
@@ -156,6 +156,8 @@ class PersistentRank:
     def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
         page = here()
         page.begin_request()
+        if cell.is_python:  # not %debug, which looks at them
+            free_what_did_not_fit()  # outside of the gate: it drops what the text of an exception raises
         before = Bindings(self._names)
         has_names = cell.names is None
         outcome: Result | Failure

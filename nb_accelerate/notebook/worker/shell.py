@@ -237,8 +237,6 @@ class RankShell(InteractiveShell):
         assert self.history_manager is not None
         self.history_manager.input_hist_parsed = [cell.code]
         self._is_plain = cell.is_python
-        if cell.is_python:  # not %debug, which looks at them
-            _free_what_did_not_fit()
         try:
             result: ExecutionResult = self.run_cell(cell.code, store_history=False)  # type: ignore[no-untyped-call]
             return result
@@ -324,7 +322,7 @@ class RankShell(InteractiveShell):
             raise
 
 
-def _free_what_did_not_fit() -> None:
+def free_what_did_not_fit() -> None:
     """Free the variables of functions in which memory did not suffice, or a smaller batch would not fit either."""
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is not None and says_out_of_memory(type(error).__qualname__, text_of(error)):
