@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nb_accelerate import notebook_launcher
@@ -43,5 +45,4 @@ def train(seconds: float = 7.0) -> None:
 def test_a_rank_that_loads_slowly_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     notebook_launcher(train, num_processes=2, progress="text")
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("Rank 1 spent ")
-    assert "of the time loading data. Try num_workers=" in last
+    assert re.match(r"Rank 1 .*loading data.*num_workers=", last)

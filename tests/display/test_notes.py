@@ -109,16 +109,14 @@ def test_information_of_a_run_without_a_panel_is_text_below_its_first_line(noteb
 def test_a_log_has_information_where_it_comes_and_not_in_red(notebook: Kernel, tmp_path: Path) -> None:
     cell = notebook.run(f"notebook_launcher(train, ({str(tmp_path)!r},), 2, resume=True)").ok()
     said = [data.get("text/plain", "") for data in cell.displays]
-    assert (
-        f"There is no checkpoint in {tmp_path}/checkpoints to go on from: training begins with the first epoch." in said
-    )
+    assert any(f"no checkpoint in {tmp_path}/checkpoints " in one for one in said)
     assert cell.stderr == ""
 
 
 def test_a_loss_of_nan_is_told_of_a_run_that_no_panel_was_drawn_for(notebook: Kernel, tmp_path: Path) -> None:
     shown, stderr = left_in_lab(notebook, f"notebook_launcher(train, ({str(tmp_path)!r}, 0.0, float('nan')), 2)")
     (panel,) = shown
-    assert re.search(r'<p class="nba-warn">The loss is nan ', panel["text/html"])
+    assert 'nba-warn">The loss is nan' in panel["text/html"]
     assert stderr == ""
 
 

@@ -137,7 +137,7 @@ def test_the_slowest_rank_says_how_long_it_takes():
         run.step_of([1], rate=8.0)
 
     run.wait(4.0, each)
-    assert run.view.outlook[0] == "0:36 left of this epoch"
+    assert run.view.outlook[0].startswith("0:36 left")
 
 
 def test_the_rank_that_works_while_the_others_wait_is_the_slow_one():
@@ -169,7 +169,7 @@ def test_a_rank_that_takes_fewer_steps_is_slow_where_nobody_waits():
 
     run.wait(8.0, each)
     (warning,) = run.view.warnings
-    assert warning.startswith("Rank 3 is 2.0x slower than the median: ")
+    assert re.match(r"Rank 3 .*2\.0x .*median: ", warning)
 
 
 def test_who_was_held_up_once_is_not_slow():

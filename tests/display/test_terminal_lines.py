@@ -57,8 +57,8 @@ def test_columns_are_left_out_rather_than_cut():
         30: ["rank", "step", "now"],
     }
     head, _, first, *_, last = text.lines(view_of(), 40, color=False, bars=True)
-    assert head == "● train.py · 0:16 · 342 samples/s"
-    assert first.startswith("   0  ━━━╌╌╌  30 / 60  ")
+    assert head.split(" · ") == ["● train.py", "0:16", "342 samples/s"]
+    assert first.startswith("   0  ━━━╌╌╌  30 / ")
     assert last.endswith("of the time.")  # what is wrong is said whole, on several lines
 
 

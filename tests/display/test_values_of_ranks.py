@@ -10,6 +10,7 @@ from fixtures.panels import Run
 
 from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.notebook.display.drawing import html, text
+from nb_accelerate.notebook.display.view import View
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
@@ -47,10 +48,12 @@ def test_a_run_that_was_ended_after_an_epoch_says_so_and_shows_how_far_it_came()
     run.put(in_loop=False, trains=False, steps_before=40, ended_after=(1, 25), state="returned")
     run.look()
     view = run.end()
-    assert view.summary[:2] == ("ended as asked after epoch 1 of 25", "40 steps")
+    ended, steps = view.summary[:2]
+    assert ended.endswith("epoch 1 of 25")
+    assert steps == "40 steps"
     assert (run.row(0).step, run.row(0).share) == ("40 / 1,000", 0.04)
     for shown in (html.render(view), text.table(view), text.line(view)):
-        assert "ended as asked after epoch 1 of 25" in shown
+        assert ended in shown
 
 
 def test_memory_is_that_of_the_device_and_its_peak_is_kept():
@@ -198,18 +201,24 @@ def test_a_loss_that_is_nan_is_told_with_its_step_and_at_the_end_too():
     assert run.end().warnings == (f"The loss is nan since about step 16. {advice}",)
 
 
+def losses(view: View) -> list[str]:
+    """What the warning about losses says: whether it is over, what they were, at which steps, and on which ranks."""
+    (warning,) = view.warnings
+    return re.findall(r"\bwas\b|inf|nan|ranks? \d|\d+", warning.partition(" Clip")[0])
+
+
 def test_a_loss_that_is_inf_and_then_nan_is_told_as_both_since_the_header_has_the_newest():
     run = Run(2)
     run.begin_loop()
     run.train(1.0)
     run.put(loss=math.inf)
     run.train(1.0)
-    assert run.view.warnings[0].startswith("The loss is inf since about step 9.")
+    assert losses(run.view) == ["inf", "9"]
     run.put(loss=math.nan)
     run.train(1.0)
     view = run.end()
     assert view.summary[-1] == "loss nan"
-    assert view.warnings[0].startswith("The loss is inf or nan since about step 9.")
+    assert losses(view) == ["inf", "nan", "9"]
 
 
 def test_a_loss_that_is_finite_again_is_told_as_what_was_and_leaves_a_gap_in_the_curve():
@@ -219,14 +228,14 @@ def test_a_loss_that_is_finite_again_is_told_as_what_was_and_leaves_a_gap_in_the
     run.train(1.0)
     run.put([1], loss=math.inf)
     run.train(1.0)
-    assert run.view.warnings == ("The loss is inf since about step 9 on rank 1.",)
+    assert losses(run.view) == ["inf", "9", "rank 1"]
     assert all(math.isfinite(loss) for _, loss in run.view.curve), "that of the other rank is drawn"
     run.put([0], loss=math.nan)
     run.train(1.0)
     assert [step for step, loss in run.view.curve if math.isnan(loss)] == [*range(17, 25)]
     run.put(loss=1.0)
     run.train(1.0)
-    assert run.view.warnings == ("The loss was inf or nan from about step 9 to 24.",)
+    assert losses(run.view) == ["was", "inf", "nan", "9", "24"]
     assert [math.isnan(loss) for _, loss in run.end().curve][-8:] == [False] * 8
 
 
@@ -237,8 +246,8 @@ def test_a_loss_that_was_nan_several_times_is_told_in_one_sentence():
         run.put([1], loss=loss)
         run.train(0.125)
         if run.ranks[1].sample.step == 3:
-            assert run.view.warnings == ("The loss was nan at about step 2 on rank 1.",)
-    assert run.view.warnings == ("The loss was nan from about step 2 to 4 on rank 1.",)
+            assert losses(run.view) == ["was", "nan", "2", "rank 1"]
+    assert losses(run.view) == ["was", "nan", "2", "4", "rank 1"]
 
 
 def test_a_run_that_ended_with_a_loss_that_is_nan_is_marked():
