@@ -180,7 +180,7 @@ def test_a_start_without_progress_ends_and_says_where_it_was_and_how_to_wait_lon
     takes_long: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Launch, "timeouts", replace(Launch.timeouts, start=0.4))
-    with pytest.raises(StartError, match=r"ranks 0 and 1 of 2 .*: in 0\.4 s no .* \(importing torch\)\.") as caught:
+    with pytest.raises(StartError, match=r"\b0 and 1\b.*\(importing torch\)") as caught:
         notebook_launcher(int, (), 2, start_method="forkserver", progress="off")
     exec(str(caught.value).partition("To wait longer: ")[2])
     assert Launch.timeouts.start == 2

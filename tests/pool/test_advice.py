@@ -150,6 +150,6 @@ def test_after_a_start_on_other_machines_that_failed_a_cell_tries_it_again_and_s
     notebook.run("%distributed stop").ok()
     start = "%distributed start --engine command --hosts a --command-template 'false {command}'"
     for cell in (start, "%%distributed\n1"):
-        assert "ended with exit code 1" in notebook.run(cell).message
+        assert "exit code 1" in notebook.run(cell).message
     notebook.run("%distributed stop").ok()
     notebook.run("%%distributed\n1").ok()

@@ -178,7 +178,7 @@ def test_errors_in_what_follows_a_cell_are_as_harmless(pool: Pool, monkeypatch: 
     page = Page()
     with goes_on(pool):
         pool.finish(pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}, sink=page))
-    assert "what follows the cell failed (Fault: telling). The ranks go on\n" in page.text
+    assert "cell failed (Fault: telling)." in page.text
     assert "could not be shown" not in page.text
 
 
@@ -188,7 +188,7 @@ def test_a_look_for_hangs_that_fails_is_not_repeated(pool: Pool, monkeypatch: py
     with goes_on(pool), fault(HangWatch, "act") as raised:
         assert run(pool, "import time; time.sleep(0.3)\nrank", page) == [0, 1]
     assert len(raised) == 1
-    assert page.text.count("the watch for ranks that hang failed (Fault: act). The ranks go on\n") == 1
+    assert page.text.count("hang failed (Fault: act).") == 1
     assert "could not be shown" not in page.text
 
 
@@ -213,7 +213,7 @@ class TestLostRanks:
         run(own, "kept = rank")
         with fault(Channel, "drain", times=1, error=EOFError("half a message")), pytest.raises(PoolError) as caught:
             run(own, "rank")
-        assert "read (EOFError: half a message)" in str(caught.value)
+        assert "(EOFError: half a message)" in str(caught.value)
         (lost,) = own.lost
         assert own.restart(lost) == [lost]
         assert run(own, "kept", ranks=(1 - lost,)) == [1 - lost]
@@ -230,7 +230,7 @@ class TestLostRanks:
             assert request.done.wait(20)
         with pytest.raises(KeyboardInterrupt):
             own.finish(request)
-        assert own.lost == {1: "rank 1 is lost: its process did not end when it was killed"}
+        assert [(rank, "did not end" in why) for rank, why in own.lost.items()] == [(1, True)]
         assert own.restart(1) == [1]
         assert run(own, "rank") == [0, 1]
 

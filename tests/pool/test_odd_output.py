@@ -106,7 +106,7 @@ def test_what_is_too_much_is_counted_where_no_log_can_be_written(notebook: Kerne
     cell = run(notebook, "for i in range(6000): print('line', i)").ok()
     notebook.run("tempfile.tempdir = _before").ok()
     assert cell.stdout.count("\n") == 5000
-    assert cell.displays[-1]["text/plain"].startswith("... 1,000 more lines; no log")
+    assert re.match(r"\W+1,000 .*no log", cell.displays[-1]["text/plain"])
     assert cell.displays[-1]["text/plain"].endswith("line 5999")
 
 

@@ -259,7 +259,7 @@ class TestCellPlan:
         plan = self.plan("own x absent", syncs, own=own, x=2)
         assert plan.send == {0: {"own", "x"}, 1: {"x"}, 2: {"own", "x"}}
         assert [(one.ranks, one.names) for one in plan.deliveries()] == [([0, 2], {"own", "x"}), ([1], {"x"})]
-        assert [said.partition(";")[0] for said in plan.remarks("cpu")] == ["the ranks have their own own"]
+        assert ["their own own;" in said for said in plan.remarks("cpu")] == [True]
         assert plan.remarks("cpu") == []
 
     def test_what_functions_read_and_lists_that_values_hold_are_sent_too(self):
@@ -285,7 +285,7 @@ class TestCellPlan:
             plan.settle(touched)
             assert plan.changed[0] == {"x": changed}
         assert plan.conflicts == {"x"}
-        assert "changed both in the notebook and on the ranks" in plan.remarks("cpu")[0]
+        assert "changed both" in plan.remarks("cpu")[0]
         assert plan_cell(["x"], {"x": thing}, syncs, numbers).in_doubt() == {}  # it was told
 
     def test_what_the_user_asks_for_is_sent_whatever_the_ranks_have(self):
@@ -435,7 +435,7 @@ WORKS = """Current thread 0x00007f0000000001 (most recent call first):
 
 class TestHangs:
     def test_a_rank_that_waits_for_one_that_has_ended_the_cell(self):
-        assert "rank 0 waits in all_reduce, called from step" in verdict({0: WAITS}, [1])
+        assert "0 waits in all_reduce" in verdict({0: WAITS}, [1])
         assert "rank 1 has finished" in verdict({0: WAITS}, [1])
 
     @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ class TestHangs:
         assert f"rank 0 waits in {function}, called from step" in verdict({0: dump}, [1])
 
     def test_a_rank_that_waits_for_one_that_is_elsewhere(self):
-        assert "; rank 1 is in load" in verdict({0: WAITS, 1: WORKS}, [])
+        assert "1 is in load" in verdict({0: WAITS, 1: WORKS}, [])
 
     def test_ranks_that_wait_together_or_work_are_no_hang(self):
         assert verdict({0: WAITS, 1: WAITS}, []) == ""

@@ -160,7 +160,7 @@ class TestRanksThatMeet:
         assert pool.state is PoolState.STOPPED
         with monkeypatch.context() as patch:
             when_asked_to_join(patch, rank, kill)
-            with pytest.raises(RankDiedError, match=f"rank {rank} was ended by SIGKILL .* while it was being started"):
+            with pytest.raises(RankDiedError, match=rf"rank {rank} .*SIGKILL .*being started"):
                 pool.start(PoolOptions(num_processes=3))
         assert pool.state is PoolState.STOPPED
         pool.start(PoolOptions(num_processes=3))
@@ -177,7 +177,7 @@ class TestRanksThatMeet:
         assert 1 in pool.lost
         with monkeypatch.context() as patch:
             when_asked_to_join(patch, 1, kill)
-            with pytest.raises(RankDiedError, match="1 was ended by SIGKILL"):
+            with pytest.raises(RankDiedError, match=r"rank 1 .*SIGKILL"):
                 pool.restart(1)
         assert pool.restart(1) == [1]
         assert run(pool, "rank") == [0, 1]
@@ -191,7 +191,7 @@ class TestRanksThatMeet:
             request.start = 0.1
 
         when_asked_to_join(monkeypatch, 1, stop)
-        with pytest.raises(StartError, match="of 2 could not be started"):
+        with pytest.raises(StartError, match=r"1 of 2 .*\(joining"):
             pool.start(PoolOptions(num_processes=2))
         assert pool.state is PoolState.STOPPED
 

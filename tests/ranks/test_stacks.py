@@ -107,7 +107,7 @@ def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(lo
         def dump_stacks(self, *, by_signal: bool = False) -> None:
             self.verbs.append("signal" if by_signal else "request")
             if self.rank == 0 or by_signal:
-                os.write(self._ends[2], b'Stack:\n  File "<string>", line 1 in <module>\n')
+                os.write(self.write_ends[2], b'Stack:\n  File "<string>", line 1 in <module>\n')
 
     handles = [Asked(0, None), Asked(1, None)]
     ranks = [RankProxy(one) for one in handles]
@@ -137,7 +137,7 @@ def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
 
     class Writes(ActorRank):
         def dump_stacks(self, *, by_signal: bool = False) -> None:
-            os.write(self._ends[2], pieces.pop(0))
+            os.write(self.write_ends[2], pieces.pop(0))
 
     def write_next(loop: RankLoop) -> None:
         if pieces and loop.ranks[0].stacks:  # what was written before has been read
@@ -293,7 +293,7 @@ def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(
 
     assert said_of(COMPUTES) == []
     (line,) = said_of(WAITS)
-    assert "rank 0 waits in barrier, " in line
+    assert "0 waits in barrier, " in line
     assert "1 does not run" in line
 
 

