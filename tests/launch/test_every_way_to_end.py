@@ -275,8 +275,9 @@ def test_the_first_cause_wins_over_its_consequences(run_ranks: RunRanks) -> None
         dist.all_reduce(torch.ones(1))  # gloo: connection closed by peer, a moment later
 
     for _ in range(5):
-        with pytest.raises(RankDiedError, match="1 ended with exit code 5"):
+        with pytest.raises(RankDiedError) as caught:
             run_ranks(one_dies_and_the_other_notices)
+        assert (caught.value.rank, caught.value.exitcode) == (1, 5)
 
 
 def test_an_error_is_not_held_back_once_every_rank_has_answered(
@@ -384,7 +385,7 @@ def test_an_interrupt_leaves_a_save_in_the_background_its_time(
     with pytest.raises(KeyboardInterrupt):
         handle.result()
     assert (tmp_path / "saved").exists()
-    assert "0 is saving. Interrupt once" in capfd.readouterr().err
+    assert "rank 0 is saving" in capfd.readouterr().err
 
 
 def test_a_late_abort_after_the_answer_is_no_failure(run_ranks: RunRanks) -> None:
@@ -457,7 +458,7 @@ def _returns_what_only_rank_1_can_read() -> Any:
 
 
 def test_values_that_can_be_unpickled_are_kept_beside_one_that_cannot() -> None:
-    with pytest.raises(LookupError, match="the value of rank 1") as caught:
+    with pytest.raises(LookupError, match="value of rank 1") as caught:
         notebook_launcher(_returns_what_only_rank_1_can_read, (), 3, progress="off")
     results = caught.value.results  # type: ignore[attr-defined]
     assert [*results] == [0, 2]

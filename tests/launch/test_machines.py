@@ -117,7 +117,7 @@ def test_a_machine_that_was_started_for_another_number_of_them_says_so_at_once(t
     finally:
         first.terminate()
         first.wait(20)
-    assert re.search(r"this machine was started for 3 machines .* but the launch at 127\.0\.0\.2:\d+ for 2", ran.stderr)
+    assert re.search(r"3 machines\b.*127\.0\.0\.2:\d+ for 2", ran.stderr)
 
 
 HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
@@ -199,7 +199,7 @@ def test_a_machine_whose_launch_was_killed_comes_again_in_another_round(
 def test_a_launch_that_only_waited_leaves_its_number_to_another(first: tuple[Machines, tuple[str, int]]) -> None:
     machines, endpoint = first
     waits = machines_here(endpoint, num_nodes=2, node_rank=1, rdzv_conf={"join_timeout": 0})
-    with pytest.raises(StartError, match=r"1 of 2 machines came .* number 0 is missing"):
+    with pytest.raises(StartError, match="number 0 is missing"):
         waits.meet()
     waits.close(INTERRUPTED)
     assert not machines._store.check(["0/1"])
@@ -213,7 +213,7 @@ def test_a_launch_that_waits_for_machines_is_ended_at_once(node_rank: int, how: 
     launch = notebook_launcher(print, num_processes=1, node_rank=node_rank, block=False, progress="off", **place)
     began = time.monotonic()
     getattr(launch, how)()
-    with pytest.raises(KeyboardInterrupt, match=f"the launch was {status} before its ranks were started"):
+    with pytest.raises(KeyboardInterrupt, match=f"was {status} before its ranks"):
         launch.result(20)
     assert time.monotonic() < began + 10
     assert launch.status() == status
@@ -277,7 +277,7 @@ def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(me
 @pytest.mark.slow
 @pytest.mark.usefixtures("python_template")
 def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"1 of 2 machines came to 127\.0\.0\.2:\d+ within 2 s; here is"):
+    with pytest.raises(StartError, match=r"1 of 2 .*127\.0\.0\.2:\d+ "):
         notebook_launcher(
             print,
             num_processes=1,
@@ -295,7 +295,7 @@ def test_the_time_that_torch_takes_to_be_imported_does_not_count(monkeypatch: py
     monkeypatch.setattr(rendezvous_store, "_GRACE", 3.0)
     monkeypatch.setattr(rendezvous_store, "importlib", SimpleNamespace(import_module=lambda _: time.sleep(5)))
     place = {"master_addr": "127.0.0.2", "use_port": free_port(), "rdzv_conf": {"join_timeout": 1}}
-    with pytest.raises(StartError, match=r"1 of 2 machines came .* number 1 is missing"):
+    with pytest.raises(StartError, match="number 1 is missing"):
         notebook_launcher(print, num_processes=1, num_nodes=2, progress="off", **place)
 
 

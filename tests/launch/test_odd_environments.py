@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -152,5 +153,4 @@ def test_the_command_line_says_where_no_processes_are_listed() -> None:
     command = [*place_without("/proc"), sys.executable, "-m", "nb_accelerate", "status"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     # psutil before 6 has printed a traceback by then.
-    said = ran.stderr.splitlines()[-1]
-    assert said == "nb-accelerate: this system does not list its processes. Is /proc mounted here?"
+    assert re.match(r"nb-accelerate: .*/proc\b", ran.stderr.splitlines()[-1])

@@ -142,12 +142,8 @@ def test_one_rank_shows_a_line_that_is_not_finished(notebook: Kernel) -> None:
 
 def test_lines_get_the_prefix_that_was_asked_for(notebook: Kernel) -> None:
     cell = notebook.run("launch(counts, (2,), 2, log_line_prefix_template='[${role_name}${local_rank}] ')").ok()
-    assert sorted(cell.stdout.splitlines()) == [
-        "[default0] rank 0 line 0",
-        "[default0] rank 0 line 1",
-        "[default1] rank 1 line 0",
-        "[default1] rank 1 line 1",
-    ]
+    expected = [f"[default{rank}] rank {rank} line {line}" for rank in (0, 1) for line in (0, 1)]
+    assert sorted(cell.stdout.splitlines()) == expected
 
 
 def test_one_rank_gets_its_prefix_also_if_equal_lines_are_folded(notebook: Kernel) -> None:
@@ -162,9 +158,7 @@ def test_equal_lines_are_shown_once_and_others_with_their_rank(notebook: Kernel)
     notebook.run("def mostly_equal():\n    print('same'); print('differs by', rank()); print('same again')").ok()
     cell = notebook.run("notebook_launcher(mostly_equal, (), 3, progress='off')").ok()
     assert sorted(cell.stdout.splitlines()) == [
-        "[rank 0] differs by 0",
-        "[rank 1] differs by 1",
-        "[rank 2] differs by 2",
+        *(f"[rank {rank}] differs by {rank}" for rank in range(3)),
         "same",
         "same again",
     ]

@@ -102,7 +102,5 @@ def test_a_rank_whose_messages_cannot_be_read_ends_the_launch_with_the_reason(mo
         return drain(channel)
 
     monkeypatch.setattr(Channel, "drain", fail_once)
-    with pytest.raises(
-        LaunchError, match=r"rank [01] is lost: what it sent .* cannot be read \(EOFError: half a message\)"
-    ):
+    with pytest.raises(LaunchError, match=r"rank [01] .*EOFError: half"):
         launch()

@@ -130,7 +130,7 @@ def test_ranks_read_variables_at_import_and_reload_modules_as_the_notebook_has(k
     assert values(kernel, "[found[1], launched()]") == [(True, "second", 30)] * 2
 
     told = kernel.run("import codecs\ncodecs.register(lambda name: None)\nlaunched()").ok().stderr
-    assert "codecs.register of this notebook does not reach ranks" in told
+    assert "codecs.register of this notebook" in told
     assert "codecs" not in kernel.run("launched()").ok().stderr
     kernel.run("%distributed stop").ok()
 

@@ -105,7 +105,7 @@ def test_a_file_that_is_written_is_refused_with_its_path(tmp_path: Path, mode: s
     with path.open(mode) as file, pytest.raises(ShippingError) as caught:
         pack({"rows": [file]}, name="args")
     assert str(caught.value).startswith("args['rows'][0] cannot be sent")
-    assert str(caught.value).endswith(f"send its path, {str(path)!r}, and open it where it is needed.")
+    assert f"send its path, {str(path)!r}" in str(caught.value)
     assert caught.value.is_final  # forked ranks would read from one position, all of them
 
 

@@ -166,9 +166,9 @@ def test_what_cannot_be_sent_is_forked_where_that_is_safe_and_refused_by_its_nam
     ).ok()
     cell = notebook.run("print(notebook_launcher(trains, (), 2))").ok()
     said, values = cell.stdout.splitlines()[-2:]
-    assert said.startswith("trains -> global 'NUMBERS' cannot")
+    assert said.startswith("trains -> global 'NUMBERS'")
     assert "forks" in said
-    assert values == "[(7, 2, 1), (7, 2, 1)]"
+    assert eval(values) == [(7, 2, 1)] * 2
     assert notebook.run("(dist.get_world_size(), dist.destroy_process_group())[0]").ok().value == "1"
     cell = notebook.run("launch(trains, (), 2, start_method='forkserver')")
     assert cell.error == "ShippingError"

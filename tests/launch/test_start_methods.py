@@ -56,7 +56,7 @@ def test_a_name_with_what_terminals_take_for_a_command_is_shown_without() -> Non
     function.__qualname__ = "a\x1b[2J\nb"
     launched: Any = notebook_launcher(function, (), 1, progress="off", block=False)
     launched.result(45)
-    assert repr(launched).startswith("<Launch of a [2J b on 1 rank")
+    assert " a [2J b on" in repr(launched)
 
 
 def test_an_exception_arrives_with_its_own_type_and_fields(method: str) -> None:

@@ -122,6 +122,6 @@ def test_a_pool_for_which_too_few_files_are_allowed_starts_when_there_are_more(k
     kernel.run(FEW_FILES).ok()
     cell = kernel.run("%distributed start -n 4")
     assert cell.error == "StartError"
-    assert cell.message.startswith("ranks cannot be started: too many files are open")
+    assert "too many files are" in cell.message
     kernel.run("resource.setrlimit(resource.RLIMIT_NOFILE, before)").ok()
     assert "6" in kernel.run("%%distributed\nprint(6)").ok().stdout
