@@ -127,12 +127,8 @@ def record_of(key: str) -> RunRecord:
 def earlier(key: str) -> list[RunRecord]:
     """Return the runs before one (by id) that are called alike but for numbers."""
     older = list(records)[: list(records).index(key)]
-    return [records[old] for old in older if kind_of(records[old].name) == kind_of(records[key].name)]
-
-
-def kind_of(name: str) -> str:
-    """Return the name of a run without numbers."""
-    return re.sub(r"-?\d+", "", name)
+    name, *names = (re.sub(r"-?\d+", "", records[run].name) for run in (key, *older))
+    return [records[old] for old, called in zip(older, names, strict=True) if called == name]
 
 
 def _free_name(name: str) -> str:
