@@ -136,33 +136,19 @@ class MajorFaults:
         return self._number
 
 
-def around(begin: int, end: int) -> tuple[int, int]:
-    """Return begin and end of the whole pages around a range of addresses."""
-    return begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+def make_present(begin: int, end: int) -> None:
+    """Bring all pages of a mapped range into memory, without the GIL, which `mmap.madvise` would keep.
 
-
-def are_present(begin: int, end: int) -> bool:
-    """Return whether all pages of a mapped range are in memory. False where the system does not tell."""
+    Where the system cannot, each page comes when it is read.
+    """
     if _LIBC is None:
-        return False
-    flags = (ctypes.c_ubyte * ((end - begin) // mmap.PAGESIZE))()
-    if _LIBC.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), flags):
-        return False
-    return all(flag & 1 for flag in bytes(flags))
-
-
-def make_present(begin: int, end: int) -> bool:
-    """Bring all pages of a mapped range into memory, without the GIL. False where the system cannot."""
-    if _LIBC is None:
-        return False
+        return
     at, length = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
     # The first asks the disk for everything, however little the system reads ahead, and the second waits for it.
-    if not _LIBC.madvise(at, length, _WILLNEED) and not _LIBC.madvise(at, length, _POPULATE_READ):
-        return True
-    error = ctypes.get_errno()
-    if error in (errno.EINVAL, errno.ENOSYS):  # an older kernel
-        return False
-    raise OSError(error, os.strerror(error))
+    if _LIBC.madvise(at, length, _WILLNEED) or _LIBC.madvise(at, length, _POPULATE_READ):
+        error = ctypes.get_errno()
+        if error not in (errno.EINVAL, errno.ENOSYS):  # these are those of an older kernel
+            raise OSError(error, os.strerror(error))
 
 
 _BLOCK = 8 << 20
@@ -266,10 +252,6 @@ class WeightFiles(Mapping[str, torch.Tensor]):
         for file in dict.fromkeys(self._at[name] for name in names):
             file.check(names)
 
-    def is_present(self, names: Iterable[str]) -> bool:
-        """Return whether weights are in memory as a whole. False where the system does not tell."""
-        return all(file.is_present(group) for file, group in self._by_file(names))
-
     def fetch(self, names: Iterable[str]) -> None:
         """Bring weights into memory, without the GIL."""
         for file, group in self._by_file(names):
@@ -309,8 +291,6 @@ class _File:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self._identity = self._stat()
-        # Of files that are not the user's, Linux says that all pages are present.
-        self._tells = os.access(path, os.W_OK) or os.fstat(self._descriptor).st_uid == os.geteuid()
         self.entries = read_header(path, self._descriptor)
         self._mapped = {name for name, entry in self.entries.items() if maps and not entry.start % entry.dtype.itemsize}
         self.addresses: dict[str, int] = {}
@@ -368,24 +348,12 @@ class _File:
             "and leave the file as it is while the model is in use."
         )
 
-    def is_present(self, names: list[str]) -> bool:
-        spans = self._spans(names)
-        if not self._unread.isdisjoint(names) or (spans and not self._tells):
-            return False
-        return all(are_present(*span) for span in spans)
-
     def fetch(self, names: list[str]) -> None:
         self.check(names)
         self._read(names)
         try:
-            for begin, end in self._spans(names):
-                if not make_present(begin, end):
-                    # Read a part of the file for what that leaves in the page cache.
-                    room = memoryview(bytearray(_BLOCK))
-                    name = next(iter(self._mapped))
-                    start = self.addresses[name] - self.entries[name].start
-                    for position in range(begin - start, end - start, _BLOCK):
-                        os.preadv(self._descriptor, [room], position)
+            for span in self._spans(names):
+                make_present(*span)
         except OSError as error:
             self.check(names)  # cut off just now?
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -395,7 +363,8 @@ class _File:
         spans: list[tuple[int, int]] = []
         for name in names:
             if name in self._mapped:
-                begin, end = around(self.addresses[name], self.addresses[name] + self._length(name))
+                begin = self.addresses[name] // mmap.PAGESIZE * mmap.PAGESIZE
+                end = -(-(self.addresses[name] + self._length(name)) // mmap.PAGESIZE) * mmap.PAGESIZE
                 if spans and begin <= spans[-1][1]:
                     begin = spans.pop()[0]
                 spans.append((begin, end))

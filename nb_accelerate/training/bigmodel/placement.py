@@ -64,6 +64,17 @@ class Placement(ABC):
     def _start(self, files: WeightFiles | None) -> None:
         """Set what belongs to this process and this object, and is not copied."""
         self._files = files
+        self._faults = -1  # of the process, when pages were fetched last
+
+    @property
+    def _lacks_pages(self) -> bool:
+        """Whether pages may be missing: the process has had to wait for one, of any file, since they were fetched."""
+        return self._files is not None and self._faults != self._files.faults.number
+
+    def _fetch_pages(self) -> None:
+        if self._files is not None and self._lacks_pages:
+            self._faults = self._files.faults.number
+            self._files.fetch(self.names)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("device", "names", "name", "slots")}
@@ -116,39 +127,23 @@ def put_at_rest(tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
 
 
 class Mapped(Placement):
-    """A block that computes on the CPU from views of mapped files, or from what else is in host memory.
+    """A block that computes on the CPU from views of mapped files, or from what else is in host memory."""
 
-    Pages are looked at again only after the process had to wait for some page of a file, or if some of the block were
-    absent last time: a look takes longer than a small block computes.
-    """
-
-    @override
-    def _start(self, files: WeightFiles | None) -> None:
-        super()._start(files)
-        self._was_absent = True
-        self._faults = 0
-        self._has_fetched = False
+    _has_fetched = False  # and has not computed since
 
     @override
     def is_wanted(self, *, used: bool = False) -> bool:
-        return self._files is not None and (self._was_absent or self._faults != self._files.faults.number)
+        return self._lacks_pages
 
     @override
     def fetch(self) -> None:
-        if self._files is None:
-            return
-        self._faults = self._files.faults.number
-        self._was_absent = not self._files.is_present(self.names)
-        if self._was_absent:
-            self._files.fetch(self.names)
+        self._fetch_pages()
         self._has_fetched = True
 
     @override
     def arrive(self) -> None:
-        if self._files is None:
-            return
-        if self._was_absent and not self._has_fetched:
-            self.fetch()
+        if not self._has_fetched:
+            self._fetch_pages()
         self._has_fetched = False
         self.check()
 
@@ -191,8 +186,7 @@ class Staged(Placement):
         with self._staging.filling:
             if self._copies is not None:
                 return
-            if self._files is not None and not self._files.is_present(self.names):
-                self._files.fetch(self.names)
+            self._fetch_pages()
             with self._staging.lock:
                 self._copied = self._at_rest()
             self._copies = self._staging.send([each.tensor for each in self._copied])
