@@ -113,7 +113,10 @@ def run_rehearsal(
     if memory is not None:
         capacity = convert_file_size_to_int(memory)
     if device is not None and not capacity:
-        raise ConfigError(f"device={device!r} is none of {', '.join(_DEVICES)}. Give its memory too: memory='24GB'.")
+        raise ConfigError(
+            f"device={device!r} is none of {', '.join(_DEVICES)}. Give its memory too: memory='24GB'.",
+            options=("device", "memory"),
+        )
     options: dict[str, Any] = {"devices": "cpu", "progress": "off", "timeout": 2 * _SECONDS, "engine": "auto"}
     with tempfile.TemporaryDirectory(prefix="nb_accelerate-rehearsal-") as folder:
         job = (function, topologies, folder, _SECONDS, device or "", int(capacity))

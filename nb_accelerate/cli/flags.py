@@ -191,9 +191,9 @@ _FLAGS = {
     "master_addr": "--main_process_ip",
     "rdzv_endpoint": "--main_process_ip",
     "use_port": "--main_process_port",
-    "devices=": "--cpu, --tpu or --gpu_ids",
-    "device=": "--rehearse_device",
-    "memory=": "--rehearse_memory",
+    "devices": "--cpu, --tpu or --gpu_ids",
+    "device": "--rehearse_device",
+    "memory": "--rehearse_memory",
 }
 
 
@@ -203,7 +203,7 @@ def errors_in_flags() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        flags = [f"{flag} for {option.rstrip('=')}" for option, flag in _FLAGS.items() if option in str(error)]
+        flags = [f"{_FLAGS[option]} for {option}" for option in error.options if option in _FLAGS]
         if not flags:
             raise
         raise ConfigError(f"{str(error).rstrip('.')}. Here write {'; '.join(flags)}.") from None

@@ -38,7 +38,15 @@ def _rebuild(cls: type[NbAccelerateError], args: tuple[Any, ...], fields: dict[s
 
 
 class ConfigError(NbAccelerateError, ValueError):
-    """An option was given a value that cannot be."""
+    """An option was given a value that cannot be.
+
+    Attributes:
+        options: of a launch that the text names, for command lines, which call some of them otherwise.
+    """
+
+    def __init__(self, message: str = "", *, options: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.options = options
 
 
 class UnknownArgumentError(NbAccelerateError, TypeError):

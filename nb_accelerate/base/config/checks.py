@@ -41,9 +41,9 @@ def check_whole(name: str, value: object, *, at_least: int) -> int:
     """Return ``value`` if it is a whole number of at least ``at_least``; True and False are none."""
     whole = f"Write an integer of at least {at_least}."
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={shown(value)} is {described(value)}, not a whole number. {whole}")
+        raise ConfigError(f"{name}={shown(value)} is {described(value)}, not a whole number. {whole}", options=(name,))
     if value < at_least:
-        raise ConfigError(f"{name}={value} is too small. {whole}")
+        raise ConfigError(f"{name}={value} is too small. {whole}", options=(name,))
     return value
 
 

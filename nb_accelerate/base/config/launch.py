@@ -86,7 +86,8 @@ class LaunchOptions:
         _check_devices(self.devices)
         port = int(self.use_port) if isinstance(self.use_port, str) and self.use_port.isdigit() else self.use_port
         if port is not None and (type(port) is not int or not 0 <= port < 1 << 16):
-            raise ConfigError(f"use_port={shown(port)} is not a port: 1 to 65535, or 0 or None for a free one")
+            what = "is not a port: 1 to 65535, or 0 or None for a free one"
+            raise ConfigError(f"use_port={shown(port)} {what}", options=("use_port",))
         self._check_nodes()
         try:
             string.Template(self.log_line_prefix_template or "").substitute(rank="", local_rank="", role_name="")
@@ -122,7 +123,8 @@ class LaunchOptions:
         if check_whole("node_rank", self.node_rank, at_least=0) >= self.num_nodes:
             raise ConfigError(
                 f"node_rank={self.node_rank}, but of num_nodes={self.num_nodes} machines the first is number 0 and "
-                f"the last is number {self.num_nodes - 1}"
+                f"the last is number {self.num_nodes - 1}",
+                options=("num_nodes", "node_rank"),
             )
         method = START_METHODS.get(self.start_method)
         if not self.engine.is_local and self.num_nodes > 1:
@@ -139,17 +141,20 @@ class LaunchOptions:
             return
         if method is not None and method.max_nodes is not None and self.num_nodes > method.max_nodes:
             raise ConfigError(
-                f"start_method={method.name!r} runs one rank in this process; num_nodes must be {method.max_nodes}"
+                f"start_method={method.name!r} runs one rank in this process; num_nodes must be {method.max_nodes}",
+                options=("num_nodes",),
             )
         if self.rdzv_backend == "c10d" and not self.rdzv_endpoint:
             raise ConfigError(
                 "rdzv_backend='c10d' needs an address at which machines meet. Write rdzv_endpoint='HOST:29400' "
-                "with the name of one machine, the same on all machines"
+                "with the name of one machine, the same on all machines",
+                options=("rdzv_endpoint",),
             )
         if not self.rdzv_endpoint and self.master_addr in ("127.0.0.1", "localhost"):
             raise ConfigError(
                 f"num_nodes={self.num_nodes}, but master_addr={self.master_addr!r} is the local machine on each. Write "
-                f"the address of machine 0 that the others can reach: master_addr='10.0.0.1'"
+                f"the address of machine 0 that the others can reach: master_addr='10.0.0.1'",
+                options=("num_nodes", "master_addr"),
             )
 
 
@@ -163,6 +168,7 @@ def _check_devices(devices: Any) -> None:
         return
     is_list = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) > 0
     if not is_list or not all(type(device) is int and device >= 0 for device in devices):
-        raise ConfigError(f"devices={shown(devices)}: write devices='cpu', or the numbers of GPUs, as devices=[0, 2]")
+        what = "write devices='cpu', or the numbers of GPUs, as devices=[0, 2]"
+        raise ConfigError(f"devices={shown(devices)}: {what}", options=("devices",))
     if len(set(devices)) < len(devices):
-        raise ConfigError(f"devices={shown(devices)} names a GPU twice; each rank needs its own")
+        raise ConfigError(f"devices={shown(devices)} names a GPU twice; each rank needs its own", options=("devices",))

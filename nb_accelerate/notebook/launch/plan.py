@@ -163,12 +163,14 @@ def _choose_kind(options: LaunchOptions, facts: MachineFacts) -> VisibleDevices:
         found = next((devices for devices in facts.accelerators if devices.kind.name == options.devices), None)
         if found is None:
             raise ConfigError(
-                f"devices={options.devices!r}, but there is no such device. Write devices={CPU.name!r} or None"
+                f"devices={options.devices!r}, but there is no such device. Write devices={CPU.name!r} or None",
+                options=("devices",),
             )
         return found
     if options.devices is not None:
         if not facts.accelerators:
-            raise ConfigError(f"devices={options.devices!r}, but no GPU is visible. Write devices={CPU.name!r} or None")
+            what = f"no GPU is visible. Write devices={CPU.name!r} or None"
+            raise ConfigError(f"devices={options.devices!r}, but {what}", options=("devices",))
         return facts.accelerators[0]
     if facts.prefers_cpu:
         return _PROCESSOR
@@ -190,20 +192,23 @@ def _ranks_and_devices(
     if kind.start_runtime is not None and options.num_nodes > 1:
         raise ConfigError(
             f"num_nodes={options.num_nodes}, but {kind.label}s of several machines are connected by their own runtime, "
-            "which is not supported. Leave num_nodes out"
+            "which is not supported. Leave num_nodes out",
+            options=("num_nodes",),
         )
     # Devices that were chosen by number.
     if options.devices is not None and not isinstance(options.devices, str):
         if kind.all_or_one:
             raise ConfigError(
                 f"devices={options.devices!r}, but {kind.label}s cannot be chosen by their numbers: ranks use all "
-                f"{len(names)} or one. Leave devices out, or write num_processes=1"
+                f"{len(names)} or one. Leave devices out, or write num_processes=1",
+                options=("devices",),
             )
         missing = [number for number in options.devices if number >= len(names)]
         if missing:
             raise ConfigError(
                 f"devices={options.devices!r}, but the visible GPUs are 0 to {len(names) - 1}: "
-                f"there is no GPU {missing[0]}"
+                f"there is no GPU {missing[0]}",
+                options=("devices",),
             )
         # Numbers count among the devices that are visible, which may be the fourth to the seventh of the machine.
         names = tuple(names[number] for number in options.devices)
@@ -216,7 +221,8 @@ def _ranks_and_devices(
         there_are = f"there {'are' if available > 1 else 'is'} {available} {kind.label}{'s' if available > 1 else ''}"
         raise ConfigError(
             f"num_processes={number}, but {there_are}, and each rank needs its own. Write num_processes={available}, "
-            f"or devices={CPU.name!r} to run on the CPU"
+            f"or devices={CPU.name!r} to run on the CPU",
+            options=("devices",),
         )
     if kind.all_or_one and number not in (1, available):
         raise ConfigError(
@@ -226,7 +232,8 @@ def _ranks_and_devices(
     if options.num_nodes > 1 and not kind.backend:
         raise ConfigError(
             f"num_nodes={options.num_nodes}, but {kind.name} devices cannot exchange tensors between ranks. Write "
-            f"devices={CPU.name!r} to run on the CPU"
+            f"devices={CPU.name!r} to run on the CPU",
+            options=("num_nodes", "devices"),
         )
     return number, names[:number], visibility
 

@@ -172,7 +172,7 @@ def _keep_free(port: int, stack: contextlib.ExitStack) -> int:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:  # no loopback interface, without which one rank can do
             return port or _DEFAULT_PORT
-        raise ConfigError(_why_not_bound(_LOOPBACK, port, error)) from error
+        raise _not_bound(_LOOPBACK, port, error) from error
     return int(keeper.getsockname()[1])
 
 
@@ -228,7 +228,7 @@ def _split(endpoint: str, default_port: int) -> tuple[str, int]:
     has_port = endpoint.count(":") == 1 or "]:" in endpoint  # and not an address of IPv6 alone
     host, _, port = endpoint.rpartition(":") if has_port else (endpoint, "", "")
     if port and not port.isdigit():
-        raise ConfigError(f"rdzv_endpoint={endpoint!r} is not HOST:PORT")
+        raise ConfigError(f"rdzv_endpoint={endpoint!r} is not HOST:PORT", options=("rdzv_endpoint",))
     return host.strip("[]"), int(port or default_port)
 
 
@@ -243,24 +243,24 @@ def _listen(address: str, port: int, *, of_endpoint: bool = False) -> socket.soc
         listener.listen(1024)  # every rank connects before rank 0 has had time to accept
     except OSError as error:
         listener.close()
-        raise ConfigError(_why_not_bound(address, port, error, of_endpoint=of_endpoint)) from error
+        raise _not_bound(address, port, error, of_endpoint=of_endpoint) from error
     return listener
 
 
-def _why_not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = False) -> str:
-    endpoint = f"rdzv_endpoint='{address}:{port}'"
-    if of_endpoint and error.errno == errno.EADDRINUSE:
-        return f"{endpoint}: that port is taken. Write another one, the same on all machines"
-    if of_endpoint and error.errno == errno.EADDRNOTAVAIL:
-        return f"{endpoint}: {address} is not an address of this machine, which is to serve the others there"
+def _not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = False) -> ConfigError:
+    options = ("rdzv_endpoint",) if of_endpoint else ("use_port",)
     if error.errno == errno.EADDRINUSE:
-        return (
-            f"use_port={port} is taken. Write another one, or leave use_port out on a single machine: "
-            f"a free one is found"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"master_addr={address!r} is not an address of this machine, but node_rank=0 is the machine that has it"
-    return f"cannot listen on {address}:{port}: {error.strerror}"
+        given = f"rdzv_endpoint='{address}:{port}': that port" if of_endpoint else f"use_port={port}"
+        other = "the same on all machines" if of_endpoint else "or leave use_port out on a single machine"
+        text = f"{given} is taken. Write another one, {other}"
+    elif error.errno == errno.EADDRNOTAVAIL and not of_endpoint:
+        text = f"master_addr={address!r} is not an address of this machine, but node_rank=0 is the machine that has it"
+        options = "master_addr", "node_rank"
+    elif error.errno == errno.EADDRNOTAVAIL:
+        text = f"rdzv_endpoint='{address}:{port}': {address} is not an address of this machine, which is to serve there"
+    else:
+        text = f"cannot listen on {address}:{port}: {error.strerror}"
+    return ConfigError(text, options=options)
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
