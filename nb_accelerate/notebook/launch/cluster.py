@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.launch.meeting import Met
     from nb_accelerate.notebook.launch.rendezvous import Meet
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
+    from nb_accelerate.notebook.ranks.end_reports import EndReports
     from nb_accelerate.notebook.ranks.handle import RankHandle
 
 
@@ -76,12 +77,13 @@ class Cluster(Placing):
     Attributes:
         plan: of all ranks together.
         notes: what the user is to know about machines, and was not told before.
-        by_value: modules that a machine does not have as they are here.
 
     Raises:
         StartError: a host does not start, or machines do not reach one another.
         ConfigError: machines cannot have the ranks that were asked for.
     """
+
+    is_elsewhere = True
 
     def __init__(
         self, options: LaunchOptions, check: Callable[[], object] = lambda: None, *, keeps: bool = False
@@ -113,27 +115,29 @@ class Cluster(Placing):
             else:
                 self._hosts.close()
 
+    @override
     def give_up(self) -> None:
-        """Wait no longer for hosts that are silent."""
         for place in self._places:
             place.link.give_up()
 
     @property
-    def lost(self) -> str:
-        """Which machines are lost, and why; "" if none is."""
+    @override
+    def lost(self) -> str:  # type: ignore[override]  # it changes
         return "; ".join(f"machine {place.link.name} {place.link.lost}" for place in self._places if place.link.lost)
 
     @property
-    def without_lost(self) -> str:
-        """How ranks are started on the machines that are not lost, as it is written behind ``%distributed``."""
+    @override
+    def without_lost(self) -> str:  # type: ignore[override]  # likewise
         engine = self._options.engine
         hosts = ",".join(f"{one.link.name}:{one.plan.num_processes}" for one in self._places if not one.link.lost)
         flags = {"engine": engine.engine, "hosts": hosts, "command-template": engine.command_template}
         flags |= {"remote-python": engine.remote_python, "address": engine.address}
         return "start " + " ".join(f"--{name} {shlex.quote(value)}" for name, value in flags.items() if value)
 
+    @override
     def reopen(self) -> None:
-        """Start the hosts of lost machines again, for the same ranks. Raises what a new cluster does."""
+        if not self.lost:
+            return
         self._hosts.reopen(self._check)
         known = [place.link for place in self._places]
         self._compare([link for link in self._hosts.links if link not in known])
@@ -188,9 +192,9 @@ class Cluster(Placing):
         self._check = check
         return contextlib.nullcontext(self.meet)
 
+    @override
     @contextlib.contextmanager
-    def meet(self) -> Iterator[Rendezvous]:
-        """Agree where ranks meet that are started once: on a port of the first machine, which the others reach."""
+    def meet(self) -> Iterator[Rendezvous]:  # on a port of the first machine, which the others reach
         if self.lost:
             raise StartError(self.lost)
         met = self._met_at = self._met()
@@ -239,14 +243,15 @@ class Cluster(Placing):
         with contextlib.ExitStack() as stack:
             handles = []
             for rank in range(self.plan.num_processes):
-                handles.append(self.start(rank, serves=rank == 0))
+                handles.append(self.start(rank, None, serves=rank == 0))
                 stack.callback(handles[-1].close)
                 stack.callback(handles[-1].kill)
                 handles[-1].page.want_rows(wants_rows)
             yield handles
 
-    def start(self, rank: int, *, serves: bool = False) -> RemoteRank:
-        """Start a rank, which has the socket of the store if it is to serve that."""
+    @override
+    def start(self, rank: int, ends: EndReports | None, *, serves: bool = False) -> RemoteRank:
+        """Start a rank, which has the socket of the store if it is to serve that. How it ends, its host reports."""
         place = self._place_of(rank)
         fresh = place.plan.method.name == "spawn"
         first, end = place.plan.first_rank, place.plan.first_rank + place.plan.num_processes
@@ -267,12 +272,13 @@ class Cluster(Placing):
         setup = make_setup(handle, self._options, place.plan, there, notebook, store=store, attempt=attempt, base=base)
         return replace(setup, keeps_environ=True, cwd=place.cwd, sys_path=place.path)
 
+    @override
     def when_addressed(
-        self, handles: Sequence[RankHandle], then: Callable[[tuple[tuple[str, int], ...]], object]
+        self, handles: Sequence[RankHandle], then: Callable[[tuple[int, ...], tuple[tuple[str, int], ...]], object]
     ) -> None:
-        """Call `then` in the loop's thread with the addresses and ports of ranks, when their machines have said them.
+        """Call `then` in the loop's thread, when all machines have answered.
 
-        All ports of a machine that is lost are among them.
+        Process ids of other machines mean nothing there. All ports of a machine that is lost are among the addresses.
         """
         found: set[tuple[str, int]] = set()
         waiting = set()
@@ -283,7 +289,7 @@ class Cluster(Placing):
                 found.update((address, port) for address, port in answer["addresses"])
                 waiting.discard(place.link)
                 if not waiting:
-                    then(tuple(found))
+                    then((), tuple(found))
 
             if place.link.lost:
                 found.update((address, 0) for address in place.link.hello["addresses"])
@@ -291,7 +297,7 @@ class Cluster(Placing):
                 waiting.add(place.link)
                 place.link.query("connections", take, pids=[pid for pid in pids if pid])
         if not waiting:
-            then(tuple(found))
+            then((), tuple(found))
 
     def _place_of(self, rank: int) -> _Place:
         return next(place for place in self._places if 0 <= rank - place.plan.first_rank < place.plan.num_processes)

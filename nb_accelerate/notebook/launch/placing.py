@@ -12,7 +12,7 @@ from typing_extensions import override
 from nb_accelerate.base.config.env import Environment
 from nb_accelerate.notebook.launch.forked_server import ForkedServer
 from nb_accelerate.notebook.launch.local import LocalRank
-from nb_accelerate.notebook.launch.rendezvous import is_local, repeated_rendezvous
+from nb_accelerate.notebook.launch.rendezvous import is_local, open_rendezvous, repeated_rendezvous
 from nb_accelerate.notebook.launch.servers import (
     ExecutedServer,
     new_warm_server,
@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 
 
 class Placing(ABC):
-    """Starts the ranks of a launch, as often as it is told to."""
+    """Starts the ranks of a launch, as often as it is told to, or those of a pool, one by one."""
+
+    is_elsewhere = False  # whether ranks are on machines of an engine
+    lost = ""  # which machines are lost, and why
+    without_lost = ""  # how ranks are started on the others, as it is written behind ``%distributed``
+    by_value: Sequence[ModuleType] = ()  # modules that are sent, since a machine does not have them as they are here
 
     @abstractmethod
     def repeated_rendezvous(self, check: Callable[[], object]) -> contextlib.AbstractContextManager[Meet]:
@@ -65,15 +70,38 @@ class Placing(ABC):
     def close(self) -> None:
         """End what belongs to this launch. Can be repeated."""
 
-    # Modules of the notebook that are sent, since a machine does not have them as they are here.
-    by_value: Sequence[ModuleType] = ()
-
     def check_ways(self, say: Callable[[str], object]) -> None:  # noqa: B027 - on one machine there is none
         """Say whether a machine no longer reaches another one. Returns at once; called when ranks wait for others."""
 
     def while_starting(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for the time in which ranks are started."""
         return contextlib.nullcontext()
+
+    # For a pool.
+
+    @abstractmethod
+    def meet(self) -> contextlib.AbstractContextManager[Rendezvous]:
+        """Return a context manager that agrees where ranks meet once."""
+
+    @abstractmethod
+    def start(self, rank: int, ends: EndReports) -> RankHandle:
+        """Start a rank, which waits for `Setup`."""
+
+    @abstractmethod
+    def when_addressed(
+        self, handles: Sequence[RankHandle], then: Callable[[tuple[int, ...], tuple[tuple[str, int], ...]], object]
+    ) -> None:
+        """Call `then` with process ids of ranks, or their addresses and ports, so that others can be cut off them."""
+
+    def renew(self) -> bool:
+        """Replace what starts ranks, which has ended with all of them. Return whether there is something new."""
+        return False
+
+    def reopen(self) -> None:  # noqa: B027 - this machine is not lost
+        """Start the hosts of lost machines again. An interrupt ends the wait for them."""
+
+    def give_up(self) -> None:  # noqa: B027
+        """Wait no longer for machines that are silent."""
 
 
 class PlacingHere(Placing):
@@ -83,7 +111,14 @@ class PlacingHere(Placing):
         self._options = options
         self._plan = plan
         self._resources = contextlib.ExitStack()
-        self._server: RankServer = self._resources.enter_context(open_server(plan.method, options))
+        self._server: RankServer
+        self.renew()
+
+    @override
+    def renew(self) -> bool:
+        self._resources.close()
+        self._server = self._resources.enter_context(open_server(self._plan.method, self._options))
+        return True
 
     @override
     def close(self) -> None:  # a server that is kept for the next launch stays
@@ -131,6 +166,26 @@ class PlacingHere(Placing):
     def while_starting(self) -> Iterator[None]:
         with one_at_a_time() if is_local(self._options) else contextlib.nullcontext():
             yield
+
+    @override
+    def meet(self) -> contextlib.AbstractContextManager[Rendezvous]:
+        return open_rendezvous(self._options, self._plan)
+
+    @override
+    def start(self, rank: int, ends: EndReports) -> RankHandle:
+        handle = LocalRank(rank, local_rank=rank, ends=ends)
+        try:
+            self._server.start([handle])
+        except BaseException:
+            handle.close()
+            raise
+        return handle
+
+    @override
+    def when_addressed(
+        self, handles: Sequence[RankHandle], then: Callable[[tuple[int, ...], tuple[tuple[str, int], ...]], object]
+    ) -> None:
+        then(tuple(handle.pid for handle in handles if handle.pid and not handle.ended), ())
 
 
 def open_server(method: StartMethod, options: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:

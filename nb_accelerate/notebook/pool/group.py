@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.base.devices import backend_named
 from nb_accelerate.base.topology.rank_lists import as_option, named
 from nb_accelerate.errors import ConfigError, PoolError, StartError
-from nb_accelerate.notebook.launch.local import LocalRank
-from nb_accelerate.notebook.launch.placing import open_server
-from nb_accelerate.notebook.launch.rendezvous import open_rendezvous
-from nb_accelerate.notebook.launch.setup import make_setup, pack_notebook
+from nb_accelerate.notebook.launch.placing import PlacingHere
+from nb_accelerate.notebook.launch.setup import pack_notebook
 from nb_accelerate.notebook.protocol.messages import CutOff, Join, Result
 from nb_accelerate.notebook.protocol.shipping import unpack
 from nb_accelerate.notebook.ranks.end_reports import end_reports
@@ -43,11 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nb_accelerate.base.config.launch import LaunchOptions
-    from nb_accelerate.notebook.launch.cluster import Cluster
+    from nb_accelerate.notebook.launch.placing import Placing
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Rendezvous
-    from nb_accelerate.notebook.ranks.end_reports import EndReports
-    from nb_accelerate.notebook.ranks.handle import RankHandle
     from nb_accelerate.notebook.ranks.timeouts import Timeouts
     from nb_accelerate.notebook.ranks.waiting import Interrupts
 
@@ -82,7 +78,7 @@ class RankGroup:
     Args:
         on_rank_end: called, in the loop's thread, with what happened when a rank has ended.
         timeouts: gives how long the steps of what begins now may take.
-        cluster: the machines that ranks are on, which is taken over; None if they are here.
+        placing: starts the ranks, and is taken over; None if they are on this machine.
     """
 
     @enough_room()
@@ -92,24 +88,20 @@ class RankGroup:
         plan: LaunchPlan,
         on_rank_end: Callable[[BaseException], None],
         timeouts: Callable[[], Timeouts],
-        cluster: Cluster | None = None,
+        placing: Placing | None = None,
     ) -> None:
         self.plan = plan
-        self._cluster = cluster
-        self.by_value = cluster.by_value if cluster else ()  # modules that are sent as they are here
         self.is_disconnected = False  # whether the ranks have no process group of use, so that they must be reconnected
         self.display_ids = DisplayIds()
-        self._options = options
         self._timeouts = timeouts
         self._tell = on_rank_end
         self._rendezvous_count = 0
-        self._resources = contextlib.ExitStack()
-        self._open_server()
+        self.placing = placing or PlacingHere(options, plan)
         try:
             self.loop = RankLoop(on_rank_end=self._on_rank_end)
             self.loop.start()
         except BaseException:
-            self._resources.close()
+            self.placing.close()
             raise
 
     @property
@@ -133,17 +125,10 @@ class RankGroup:
         """Ranks that live."""
         return [number for number in range(self.size) if number not in self.missing]
 
-    @property
-    def lost_machines(self) -> str:
-        """Which machines are lost, and why; "" if none is."""
-        return self._cluster.lost if self._cluster is not None else ""
-
     def reopen(self) -> None:
         """Start the hosts of lost machines again. An interrupt ends the wait for them."""
-        if self._cluster is None or not self._cluster.lost:
-            return
         try:
-            self._cluster.reopen()
+            self.placing.reopen()
         except StartError as error:
             said, alive = f"{error}\nWhen it is back: %distributed restart", self.alive
             if alive:
@@ -151,7 +136,7 @@ class RankGroup:
                     f"\nThe variables of {named(alive)} are kept, and cells run there: %%distributed --ranks "
                     f"{as_option(alive)}\nA value is brought by: %distributed pull NAME --ranks {alive[0]}\n"
                     "To start ranks without it, and lose all variables: %distributed stop\n"
-                    f"%distributed {self._cluster.without_lost}"
+                    f"%distributed {self.placing.without_lost}"
                 )
             raise StartError(said) from None
 
@@ -200,7 +185,6 @@ class RankGroup:
 
     def request(self, ranks: Sequence[RankProxy], send: Callable[[RankProxy], object], **options: Any) -> Request:
         """Make a request that runs code of users; the arguments are those of `Request`."""
-        cluster = self._cluster
         request = Request(
             ranks=ranks,
             send=send,
@@ -208,7 +192,7 @@ class RankGroup:
             wording=_CELL,
             world_size=self.size,
             on_host=self.plan.kind.is_host,
-            stuck=(lambda: None) if cluster is None else lambda: cluster.check_ways(self.loop.say),
+            stuck=lambda: self.placing.check_ways(self.loop.say),
             **{"say": say_here(), **options},
         )
 
@@ -222,16 +206,12 @@ class RankGroup:
     def _cut(self, rank: RankProxy) -> None:
         """Take a rank out of a collective, by breaking its connections to other ranks."""
         handles = [other.handle for other in self.ranks.values() if other is not rank]
-        others = tuple(handle.pid for handle in handles if handle.pid and not handle.ended)
         number = self._rendezvous_count
 
-        def send(peers: tuple[int, ...] = (), addresses: tuple[tuple[str, int], ...] = ()) -> None:
+        def send(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ...]) -> None:
             rank.handle.cut_off(CutOff(rendezvous=number, peers=peers, addresses=addresses))
 
-        if self._cluster is None:
-            send(peers=others)
-        else:  # process ids of other machines mean nothing on this one, and not to each other
-            self._cluster.when_addressed(handles, lambda addresses: send(addresses=addresses))
+        self.placing.when_addressed(handles, send)
 
     @enough_room()
     def bring_up(self, numbers: Sequence[int], interrupts: Interrupts) -> None:
@@ -240,22 +220,18 @@ class RankGroup:
         new: list[RankProxy] = []
         try:
             with (
-                self._met() as rendezvous,
+                self.placing.meet() as rendezvous,
                 pack_notebook(
-                    inherits=not self.is_elsewhere and self.plan.method.copies_notebook,
-                    is_elsewhere=self.is_elsewhere,
-                    modules=self.by_value,
+                    inherits=not self.placing.is_elsewhere and self.plan.method.copies_notebook,
+                    is_elsewhere=self.placing.is_elsewhere,
+                    modules=self.placing.by_value,
                 ) as notebook,
             ):
                 self._start(numbers, new)
 
                 def set_up(rank: RankProxy) -> None:
-                    if self._cluster is None:
-                        setup = make_setup(rank.handle, self._options, self.plan, rendezvous, notebook.parcel)
-                    else:
-                        setup = self._cluster.setup_of(rank.handle, self.plan, rendezvous, notebook.parcel)
-                        setup = replace(setup, store=None)  # `Join` says it
-                    rank.handle.send(setup, notebook.fds)
+                    setup = self.placing.setup_of(rank.handle, self.plan, rendezvous, notebook.parcel)
+                    rank.handle.send(replace(setup, store=None), notebook.fds)  # `Join` says it
 
                 self._ask("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
                 everybody = sorted(self.ranks.values(), key=lambda rank: rank.rank)
@@ -277,47 +253,16 @@ class RankGroup:
         try:
             self._fork(numbers, new)
         except StartError:
-            if any(not rank.is_gone for rank in self.ranks.values()):
+            if any(not rank.is_gone for rank in self.ranks.values()) or not self.placing.renew():
                 raise
-            if self._cluster is not None:
-                raise
-            self._resources.close()
-            self._open_server()
             self._fork(numbers[len(new) :], new)
 
     def _fork(self, numbers: Sequence[int], new: list[RankProxy]) -> None:
         with end_reports() as ends:
             for number in numbers:
-                rank = RankProxy(self._forked(number, ends))
+                rank = RankProxy(self.placing.start(number, ends))
                 self.loop.add(rank)
                 new.append(rank)
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the ranks are on machines of an engine."""
-        return self._cluster is not None
-
-    def _open_server(self) -> None:
-        if self._cluster is not None:
-            self._resources.callback(self._cluster.close)
-        else:
-            self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
-
-    def _met(self) -> contextlib.AbstractContextManager[Rendezvous]:
-        if self._cluster is None:
-            return open_rendezvous(self._options, self.plan)
-        return self._cluster.meet()
-
-    def _forked(self, number: int, ends: EndReports) -> RankHandle:
-        if self._cluster is not None:
-            return self._cluster.start(number)
-        handle = LocalRank(number, local_rank=number, ends=ends)
-        try:
-            self._server.start([handle])
-        except BaseException:
-            handle.close()
-            raise
-        return handle
 
     def _ask(
         self,
@@ -362,15 +307,11 @@ class RankGroup:
         """
         seconds = self._timeouts().quit if ask else 0.0
         self._end([*self.ranks.values()], seconds=seconds, interrupts=interrupts)
-        with interrupts.go_to(self._give_up):
+        with interrupts.go_to(self.placing.give_up):
             self.loop.close()
             if self.loop.output is not None:
                 self.loop.output.close()
-            self._resources.close()
-
-    def _give_up(self) -> None:
-        if self._cluster is not None:
-            self._cluster.give_up()
+            self.placing.close()
 
     def _end(self, ranks: Sequence[RankProxy], *, seconds: float, interrupts: Interrupts) -> None:
         alive = [rank for rank in ranks if not rank.handle.ended]
@@ -388,7 +329,7 @@ class RankGroup:
 
         def hurry() -> None:
             self.loop.interrupt(request)
-            self._give_up()
+            self.placing.give_up()
 
         with interrupts.go_to(hurry):
             self.loop.begin(request)

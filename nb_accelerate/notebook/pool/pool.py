@@ -135,7 +135,7 @@ class Pool:
     @property
     def is_elsewhere(self) -> bool:
         """Whether its ranks are on machines of an engine."""
-        return bool(self.group and self.group.is_elsewhere)
+        return bool(self.group and self.group.placing.is_elsewhere)
 
     @property
     def is_idle(self) -> bool:
@@ -235,7 +235,7 @@ class Pool:
             ConfigError: there is no such rank.
             StartError: a machine that is lost cannot be reached. The other ranks keep their variables.
         """
-        if rank is None and self.group is not None and self.group.lost_machines:
+        if rank is None and self.group is not None and self.group.placing.lost:
             rank = self.group.missing[0]
         if rank is None:
             if self._clear_away_what_failed() is None and not self.is_running:
@@ -301,7 +301,7 @@ class Pool:
         # What is packed is kept until the end, and the plan is not: the notebook may delete values meanwhile.
         kept = self.variables
         plan = plan_cell(source.free, variables, syncs, kept.numbers, options.send, kept.trained)
-        shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT, group.by_value)
+        shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT, group.placing.by_value)
         remarks, before = plan.remarks(group.plan.kind.name), plan.before(source.stored)
         del plan
         try:
@@ -408,7 +408,9 @@ class Pool:
         self.wait()
         chosen = group.chosen(ranks)
         name = getattr(function, "__name__", "function")
-        with pack((function, args, {}), name=name, by_value=group.by_value, globals_there=Globals.FOUND) as packed:
+        with pack(
+            (function, args, {}), name=name, by_value=group.placing.by_value, globals_there=Globals.FOUND
+        ) as packed:
             call = Call(parcel=packed.parcel)
             request = group.request(chosen, lambda rank: rank.handle.ask(call, packed.fds), timeout=timeout)
             try:
