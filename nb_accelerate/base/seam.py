@@ -130,5 +130,4 @@ class TrainingHalf(ABC):
 
 
 def training_half() -> TrainingHalf:
-    """Import the training half, and return it."""
     return cast("TrainingHalf", importlib.import_module(TRAINING_HALF).training_half)

@@ -52,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
     parser = _Parser(prog="nb-accelerate", description="Distributed PyTorch that is at home in a Jupyter notebook.")
     parser.add_argument("--version", action="version", version=f"nb-accelerate {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")

@@ -19,7 +19,6 @@ _PRECISIONS = ("no", "fp16", "bf16")
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `config` to the command line."""
     parser = subparsers.add_parser(
         "config",
         help="answer questions about this machine once, for all launches",

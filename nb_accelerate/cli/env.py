@@ -32,7 +32,6 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (its size is read; nothing is w
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `env` to the command line."""
     parser = subparsers.add_parser(
         "env",
         help="show Python, PyTorch, devices and versions",

@@ -13,7 +13,6 @@ _COLUMNS = ("precision", "weights", "gradients", "Adam", "activations", "one pro
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `estimate-memory` to the command line."""
     parser = subparsers.add_parser(
         "estimate-memory",
         help="how much memory a model will take: for training, or where it fits for inference",

@@ -159,11 +159,7 @@ REFUSED = {
 
 
 def add_flags(parser: argparse.ArgumentParser, *, without: str = "") -> None:
-    """Add all flags to a parser, in groups.
-
-    Args:
-        without: title of a group to leave out.
-    """
+    """Add all flags to a parser, in groups. `without`: title of a group to leave out."""
     for title, flags, _ in GROUPS:
         if title == without:
             continue

@@ -30,7 +30,6 @@ _OF_LAUNCHERS_ONLY = ("--num_processes", "--num-processes", "--multi_gpu", "--mu
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `launch` to the command line."""
     parser = subparsers.add_parser(
         "launch",
         help="run a script or a notebook on all devices",

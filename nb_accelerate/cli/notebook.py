@@ -101,7 +101,6 @@ class FailedCell:
     traceback: str
 
     def render(self, *, color: bool) -> str:
-        """Return the failure as text for a terminal."""
         where = f"cell {self.number} failed: {self.title}" if self.number else f"failed: {self.title}"
         return f"{where}\n{self.traceback if color else _COLOR.sub('', self.traceback)}"
 
@@ -143,7 +142,6 @@ def execute(
 
 
 def write_notebook(run: NotebookRun, directory: Path) -> Path:
-    """Write the executed notebook into ``directory`` and return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{run.name}.executed.ipynb"
     nbformat.write(run.notebook, path)  # type: ignore[no-untyped-call]

@@ -24,7 +24,6 @@ _RANK = re.compile(r"nb-rank(\d+)")
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `status` and `stop` to the command line."""
     status = subparsers.add_parser(
         "status",
         help="show the runs on this machine",

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `test` to the command line."""
     parser = subparsers.add_parser(
         "test",
         help="check that distributed training works here",

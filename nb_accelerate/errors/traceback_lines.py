@@ -184,11 +184,7 @@ def line_in_cell(filename: str, lineno: int) -> str | None:
 
 
 def frame_lines(frame: FrameLine, style: Style = PLAIN, *, context: int = 0) -> Iterator[str]:
-    """Yield where a frame is, and its line of code.
-
-    Args:
-        context: lines of a cell that are shown before and after it.
-    """
+    """Yield where a frame is, and its line of code. `context`: lines of a cell that are shown before and after it."""
     cell = cell_name(frame.filename)
     inside = "" if is_module_level(frame.name) else f", in {frame.name}"
     if cell is None:

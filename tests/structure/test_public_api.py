@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import inspect
 import pydoc
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from structure.public_api import SNAPSHOT, describe
+from structure.public_api import SNAPSHOT, _own_members, describe
 
 import nb_accelerate
 import nb_accelerate.utils
@@ -84,6 +85,15 @@ def test_each_name_of_a_table_can_be_imported_and_is_what_its_line_says(package:
     for name, (module, attribute) in lazy.table(package.__name__).items():
         imported = importlib.import_module(module)
         assert getattr(package, name) is (getattr(imported, attribute) if attribute else imported)
+
+
+def test_what_is_public_says_what_it_does():
+    for name in nb_accelerate.__all__:
+        value = getattr(nb_accelerate, name)
+        members = sorted(_own_members(value)) if isinstance(value, type) else []
+        callables = [value, *(getattr(value, member) for member in members)]
+        silent = [each for each in callables if callable(each) and not inspect.getdoc(each)]
+        assert silent == [], name
 
 
 def test_an_editor_completes_the_names_and_goes_to_their_definitions():

@@ -85,7 +85,6 @@ class CodeLine:
     inside: str = ""  # what the line runs: ``importing pandas``, or the function that it has called
 
     def write(self, memory: memoryview, at: int) -> None:
-        """Write it to a progress page, from byte ``at`` on."""
         filename = self.filename.encode(errors="replace")[-_FILENAME + 1 :]
         called = self.called.encode(errors="replace")[: _CALLED - 1]
         inside = self.inside.encode(errors="replace")[: _INSIDE - 1]
@@ -146,7 +145,6 @@ class RankMemory:
         return max(0, self.used - self.base - self.states)
 
     def write(self, memory: memoryview, at: int) -> None:
-        """Write it to a progress page, from byte ``at`` on."""
         *numbers, sharding = dataclasses.astuple(self)
         MEMORY.pack_into(memory, at, *numbers, sharding.encode(errors="replace")[:95])
 

@@ -58,7 +58,6 @@ class ProgressPage:
 
     @property
     def request(self) -> int:
-        """Number of the call or cell."""
         return self.words[layout.REQUEST]
 
     @property
@@ -68,7 +67,6 @@ class ProgressPage:
 
     @property
     def phase(self) -> int:
-        """Number of the `Phase` that is on."""
         return self.words[layout.PHASE]
 
     @property
@@ -115,7 +113,6 @@ class ProgressPage:
         words[layout.REQUEST] = request
 
     def end_request(self) -> None:
-        """End the call or cell."""
         self.enter(Phase.ENDED)
 
     # Loops over loaders.
@@ -231,7 +228,6 @@ class ProgressPage:
     # Values.
 
     def loss(self, value: float) -> None:
-        """Note the newest loss of this rank."""
         self._reals[layout.LOSS] = value
 
     def memory(self, used: int) -> None:
@@ -245,7 +241,6 @@ class ProgressPage:
         memory.write(self.buffer, layout.MEMORY_AT)
 
     def utilisation(self, percent: int) -> None:
-        """Note the utilisation of the device, in percent."""
         self.words[layout.UTILISATION] = percent
 
     def compiled(self, programs: int, seconds: float) -> None:
@@ -343,7 +338,6 @@ class ProgressPage:
         self.words[layout.BARS_SEEN] += 1
 
     def drop_bar(self, index: int) -> None:
-        """Remove a progress bar."""
         at = layout.BARS_AT + index * layout.BAR.size
         self.buffer[at : at + layout.BAR.size] = bytes(layout.BAR.size)
         self.words[layout.BARS_SEEN] += 1

@@ -87,7 +87,6 @@ class Sample:
 
     @property
     def activity(self) -> Activity:
-        """What the rank does."""
         return Activity(self.phase, self.waits_in, self.in_loop, self.evaluates)
 
     @property
@@ -208,17 +207,14 @@ class PageReader:
         return fd
 
     def read(self) -> Sample:
-        """Return what the page says now."""
         return read(self.buffer)
 
     @property
     def request(self) -> int:
-        """Return the number of the call or cell, see `Sample`."""
         number: int = layout.WORD.unpack_from(self.buffer, 8 * layout.REQUEST)[0]
         return number
 
     def copy(self) -> bytes:
-        """Return what is on the page now."""
         return self.buffer[:]
 
     def write(self, pieces: Iterable[tuple[int, bytes]]) -> None:
@@ -246,7 +242,6 @@ class PageReader:
         self.write([(8 * layout.STOP, layout.WORD.pack(1))])
 
     def close(self) -> None:
-        """Let go of the memory."""
         self.buffer.close()
         if self.fd >= 0:
             os.close(self.detach())

@@ -35,7 +35,6 @@ def first_line() -> dict[str, Any]:
 
 
 def write_end(file: str | os.PathLike[str], how: str) -> None:
-    """Note how a run has ended."""
     write_lines(file, {"end": {"how": how, "time": round(time.time(), 3)}})
 
 

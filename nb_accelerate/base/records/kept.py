@@ -120,7 +120,6 @@ def note_run(
 
 
 def record_of(key: str) -> RunRecord:
-    """Return a run by its id."""
     return records[key]
 
 

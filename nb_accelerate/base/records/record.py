@@ -140,7 +140,6 @@ class RunRecord:
         return {"lowest": low, "highest": high}.get(better(name)) if low <= high else None
 
     def is_constant(self, name: str) -> bool:
-        """Return whether all values by a name are the same."""
         low, high = self._extremes.get(name, (math.inf, -math.inf))
         return low == high
 
@@ -166,7 +165,6 @@ class RunRecord:
 
 @lru_cache(maxsize=256)
 def is_training_loss(name: str) -> bool:
-    """Return whether a logged name stands for the training loss."""
     return name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss")
 
 

@@ -78,12 +78,10 @@ class Topology:
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first rank of its machine."""
         return self.local_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the rank with the highest number."""
         return self.rank == self.world_size - 1
 
 

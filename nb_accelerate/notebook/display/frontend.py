@@ -52,7 +52,6 @@ def comes_from_terminal(request: Mapping[str, Any]) -> bool:
 
 
 def is_in_kernel() -> bool:
-    """Return whether this process is a kernel of Jupyter's."""
     return _kernel() is not None
 
 

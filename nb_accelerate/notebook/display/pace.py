@@ -26,7 +26,6 @@ class Pace:
         self._last: tuple[float, int] | None = None
 
     def add(self, now: float, steps: int) -> None:
-        """Take the number of training steps at the time `now`."""
         if steps and self._first is None:
             self._first = (now, steps)
         if steps and (self._last is None or steps > self._last[1]):
@@ -34,7 +33,6 @@ class Pace:
 
     @property
     def has_steps(self) -> bool:
-        """Return whether there was a step."""
         return self._first is not None
 
     @property

@@ -41,7 +41,6 @@ class PhaseTimes:
         self.num_workers: int | None = None  # of the loader that it trained with; None if not known.
 
     def add(self, now: float, sample: Sample) -> None:
-        """Add a sample that was taken at the time `now`."""
         if not sample.steps:
             return
         if self._first is None:

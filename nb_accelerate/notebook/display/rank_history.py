@@ -175,7 +175,6 @@ class RankHistory:
         return self.sample.loss
 
     def add(self, now: float, status: RankStatus) -> None:
-        """Add what was seen at the time `now`."""
         sample = status.sample
         progress = _progress(sample)
         if progress != self._progress:

@@ -52,7 +52,6 @@ class Rows:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has."""
         return self.state not in ("starting", "running")
 
     @cached_property
@@ -86,7 +85,6 @@ class Rows:
 
     @cached_property
     def doings(self) -> dict[int, str]:
-        """What ranks do, by rank."""
         return {number: self._activity(number) for number in self.ranks}
 
     def each(self) -> tuple[Row, ...]:

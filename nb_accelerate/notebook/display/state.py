@@ -123,7 +123,6 @@ class PanelState:
         self._settings = dict(facts.settings)
 
     def observe(self, now: float, seen: Sequence[RankStatus]) -> None:
-        """Take what was seen of each rank at the time `now`."""
         for status in seen:
             self.ranks[status.rank].add(now, status)
             if status.sample.trains:
@@ -147,7 +146,6 @@ class PanelState:
         return stalled_ranks(self.ranks, now)
 
     def end(self, now: float, state: PanelStatus, failure: FailureSummary | None = None) -> None:
-        """Note how the launch or cell ended, and why if it failed."""
         self._ended, self._state, self._failure = now, state, failure
 
     @property
@@ -160,7 +158,6 @@ class PanelState:
         )
 
     def view(self, now: float) -> View:
-        """Return the panel as it is at the time `now`."""
         has_ended = self._ended is not None
         now = self._ended if self._ended is not None else now
         ranks = self.ranks

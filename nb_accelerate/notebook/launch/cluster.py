@@ -383,7 +383,6 @@ class MachinePlan(LaunchPlan):
 def plan_machines(
     options: LaunchOptions, machines: Sequence[Machine], hellos: Sequence[Mapping[str, Any]]
 ) -> tuple[list[MachinePlan], LaunchPlan]:
-    """Return the plan of each machine, and one of all ranks together."""
     said = Environment({**variables_of_file(options.env), **options.env}).use_cpu
     facts = [_facts(*one, prefers_cpu=said) for one in zip(machines, hellos, strict=True)]
     counts = _counts(options, machines, facts)
@@ -426,7 +425,6 @@ def _facts(machine: Machine, hello: Mapping[str, Any], *, prefers_cpu: bool | No
 
 
 def _counts(options: LaunchOptions, machines: Sequence[Machine], facts: Sequence[MachineFacts]) -> list[int]:
-    """Return how many ranks each machine has."""
     known = [machine.num_ranks for machine in machines]
     total = options.num_processes
     open_ones = known.count(None)

@@ -129,7 +129,6 @@ class HostedRank(RankEvents):
         self._on_end(self.key)
 
     def send(self, kind: Kind, *parts: bytes) -> None:
-        """Send a frame about it."""
         self._sender.send(kind, self.key, *parts)
 
     def send_page(self) -> None:

@@ -143,7 +143,6 @@ def connections(pids: list[int]) -> dict[str, Any]:
 
 
 def memory(pid: int | None) -> dict[str, Any]:
-    """Return the bytes that a rank holds."""
     with contextlib.suppress(psutil.Error):  # it has just ended
         return {"bytes": psutil.Process(pid).memory_info().rss if pid else 0}
     return {"bytes": 0}

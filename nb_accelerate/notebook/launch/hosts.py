@@ -97,7 +97,6 @@ class Hosts:
         return options.engine == self._options and reserved
 
     def answer(self, check: Callable[[], object]) -> bool:
-        """Return whether all of them do."""
         try:
             for link in self.links:
                 link.ask("hush", seconds=_ANSWER_TIMEOUT, check=check)

@@ -74,7 +74,6 @@ class Placing(ABC):
         """Say whether a machine no longer reaches another one. Returns at once; called when ranks wait for others."""
 
     def while_starting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for the time in which ranks are started."""
         return contextlib.nullcontext()
 
     # For a pool.

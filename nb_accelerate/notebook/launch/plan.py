@@ -69,11 +69,9 @@ class LaunchPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all machines."""
         return self.topology_of(0).world_size
 
     def topology_of(self, local_rank: int, *, node_rank: int = 0) -> Topology:
-        """Return the numbers of a rank."""
         return Topology.of_machine(local_rank, self.num_processes, node_rank=node_rank, num_nodes=self.num_nodes)
 
     def forked(self, reason: str) -> LaunchPlan:
@@ -81,7 +79,6 @@ class LaunchPlan:
         return replace(self, method=START_METHODS["fork"], reason=reason, num_threads=_THREADS_OF_FORKS)
 
     def device_variables(self, local_rank: int) -> dict[str, str]:
-        """Return the environment variables that decide which devices a rank sees."""
         return {**self.visibility, **self.kind.pin(self.device_names, local_rank)}
 
     @property

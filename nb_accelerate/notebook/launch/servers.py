@@ -122,15 +122,12 @@ class ExecutedServer(RankServer):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def alive(self) -> bool:
-        """Return whether it runs."""
         return self._process.poll() is None
 
     def is_usable(self) -> bool:
-        """Return whether ranks can be started with it."""
         # Its ranks have what it was born with.
         return self.alive() and not self.owner.is_given_up and self._born_with == _born_with()
 

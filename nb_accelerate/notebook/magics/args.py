@@ -82,7 +82,6 @@ def whole(word: str) -> int:
 
 
 def seconds(word: str) -> float:
-    """Parse a time in seconds."""
     try:
         value = float(word)
     except ValueError:
@@ -104,7 +103,6 @@ def ranks(word: str) -> tuple[int, ...]:
 
 
 def variable(word: str) -> str:
-    """Parse the name of a variable."""
     if not word.isidentifier() or keyword.iskeyword(word):
         raise argparse.ArgumentTypeError(f"{word!r} is not a name that a variable can have")
     return word

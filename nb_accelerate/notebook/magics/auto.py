@@ -51,7 +51,6 @@ class AutoMode:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Turn auto mode off inside the block."""
         before, self._is_paused = self._is_paused, True
         try:
             yield

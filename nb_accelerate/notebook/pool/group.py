@@ -122,7 +122,6 @@ class RankGroup:
 
     @property
     def alive(self) -> list[int]:
-        """Ranks that live."""
         return [number for number in range(self.size) if number not in self.missing]
 
     def reopen(self) -> None:
@@ -176,7 +175,6 @@ class RankGroup:
         return "; ".join(f"{named(ranks)} {way}" for way, ranks in ways.items())
 
     def check(self, ranks: Sequence[int]) -> None:
-        """Check that there are such ranks."""
         wrong = [rank for rank in ranks if not 0 <= rank < self.size]
         if wrong:
             raise ConfigError(

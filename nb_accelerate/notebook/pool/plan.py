@@ -216,7 +216,6 @@ class CellPlan:
         return {name: Before.of(name, self.variables, self.snapshots.get(name)) for name in names}
 
     def object_of(self, name: str, key: Key) -> Any:
-        """Return an object in the value of a name."""
         return self.snapshots[name].objects[key if isinstance(key, int) else None]
 
     def remarks(self, device: str) -> list[str]:

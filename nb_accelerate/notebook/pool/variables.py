@@ -44,7 +44,6 @@ class Sent:
 
     @classmethod
     def of(cls, name: str, value: object, snapshot: Snapshot | None, uses: frozenset[str]) -> Sent:
-        """Describe a value that is about to be sent."""
         if snapshot is None:
             return cls(_reference(value), None, frozenset(), uses)
         return cls(_reference(value), snapshot.tokens, frozenset(snapshot.parts(name)), uses)

@@ -89,7 +89,6 @@ class Channel:
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on."""
         return self._socket.fileno()
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:

@@ -160,7 +160,6 @@ class Snapshot:
         return [function.__code__ for function in functions if function.__globals__ is main]
 
     def add(self, value: Any) -> None:
-        """Read a part of an object."""
         kind = type(value)
         if kind in ATOMS:
             is_long = kind in (str, bytes) and len(value) > _MAX_TEXT

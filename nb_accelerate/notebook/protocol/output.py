@@ -51,7 +51,6 @@ class Chunk:
 
 
 def new_mark() -> bytes:
-    """Return a mark for the output of one rank."""
     return b"\xff" + os.urandom(MARK_SIZE - 1)
 
 

@@ -26,7 +26,6 @@ class RandomStates:
 
     @classmethod
     def here(cls) -> RandomStates:
-        """Return those of this process."""
         # By attribute, since another thread may be importing it.
         get_state = getattr(imported("torch"), "get_rng_state", None)
         return cls(

@@ -520,7 +520,6 @@ _GETTERS: dict[str, list[tuple[Key, Callable[[Any], Any]]]] = {
 
 
 def settings_here() -> dict[Key, Any]:
-    """Return what this process is set to, as the table says."""
     found = _loggers()
     for module_name, getters in _GETTERS.items():
         module = imported(module_name)

@@ -89,7 +89,6 @@ class Packed:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """The descriptors to send with the parcel."""
         return () if self._segment is None or self._segment.closed else (self._segment.fileno(),)
 
     def close(self) -> None:

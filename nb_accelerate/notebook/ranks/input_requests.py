@@ -55,7 +55,6 @@ class InputRequests:
         self._closed = False
 
     def put(self, request: PendingInput) -> None:
-        """Add a request."""
         with self._changed:
             self._waiting.append(request)
             self._changed.notify_all()

@@ -86,7 +86,6 @@ class RankProxy:
         self.handle.dump_stacks(by_signal=True)
 
     def take_stacks(self, data: bytes) -> None:
-        """Take a piece of the stacks that it writes."""
         self.stacks_due = NEVER
         self.stacks += data
         if is_whole(self.stacks):

@@ -164,6 +164,5 @@ def kill(rank: RankProxy) -> None:
 
 
 def close_fds(fds: tuple[int, ...]) -> None:
-    """Close descriptors of a message that nobody wants."""
     for fd in fds:
         os.close(fd)

@@ -146,7 +146,6 @@ class Request:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether the user has interrupted it."""
         return any(incident.kind is IncidentKind.INTERRUPTED for incident in self.incidents)
 
     @property
@@ -188,7 +187,6 @@ class Request:
             self.interrupt()
 
     def ready(self, rank: RankProxy) -> None:
-        """Note that a rank is set up."""
         if self.awaits is Awaits.READY:
             self.answered(rank, Result(parcel=Parcel()), ())
         elif all(rank.is_ready for rank in self.ranks):

@@ -52,7 +52,6 @@ class RequestView:
         self._requests_before = {rank.rank: rank.handle.page.request for rank in request.ranks if rank.is_ready}
 
     def statuses(self) -> list[RankStatus]:
-        """Return the ranks as they are now."""
         return [
             RankStatus(
                 rank=rank.rank,
@@ -90,7 +89,6 @@ class RequestView:
         return [run for rank in self._request.ranks for run in rank.output.logged]
 
     def actions(self) -> Sequence[Action]:
-        """Return the panel's buttons."""
         return self._actions
 
     def _ask_ready(self) -> None:

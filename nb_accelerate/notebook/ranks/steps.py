@@ -76,7 +76,6 @@ class Step:
     notice: str = ""
 
     def take(self, rank: RankProxy) -> None:
-        """Do to a rank what the step does."""
         (self.act or _ACTS[self.kind])(rank)
 
 

@@ -262,7 +262,6 @@ def _end() -> NoReturn:
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of sockets for a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 

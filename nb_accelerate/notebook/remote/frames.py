@@ -110,11 +110,7 @@ class Seal(Protocol):
         """Return the tag of the next frame that is sent."""
 
     def check(self, data: Sequence[Bytes], tag: bytes) -> None:
-        """Check the tag of the next frame that has come.
-
-        Raises:
-            LinkError: it is not the tag of this frame at this place.
-        """
+        """Check the tag of the next frame that has come. LinkError: it is not the tag of this frame at this place."""
 
 
 class FrameWriter:
@@ -160,7 +156,6 @@ class FrameParser:
         return size
 
     def feed(self, data: Bytes) -> None:
-        """Take bytes that have come."""
         rest = memoryview(data)
         size = min(len(rest), len(self._missing))
         if size:
@@ -176,11 +171,7 @@ class FrameParser:
         return size
 
     def __iter__(self) -> Iterator[Frame]:
-        """Yield the frames that are complete.
-
-        Raises:
-            LinkError: these are no frames, or others than were sent.
-        """
+        """Yield the frames that are complete. LinkError: these are no frames, or others than were sent."""
         while self.is_open and not self._missing and len(self._data) >= _HEADER.size:
             kind, rank, length = _HEADER.unpack_from(self._data)
             if length > MAX_BODY:
@@ -217,5 +208,4 @@ class FrameParser:
 
 
 def as_json(value: object) -> bytes:
-    """Return the body of a frame that is JSON."""
     return json.dumps(value).encode()

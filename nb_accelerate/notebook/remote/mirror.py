@@ -72,7 +72,6 @@ class PageWatch:
         return pieces
 
     def write(self, pieces: Pieces) -> None:
-        """Write what the notebook has written."""
         for at, data in pieces:
             self._page.write([(at, data)])
             self._seen[at : at + len(data)] = data

@@ -110,7 +110,6 @@ class FrameSender:
         self._thread = HelperThread(self._run, name="frames", on_failure=on_failure)
 
     def start(self) -> None:
-        """Begin to send."""
         self._thread.start()
 
     def send(self, kind: Kind, rank: int, *parts: Bytes, urgent: bool = False) -> None:
@@ -305,7 +304,6 @@ class SentSegments:
         self._sender.send(Kind.DROP, MACHINE, NUMBER.pack(number))
 
     def close(self) -> None:
-        """Close all descriptors."""
         with self._lock:
             while self._kept:
                 os.close(self._kept.popitem()[1][1])
@@ -323,7 +321,6 @@ class ReceivedSegments:
         return self._files[number]
 
     def take(self, body: bytes) -> None:
-        """Take a piece of a segment."""
         file, rest = self._file_of(*NUMBER.unpack_from(body)), memoryview(body)[NUMBER.size :]
         while rest:
             rest = rest[os.write(file, rest) :]
@@ -339,6 +336,5 @@ class ReceivedSegments:
             os.close(self._files.pop(number))
 
     def close(self) -> None:
-        """Close all files."""
         while self._files:
             os.close(self._files.popitem()[1])

@@ -51,7 +51,6 @@ class Alarm:
                 raise ConnectionAbortedError("the other ranks have stopped waiting for this one")
 
     def is_given_up(self) -> bool:
-        """Return whether the current rendezvous was given up."""
         return self._given_up == self._meeting
 
     def on_given_up(self, stop_waiting: Callable[[], None]) -> None:

@@ -30,7 +30,6 @@ ADVICE = "These ranks have no CUDA device. Write accelerator.device where the co
 
 
 def says_no_cuda(type_name: str, text: str) -> bool:
-    """Return whether an exception says that there is no CUDA device."""
     return type_name in ("AssertionError", "RuntimeError") and any(words in text for words in _TEXTS)
 
 

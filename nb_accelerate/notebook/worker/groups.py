@@ -8,7 +8,6 @@ from nb_accelerate.base.imported import imported
 
 
 def has_group() -> bool:
-    """Return whether a default process group is open in this process."""
     distributed = imported("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 

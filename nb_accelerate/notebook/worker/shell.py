@@ -72,7 +72,6 @@ def _encode(value: object) -> object:
 
 
 def make_shell(port: DisplayPort, names: dict[str, Any] | None = None) -> RankShell:
-    """Create the shell of this process."""
     config = Config()
     config.HistoryManager.enabled = False  # no database, and no thread that writes to it
     config.InteractiveShell.cache_size = 0  # Out[...] would keep every tensor that was shown

@@ -170,7 +170,6 @@ class _Placing:
         self._waiting = _parts_of("", model)
 
     def place_all(self, *, fallback: bool) -> None:
-        """Place every part."""
         while self._waiting:
             name = self._waiting.pop(0)
             beside = self._tied_to(name)

@@ -233,7 +233,6 @@ class WeightFiles(Mapping[str, torch.Tensor]):
         return len(self._at)
 
     def entry(self, name: str) -> TensorEntry:
-        """Return where a weight is, its dtype and its shape."""
         return self._at[name].entries[name]
 
     def name_of(self, tensor: torch.Tensor) -> str:

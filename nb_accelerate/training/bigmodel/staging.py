@@ -219,7 +219,6 @@ class Staging:
         return buffer
 
     def wait_for(self, copies: DeviceCopies) -> None:
-        """Let the current stream wait for copies."""
         if copies.event is not None:
             self._module.current_stream(self.device).wait_event(copies.event)
 

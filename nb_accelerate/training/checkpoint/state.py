@@ -163,7 +163,6 @@ class Written:
 
 
 def write_content(content: Content, shared: SharedStaging) -> Written:
-    """Write this rank's files."""
     own, safe = shared.own, content.safe_serialization
     for number, state in enumerate(content.weights):
         name = name_of(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)

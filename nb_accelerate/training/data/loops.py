@@ -52,14 +52,12 @@ class RunningLoops:
         return True  # so that `__setstate__` is called
 
     def __setstate__(self, _: object) -> None:
-        """Begin without loops."""
         self._loops: list[RunningLoop] = []
         self._positions: dict[int, int] = {}  # of loops, by id, when one outside of them advanced last
         self.active: RunningLoop | None = None
         self.beside: tuple[RunningLoop, ...] = ()
 
     def begin(self, loop: RunningLoop) -> None:
-        """Add a loop that begins."""
         self._loops.append(loop)
         self.active, self.beside = loop, ()
 
@@ -85,7 +83,6 @@ class RunningLoops:
         self._keep([other for other in self._loops if other is not loop])
 
     def innermost_of(self, loader: object) -> RunningLoop | None:
-        """Return the innermost loop over a loader."""
         return next((loop for loop in reversed(self._loops) if loop.loader is loader), None)
 
     def forget(self, loaders: Iterable[Any]) -> None:

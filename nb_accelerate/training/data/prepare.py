@@ -97,7 +97,6 @@ class ReaderArguments:
         self.later = batches // per_step
 
     def mapped(self) -> dict[str, Any]:
-        """Return the arguments for a map-style dataset."""
         loader = self.loader
         # A loader with batch_size=None has no batch sampler; its sampler may be one (datasets that fetch many rows
         # at once are read that way), or may yield items that are batches by themselves.
@@ -136,7 +135,6 @@ class ReaderArguments:
         return parts
 
     def iterable(self) -> dict[str, Any]:
-        """Return the arguments for an iterable dataset."""
         loader, batched = self.loader, self.loader.batch_size is not None
         parts: dict[str, Any] = {
             "dataset": loader.dataset,

@@ -55,7 +55,6 @@ class ScaledStep(OptimizerStep):
         return not self.unscaled and self._used_at < self._scaler.num_scaled
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters of the optimizer."""
         for group in self.optimizer.param_groups:
             yield from group["params"]
 

@@ -81,7 +81,6 @@ def replace_layers(model: nn.Module, recipe: AORecipeKwargs) -> None:
 
 
 def _import_torchao() -> Any:
-    """Return the module ``torchao.float8``."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # torchao warns of each device's kernels that do not load here
     try:

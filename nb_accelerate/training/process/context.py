@@ -130,7 +130,6 @@ def topology_here() -> Topology:
 
 
 def install(context: ProcessContext) -> ProcessContext:
-    """Set the context of this process, and return it."""
     _thread.rank.context = context
     return context
 

@@ -148,7 +148,6 @@ class RendezvousHandler:
 
 
 def _key(rank: int) -> str:
-    """Return the key that a rank sets when it comes."""
     return f"rank {rank} is here"
 
 

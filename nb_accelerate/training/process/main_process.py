@@ -19,7 +19,6 @@ async def _no_value() -> None:
 
 
 async def _no_items() -> AsyncIterator[Any]:
-    """Yield nothing."""
     return
     yield  # makes it a generator
 

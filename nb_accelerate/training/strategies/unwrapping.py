@@ -93,5 +93,4 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -46,7 +46,6 @@ _OF_EACH = ("loss", "memory", "gpu", "machine")  # figures in which ranks that a
 
 @functools.cache
 def style() -> str:
-    """Return the style sheet, as an element."""
     sheet = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     return f'<style class="nba-sheet">{sheet}{LABELS}</style>'
 

@@ -88,12 +88,10 @@ class Controls:
         self._box = self._add(ipywidgets.VBox(children, layout=self._plain, _dom_classes=("nba-asides",)))
 
     def bundle(self) -> dict[str, Any]:
-        """Return what displays them."""
         model = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
         return {"application/vnd.jupyter.widget-view+json": model, "text/plain": _NO_WIDGETS}
 
     def draw(self, view: View) -> None:
-        """Bring them up to date."""
         if self._is_open and time.monotonic() >= self._check_actions_at:
             self._show_row()
         if self._again.is_asked_for:

@@ -50,7 +50,6 @@ class DeadlockWatch:
         self._used: dict[int, float | None] = {}
 
     def moved(self) -> None:
-        """Note that a rank has made progress."""
         self._seconds, self._measured_at, self._stacks = 0.0, None, {}
 
     def measure(self, dumps: Mapping[int, str], others: Sequence[RankProxy]) -> float | None:

@@ -117,7 +117,6 @@ class Merge(Generic[T]):
         return min(waiting, default=float("inf")) + self._hold
 
     def add(self, rank: int, items: Sequence[T], now: float) -> None:
-        """Take items of a rank, which came now."""
         self._waiting[rank].add(items, now)
         self._show_common()
 
@@ -129,7 +128,6 @@ class Merge(Generic[T]):
             )
 
     def finish(self) -> None:
-        """Show everything."""
         while any(queue.items for queue in self._waiting.values()):
             self._show_block()
 

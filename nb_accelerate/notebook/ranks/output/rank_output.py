@@ -135,13 +135,11 @@ class _Line:
 
     @property
     def text(self) -> str:
-        """All of it."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def add(self, piece: str) -> None:
-        """Add a piece."""
         if "\r" in piece:
             piece = last_drawing(self.take() + piece)
         if piece:

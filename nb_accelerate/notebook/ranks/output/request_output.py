@@ -161,7 +161,6 @@ class RequestOutput:
             self._add(rank, list(zip(repeat(stream), _lines(text), strict=False)))
 
     def display(self, rank: int, display: Display) -> None:
-        """Show a display of a rank."""
         with self.guard:
             if self._quiet:
                 return

@@ -96,7 +96,6 @@ class Overflow:
         }
 
     def close(self) -> None:
-        """Close the log."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

@@ -34,7 +34,6 @@ _NEEDED = ("nb_accelerate", "torch")
 
 
 def command(entry: str, arguments: Sequence[str], path: Sequence[str]) -> list[str]:
-    """Return the command line of a fresh interpreter."""
     module, _, function = entry.partition(":")
     flags = {
         "-P": sys.version_info >= (3, 11),

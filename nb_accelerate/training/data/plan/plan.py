@@ -105,7 +105,6 @@ class ShardPlan:
 
     @property
     def full_groups(self) -> int:
-        """How many groups are complete."""
         return self.rows // self.group_size
 
     @property
@@ -114,7 +113,6 @@ class ShardPlan:
         return 0 if self.drop_last else self.rows % self.group_size
 
     def num_batches(self, rank: int) -> int:
-        """Return how many batches a rank gets."""
         return self.full_groups + (
             self.remainder > 0 and (self.even_batches or self.remainder > rank * self.local_size)
         )

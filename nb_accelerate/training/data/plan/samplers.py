@@ -203,7 +203,6 @@ class BatchSamplerShard(RankSampler, BatchSampler):
         self.on_start = self._make_sync(self.batch_sampler, self.sampler) if self._make_sync else None
 
     def use_sampler(self, sampler: Any) -> None:
-        """Replace the sampler inside."""
         replace_sampler(self.batch_sampler, sampler)
         self.sampler = sampler
         self._examine()
@@ -340,7 +339,6 @@ class SamplerShard(RankSampler, Sampler[Any]):
         self.use_sampler(sampler)
 
     def use_sampler(self, sampler: Any) -> None:
-        """Replace the sampler inside."""
         self.sampler = sampler
         self.on_start = self._make_sync(sampler, sampler) if self._make_sync else None
 
@@ -409,7 +407,6 @@ class SkipBatchSampler(PassesEpochOn, BatchSampler):
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
 
     def use_sampler(self, sampler: Any) -> None:
-        """Replace the sampler inside."""
         replace_sampler(self.batch_sampler, sampler)
         self.sampler = sampler
 

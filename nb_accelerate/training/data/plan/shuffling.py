@@ -43,7 +43,6 @@ class SamplerSync:
 
     @property
     def generator(self) -> Any:
-        """The generator of the sampler."""
         return self.sampler.generator
 
     def __call__(self) -> None:

@@ -146,7 +146,6 @@ class Reader:
         return ReadState(self.source.state())
 
     def end_state(self) -> ReadState:
-        """Return the state of reading at the end of the data."""
         return ReadState(self.source.state())
 
     def saved(self, read_state: ReadState, *, epoch: int, position: int, order: dict[str, Any]) -> dict[str, Any]:

@@ -107,5 +107,4 @@ class StatefulSource(TorchSource):
 
 
 def source_of(loader: DataLoader[Any]) -> TorchSource:
-    """Return the source for a loader of torch, or of torchdata."""
     return StatefulSource(loader) if is_stateful(loader) else TorchSource(loader)

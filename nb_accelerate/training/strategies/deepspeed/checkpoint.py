@@ -174,7 +174,6 @@ class WeightsOnly:
         return getattr(self._inner, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file."""
         return read(path, map_location)
 
 

@@ -91,7 +91,6 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The selected plugin."""
         return next(plugin for plugin in self._plugins.values() if plugin.selected)
 
     @override
