@@ -21,7 +21,8 @@ def choose_front_end(progress: str) -> FrontEnd:
     if progress == "off":
         return "off"
     kernel = _kernel()
-    if kernel is not None and progress != "widget" and comes_from_terminal(kernel.get_parent()):
+    metadata = {} if kernel is None else kernel.get_parent().get("metadata", {})
+    if progress != "widget" and FROM_TERMINAL.items() <= metadata.items():
         return "terminal"
     if progress == "text" or kernel is None:
         return "text"
@@ -43,12 +44,6 @@ def shows_widgets(request: Mapping[str, Any], environ: Mapping[str, str]) -> boo
     if "KAGGLE_KERNEL_RUN_TYPE" in environ:
         return environ["KAGGLE_KERNEL_RUN_TYPE"] == "Interactive"
     return "cellId" in request.get("metadata", {})
-
-
-def comes_from_terminal(request: Mapping[str, Any]) -> bool:
-    """Return whether a request comes from ``nb-accelerate launch``, which shows the notebook in a terminal."""
-    metadata: Mapping[str, Any] = request.get("metadata", {})
-    return FROM_TERMINAL.items() <= metadata.items()
 
 
 def is_in_kernel() -> bool:

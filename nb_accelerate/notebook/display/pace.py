@@ -43,13 +43,6 @@ class Pace:
         seconds = self._last[0] - self._first[0]
         return (self._last[1] - self._first[1]) / seconds if seconds > _SHORT else None
 
-    def left_of_run(self, rank: RankHistory) -> str | None:
-        """Estimate how long the whole run will take, by one rank, in words; None if it is too early to say."""
-        if rank.whole is None or not self.rate:
-            return None
-        done, total = rank.whole
-        return f"about {words.duration((total - done) / self.rate)} left"
-
 
 def compiling(ranks: Iterable[RankHistory], now: float) -> str:
     """Say that programs are compiled, and since when; "" if none of these ranks does."""
@@ -69,7 +62,11 @@ def outlook(ranks: Ranks, pace: Pace, now: float) -> tuple[str, ...]:
     if in_loop and quiet > STALL:
         return (f"no step for {words.brief(quiet)}",)
     slowest = min(ranks.values(), key=lambda rank: rank.sample.steps)
-    left = pace.left_of_run(slowest) or slowest.time_left()
+    if slowest.whole is not None and pace.rate:
+        done, total = slowest.whole
+        left: str | None = f"about {words.duration((total - done) / pace.rate)} left"
+    else:
+        left = slowest.time_left()
     parts = [left] if left is not None else []
     rates = [rank.rate for rank in ranks.values() if rank.rate is not None]
     rate = median(rates) if rates else pace.rate  # which is there at the beginning of an epoch too

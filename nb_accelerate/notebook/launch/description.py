@@ -7,6 +7,7 @@ import string
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.base import words
 from nb_accelerate.base.devices.host import num_cpus
 from nb_accelerate.base.records.naming import is_secret
 from nb_accelerate.notebook.display.view import Facts
@@ -37,9 +38,14 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
 def facts_of(name: str, plan: LaunchPlan, config: Mapping[str, Any] | None = None) -> Facts:
     """Return what a panel says about a launch or cell that does not change."""
     settings: dict[str, Any] = {"ranks": plan.world_size, "device": plan.device}
+    setup = [words.plural(plan.world_size, "rank")]
+    setup += [f"{plan.num_nodes} machines"] if plan.num_nodes > 1 else []
+    setup.append(plan.device.upper())
+    setup += [plan.backend] if plan.world_size > 1 else []
+    setup += [plan.mixed_precision] if plan.mixed_precision != "no" else []
     return Facts(
         name=name,
-        setup=_setup(plan),
+        setup=tuple(setup),
         brief=plan.brief,
         details=plan.describe(),
         cores=num_cpus(),
@@ -62,16 +68,6 @@ def simple_arguments(options: LaunchOptions) -> dict[str, Any]:
         for name, value in given.items()
         if (type(value) in simple or (type(value) is str and len(value) <= _MAX_TEXT)) and not is_secret(name, value)
     }
-
-
-def _setup(plan: LaunchPlan) -> tuple[str, ...]:
-    number = plan.world_size
-    parts = ["1 rank" if number == 1 else f"{number} ranks"]
-    parts += [f"{plan.num_nodes} machines"] if plan.num_nodes > 1 else []
-    parts.append(plan.device.upper())
-    parts += [plan.backend] if number > 1 else []
-    parts += [plan.mixed_precision] if plan.mixed_precision != "no" else []
-    return tuple(parts)
 
 
 def line_prefix(template: str | None, local_ranks: Mapping[int, int]) -> Callable[[Sequence[int]], str] | None:

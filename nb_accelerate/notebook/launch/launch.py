@@ -317,7 +317,8 @@ class Launch(Steerable):
                     wants_rows = self._front_end != "off"
                     handles = stack.enter_context(placing.started_ranks(plan, rendezvous, wants_rows=wants_rows))
                 with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
-                    loop = RankLoop(monitor_interval=options.monitor_interval, monitor=self._check_machines)
+                    check = rendezvous.machines.check if rendezvous.machines is not None else lambda: None
+                    loop = RankLoop(monitor_interval=options.monitor_interval, monitor=check)
                     stack.callback(loop.close)
                 notebook = stack.enter_context(
                     pack_notebook(
@@ -425,10 +426,6 @@ class Launch(Steerable):
     def _interrupt_requests(self, kind: StepKind = StepKind.INTERRUPT, how: str = INTERRUPTED) -> None:
         if self._loop is not None and not self._done.is_set():
             self._loop.interrupt(*self._requests, kind=kind, how=how)
-
-    def _check_machines(self) -> None:
-        if self._machines is not None:
-            self._machines.check()
 
     def _panel(self, request: Request, *, is_first: bool) -> Panel | None:
         config = {} if self._exit_returns else simple_arguments(self._options)  # a script has none

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from nb_accelerate.base.config.launch import LaunchOptions
-    from nb_accelerate.base.start_methods import StartMethod
     from nb_accelerate.notebook.launch.plan import LaunchPlan
     from nb_accelerate.notebook.launch.rendezvous import Meet, Rendezvous
     from nb_accelerate.notebook.launch.servers import RankServer
@@ -116,7 +115,7 @@ class PlacingHere(Placing):
     @override
     def renew(self) -> bool:
         self._resources.close()
-        self._server = self._resources.enter_context(open_server(self._plan.method, self._options))
+        self._server = self._resources.enter_context(pkgutil.resolve_name(self._plan.method.starter)(self._options))
         return True
 
     @override
@@ -185,11 +184,6 @@ class PlacingHere(Placing):
         self, handles: Sequence[RankHandle], then: Callable[[tuple[int, ...], tuple[tuple[str, int], ...]], object]
     ) -> None:
         then(tuple(handle.pid for handle in handles if handle.pid and not handle.ended), ())
-
-
-def open_server(method: StartMethod, options: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
-    """Return a context manager with the process that starts the ranks of a launch."""
-    return cast("contextlib.AbstractContextManager[RankServer]", pkgutil.resolve_name(method.starter)(options))
 
 
 @contextlib.contextmanager

@@ -92,6 +92,7 @@ class Machines:
         if options.rdzv_backend == "static":
             self._wanted = (options.node_rank,)
         self._is_given_up = False
+        self._is_over = True  # until `watch`
         self._store: Any = None
         self._round = self._number = -1
         self._others: dict[int, str] = {}

@@ -200,7 +200,11 @@ class CellPlan:
         """Return what is to be sent, once for ranks that get the same."""
         found: dict[Any, Delivery] = {}
         for rank, sync in self.syncs.items():
-            objects = {key: self.object_of(name, key) for name, keys in self.changed[rank].items() for key in keys}
+            objects = {
+                key: self.snapshots[name].objects[key if isinstance(key, int) else None]
+                for name, keys in self.changed[rank].items()
+                for key in keys
+            }
             names, edits, deleted = self.send[rank], self.edits[rank], self.deleted[rank]
             if names or objects or edits or deleted:
                 edited = frozenset((key, *edit.changed.items(), *edit.gone) for key, edit in edits.items())
@@ -214,9 +218,6 @@ class CellPlan:
             if name in self.variables and not is_constant(self.variables[name]):
                 self._snapshot(name)
         return {name: Before.of(name, self.variables, self.snapshots.get(name)) for name in names}
-
-    def object_of(self, name: str, key: Key) -> Any:
-        return self.snapshots[name].objects[key if isinstance(key, int) else None]
 
     def remarks(self, device: str) -> list[str]:
         """Return what the user is told, once for a value: which changes are not sent, or replace what ranks have."""

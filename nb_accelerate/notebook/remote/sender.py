@@ -94,7 +94,10 @@ class FrameSender:
         on_failure: Callable[[str, BaseException], object],
     ) -> None:
         os.set_blocking(fd, False)
-        enlarge(fd)
+        # Room for a whole piece, where the system allows that: by default a pipe has that for 64 kB.
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # it is a socket, or this user has many large pipes
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIECE)
         self._fd = fd
         self._writer = FrameWriter(seal)
         self._preamble = preamble
@@ -252,13 +255,6 @@ class FrameSender:
         if time.monotonic() >= self._beat_due:  # no beat goes between two halves of a frame
             self._beat_due = time.monotonic() + BEAT_INTERVAL
             self._on_beat()
-
-
-def enlarge(fd: int) -> None:
-    """Give a pipe room for a whole piece, where the system allows that: by default one has that for 64 kB."""
-    if hasattr(fcntl, "F_SETPIPE_SZ"):
-        with contextlib.suppress(OSError):  # it is a socket, or this user has many large pipes
-            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIECE)
 
 
 class SentSegments:

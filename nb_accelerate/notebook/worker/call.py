@@ -29,10 +29,6 @@ _TEXTS = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No 
 ADVICE = "These ranks have no CUDA device. Write accelerator.device where the code names one."  # what to write instead
 
 
-def says_no_cuda(type_name: str, text: str) -> bool:
-    return type_name in ("AssertionError", "RuntimeError") and any(words in text for words in _TEXTS)
-
-
 logger = logging.getLogger("nb_accelerate")
 
 # In texts of exceptions that only report that another rank went away: torch has no type for that.
@@ -92,7 +88,7 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
     if says_out_of_memory(report.type_name, report.message):
         with contextlib.suppress(Exception):  # what was measured before has to do then
             here().measure()
-    if says_no_cuda(report.type_name, report.message):
+    if report.type_name in ("AssertionError", "RuntimeError") and any(words in report.message for words in _TEXTS):
         report = replace(report, notes=(*report.notes, ADVICE), last_lines=(*report.last_lines, f"{ADVICE}\n"))
     packed = _pack_exception(error)
     failure = Failure(

@@ -12,7 +12,6 @@ from nb_accelerate.base.progress_page import Phase
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.training.accelerator.core import CoreMixin
 from nb_accelerate.training.accelerator.losses import time_exchange
-from nb_accelerate.training.comm import operations
 from nb_accelerate.training.data import skip_first_batches
 from nb_accelerate.training.optim import AcceleratedOptimizer
 
@@ -173,7 +172,8 @@ class TrainingMixin(CoreMixin):
     def check_trigger(self) -> bool:
         """Return whether any process called `set_trigger` since the last time. All processes call it together."""
         mine, self._is_triggered = self._is_triggered, False
-        return operations.on_any_rank(self.core.collectives, mine)
+        collectives = self.core.collectives
+        return bool(collectives.all_reduce(torch.tensor(int(mine), device=collectives.device)).item())
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients, in place of ``loss.backward()``.

@@ -195,7 +195,8 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
                 continue
         path = checkpoint.folder / name
         # On other numbers of ranks a loader does not go on from its own state, but after as many rows.
-        if part.loader is not None and manifest is not None and not this_rank.is_laid_out_like(manifest):
+        layout = this_rank.world_size, this_rank.readers
+        if part.loader is not None and manifest is not None and layout != (manifest.num_processes, manifest.readers):
             position = position_here(manifest, part.loader, part.thing, this_rank.readers)
             if isinstance(part.thing.dataset, IterableDataset) and position:
                 raise CheckpointError(

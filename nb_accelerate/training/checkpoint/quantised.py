@@ -80,7 +80,14 @@ def load_and_quantize_model(
         CheckpointError: there are no weights, or not all of the model.
     """
     config = bnb_quantization_config
-    _check_library()
+    needs = "load_and_quantize_model (the extra nb-accelerate[bitsandbytes])"
+    version = installed_version("bitsandbytes")
+    if not is_installed("bitsandbytes"):
+        raise MissingDependencyError("bitsandbytes", needed_for=needs)
+    from packaging.version import Version
+
+    if version is not None and Version(version) < Version(_LOWEST):
+        raise MissingDependencyError("bitsandbytes", needed_for=needs, installed=version, lowest=_LOWEST)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if is_empty and weights_location is None:
         raise CheckpointError("The model has no weights, it is on meta. Give weights_location, a file or a folder.")
@@ -114,17 +121,6 @@ def map_for(
         first = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         placed[""] = torch.device("cpu") if first is None else numbered(first)
     return placed, [*kept, *_visiting(placed)]
-
-
-def _check_library() -> None:
-    needs = "load_and_quantize_model (the extra nb-accelerate[bitsandbytes])"
-    version = installed_version("bitsandbytes")
-    if not is_installed("bitsandbytes"):
-        raise MissingDependencyError("bitsandbytes", needed_for=needs)
-    from packaging.version import Version
-
-    if version is not None and Version(version) < Version(_LOWEST):
-        raise MissingDependencyError("bitsandbytes", needed_for=needs, installed=version, lowest=_LOWEST)
 
 
 def _check_devices(placed: DeviceMap, kept: Sequence[str]) -> None:

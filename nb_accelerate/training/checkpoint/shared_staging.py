@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.base.devices import DeviceKind
-    from nb_accelerate.training.checkpoint.manifest import Manifest
     from nb_accelerate.training.comm import Collectives
 
 
@@ -79,10 +78,6 @@ class ThisRank(Topology):
     def readers(self) -> int:
         """Processes, or groups of them that share rows, that read rows of their own."""
         return self.world_size // self.num_sharing
-
-    def is_laid_out_like(self, manifest: Manifest) -> bool:
-        """Return whether the run that saved had as many processes, with as many parts of the rows."""
-        return (self.world_size, self.readers) == (manifest.num_processes, manifest.readers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,11 +76,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def on_any_rank(collectives: Collectives, flag: bool) -> bool:
-    """Return whether a flag is True on any rank. All ranks call it together."""
-    return bool(collectives.all_reduce(torch.tensor(int(flag), device=collectives.device)).item())
-
-
 def gather(collectives: Collectives, data: Any) -> Any:
     """Return ``data`` with every tensor replaced by those of all ranks, concatenated along dimension 0.
 

@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from nb_accelerate.training.rehearsal.report import Line, Trace
 
 
+# Operations that draw numbers, and functions, of torch and of transformers, that draw the first weights of a layer or a
+# model: which they are makes no difference here.
+_DRAWS = ("aten::normal_", "aten::uniform_")
+_INITIALIZES = ("reset_parameters", "_init_weights", "_initialize_weights", "init_weights")
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes a `Trace`. `training.process.context.rehearsal` has it, in a process that rehearses a rank.
 
@@ -106,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         on = self._live.device_of(one)
                         self._live.see([made], device=device if on is None else on)
                 self._live.see(tensors_in(result), "gathered" if name.startswith("fsdp::") else "", device)
-        elif name in ("aten::normal_", "aten::uniform_") and _initializes():
+        elif name in _DRAWS and any(frame.f_code.co_name in _INITIALIZES for frame in frames()):
             result = run_operation(func, args, kwargs)[0]
         else:
             result = func(*args, **kwargs)
@@ -377,9 +383,3 @@ def _operations(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> in
         return sdpa_backward_flop_count(*(each.shape for each in args[:4]))  # type: ignore[no-untyped-call, no-any-return]
     count = flop_registry.get(func.overloadpacket)
     return 0 if count is None else count(*args, **kwargs, out_val=result)
-
-
-def _initializes() -> bool:
-    """Return whether a layer or a model draws its first weights: which they are makes no difference here."""
-    names = ("reset_parameters", "_init_weights", "_initialize_weights", "init_weights")  # of torch, of transformers
-    return any(frame.f_code.co_name in names for frame in frames())

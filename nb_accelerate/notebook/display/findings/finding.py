@@ -49,10 +49,6 @@ class _Span(NamedTuple):
     last: int
     what: tuple[str, ...] = ()
 
-    def up_to(self, last: int, what: str) -> _Span:
-        """Return it with a later step, and with what the loss was at it."""
-        return self._replace(last=last, what=tuple(dict.fromkeys((*self.what, what))))
-
 
 class NotFinite(Finding):
     """When the losses of ranks were nan or infinite, also when they are finite again."""
@@ -68,7 +64,9 @@ class NotFinite(Finding):
             loss, step = rank.loss, rank.step
             if loss is not None and not math.isfinite(loss):
                 self._since.setdefault(number, step)
-                self._spans[number] = self._spans.get(number, _Span(step, step)).up_to(step, words.measured(loss))
+                span = self._spans.get(number, _Span(step, step))
+                what = dict.fromkeys((*span.what, words.measured(loss)))
+                self._spans[number] = span._replace(last=step, what=tuple(what))
             else:
                 self._saw_steps_before |= step > 0
                 self._since.pop(number, None)

@@ -76,7 +76,9 @@ class RayEngine(Engine):
         self._driver = _Driver(self.options, num_ranks)
         found = self._driver.machines
         self._addresses = {machine["name"]: machine["address"] for machine in found}
-        self._listener = Listener(_address_here(list(self._addresses.values())), len(found))
+        own = {there: address_towards(there) for there in self._addresses.values()}
+        here = next((here for there, here in own.items() if here != there), next(iter(own.values())))
+        self._listener = Listener(here, len(found))
         return [Machine(name=machine["name"], num_ranks=machine["num_ranks"]) for machine in found]
 
     @override
@@ -260,8 +262,3 @@ def _environ(*, is_cluster: bool) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     # A token given so is not written to the user's home.
     return {**own, **_QUIET, **_LOOPBACK_ONLY, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-
-def _address_here(machines: Sequence[str]) -> str:
-    own = {machine: address_towards(machine) for machine in machines}
-    return next((here for there, here in own.items() if here != there), next(iter(own.values())))

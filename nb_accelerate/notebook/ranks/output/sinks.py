@@ -227,7 +227,11 @@ class CellSink(Sink):
             "stdout": _unless_kernels(sys.stdout),
             "stderr": _unless_kernels(sys.stderr),
         }
-        self._publisher = _capturing_publisher(kernel)
+        from ipykernel.zmqshell import ZMQDisplayPublisher
+
+        # What captures the displays of the cell that runs, if something does.
+        publisher = getattr(getattr(kernel, "shell", None), "display_pub", None)
+        self._publisher: Any = None if isinstance(publisher, ZMQDisplayPublisher) else publisher
         self._pending: list[tuple[StreamName, str]] = []
         self._pending_size = 0
         self._lines = 0
@@ -337,14 +341,6 @@ def _unless_kernels(stream: Any) -> Any:
     from ipykernel.iostream import OutStream
 
     return None if stream is None or isinstance(stream, OutStream) else stream
-
-
-def _capturing_publisher(kernel: Any) -> Any:
-    """Return what captures the displays of the cell that runs, or None if nothing does."""
-    from ipykernel.zmqshell import ZMQDisplayPublisher
-
-    publisher = getattr(getattr(kernel, "shell", None), "display_pub", None)
-    return None if publisher is None or isinstance(publisher, ZMQDisplayPublisher) else publisher
 
 
 def _sendable(content: Any) -> Any:

@@ -95,7 +95,11 @@ def serve_forked(
         pids.append(pid)
     step_back()  # nothing here is as urgent as what the ranks do, or the kernel when they have ended
     set_name("nb-server")
-    _close_streams()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):  # a reader of the kernel's streams would wait for their end until this process ends
+        os.dup2(nothing, fd)
+    os.close(nothing)
+    sys.stdout = sys.stderr = None
     owner = Server(Channel.from_fd(control_fd), parent, scratch)
     for pid, rank in zip(pids, ranks, strict=False):  # there are fewer processes if a fork failed
         owner.own(pid, rank.key, os.dup(rank.fds[0]))
@@ -103,15 +107,6 @@ def serve_forked(
         os.close(fd)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
-
-
-def _close_streams() -> None:
-    """Replace the kernel's streams by the null device: a reader would wait for their end until this process ends."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(nothing, fd)
-    os.close(nothing)
-    sys.stdout = sys.stderr = None
 
 
 def _forget_kernel() -> None:
