@@ -49,14 +49,11 @@ def note_models() -> None:
 
 
 def move_models() -> None:
-    """Move the models that were noted to the default process group there is now. Exchange nothing.
-
-    A `DistributedDataParallel` model refers to the group it was made with. Unpickled, it takes the default group, and
-    makes a reducer for it. That is done here in place, so that optimizers and other holders of the model need not know.
-
-    Shards of a rank that was replaced are lost, and other ranks may have been stopped with a block half gathered. So
-    the next forward of a sharded model (FSDP2) says what to do.
-    """
+    """Move the models that were noted to the default process group there is now. Exchange nothing."""
+    # A `DistributedDataParallel` model refers to the group it was made with. Unpickled, it takes the default group, and
+    # makes a reducer for it. That is done here in place, so that optimizers and other holders of the model need not
+    # know. Shards of a rank that was replaced are lost, and other ranks may have been stopped with a block half
+    # gathered. So the next forward of a sharded model (FSDP2) says what to do.
     while _waiting:
         _move(_waiting.pop())
 

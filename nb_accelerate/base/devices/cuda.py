@@ -24,11 +24,9 @@ _QUERY_TIMEOUT = 5.0  # seconds that nvidia-smi has to answer; it takes a fracti
 
 
 def visible_devices(visible: str | None, changed: bool) -> tuple[str, ...]:
-    """Return the devices that ranks will see; see `DeviceKind.find`.
-
-    torch counts through NVML, without starting CUDA here. Importing it takes seconds, so a process that has not done so
-    is only made to when there is a driver to ask.
-    """
+    """Return the devices that ranks will see; see `DeviceKind.find`."""
+    # torch counts through NVML, without starting CUDA here. Importing it takes seconds, so a process that has not done
+    # so is only made to when there is a driver to ask.
     has_driver = any(os.path.exists(driver) for driver in _DRIVERS)  # noqa: PTH110 - pathlib raises where it may not look
     if "torch" not in sys.modules and not has_driver:
         return ()

@@ -28,11 +28,9 @@ GLOO = Backend(name="gloo", returns_early=False, polls_store=True)  # that of th
 
 
 def by_name(dotted: str) -> Callable[..., Any]:
-    """Return a function that looks up ``module:function`` when it is called, and calls it.
-
-    The module is imported at the first call, so a table of such functions needs no torch. The last name is looked up at
-    every call: builds of torch may lack one, and tests put stand-ins for hardware there.
-    """
+    """Return a function that looks up ``module:function`` when it is called, and calls it."""
+    # The module is imported at the first call, so a table of such functions needs no torch. The last name is looked up
+    # at every call: builds of torch may lack one, and tests put stand-ins for hardware there.
     module, _, name = dotted.partition(":")
 
     def call(*args: Any) -> Any:

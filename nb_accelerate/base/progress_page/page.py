@@ -149,19 +149,15 @@ class ProgressPage:
         return loop
 
     def begin_work(self) -> None:
-        """Begin what a loop does with a batch: the user's own code, until a prepared model says that it was called.
-
-        One that was compiled afterwards does not say it. A loop that trains it is in forward, as far as is known.
-        """
+        """Begin what a loop does with a batch: the user's own code, until a prepared model says that it was called."""
+        # One that was compiled afterwards does not say it. A loop that trains it is in forward, as far as is known.
         is_unsaid = self.saw_forward is False and self.words[layout.TRAINS]
         self.enter(Phase.FORWARD if is_unsaid else Phase.RUNNING)
 
     def end_loop(self, loop: Loop) -> None:
-        """End a loop, also one that was left early. The page then shows the loop around it, if there is one.
-
-        Loops that are zipped end in the order in which they began, so one may end before another inside it. One that
-        is left over from a call or cell before means nothing now.
-        """
+        """End a loop, also one that was left early. The page then shows the loop around it, if there is one."""
+        # Loops that are zipped end in the order in which they began, so one may end before another inside it. One that
+        # is left over from a call or cell before means nothing now.
         if loop not in self._loops:
             return
         words, is_innermost = self.words, loop is self._loops[-1]

@@ -31,11 +31,9 @@ _WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)  # wi
 
 
 def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Return functions that note which phase begins, and that forget all times.
-
-    Closures, since loops call the first several times a step: about 0.17 µs, a third of it for the system's clock. The
-    beginning of the current phase is not written: it is where counting began plus all times since.
-    """
+    """Return functions that note which phase begins, and that forget all times."""
+    # Closures, since loops call the first several times a step: about 0.17 µs, a third of it for the system's clock.
+    # The beginning of the current phase is not written: it is where counting began plus all times since.
     spent = [0] * layout.NUM_WORDS
     slot, since = layout.NANOSECONDS, 0
     clock, phase_word, first_slot = time.monotonic_ns, layout.PHASE, layout.NANOSECONDS

@@ -77,11 +77,9 @@ class RunRecord:
                     self._extremes[name] = min(low, value), max(high, value)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add what a call of ``log`` has logged. A row without a step gets its number as one.
-
-        A run may go on for weeks. Of rows with the same names, when there are too many, every second one is dropped,
-        and new ones are taken half as often; the first and the newest are always kept.
-        """
+        """Add what a call of ``log`` has logged. A row without a step gets its number as one."""
+        # A run may go on for weeks. Of rows with the same names, when there are too many, every second one is dropped,
+        # and new ones are taken half as often; the first and the newest are always kept.
         self.ended = ""  # it goes on, in another cell say
         self._note(row)
         row.setdefault("step", sum(seen for _, seen in self._strides.values()))

@@ -70,10 +70,8 @@ def has_one_thread(dump: str) -> bool:
 
 
 def main_thread(dump: str) -> tuple[Frame, ...]:
-    """Return the frames of the main thread, innermost first, from a dump; none from an empty one.
-
-    Users' code runs in the main thread, which the system prefers for signals; faulthandler lists it last, or alone.
-    """
+    """Return the frames of the main thread, innermost first, from a dump; none from an empty one."""
+    # Users' code runs in the main thread, which the system prefers for signals; faulthandler lists it last, or alone.
     threads = _THREAD.split(dump)
     if len(threads) < 2:
         return ()

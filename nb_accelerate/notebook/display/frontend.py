@@ -34,11 +34,9 @@ def choose_front_end(progress: str) -> FrontEnd:
 
 
 def shows_widgets(request: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """Return whether the front end that sent a request shows widgets.
-
-    JupyterLab, Notebook 7 and VS Code name the cell in the request; nbclient, nbconvert and papermill, which run
-    notebooks without a person, do not. Colab and Kaggle name themselves in the environment, voila too.
-    """
+    """Return whether the front end that sent a request shows widgets."""
+    # JupyterLab, Notebook 7 and VS Code name the cell in the request; nbclient, nbconvert and papermill, which run
+    # notebooks without a person, do not. Colab and Kaggle name themselves in the environment, voila too.
     if "COLAB_RELEASE_TAG" in environ or any(name.startswith("VOILA_") for name in environ):
         return True
     if "KAGGLE_KERNEL_RUN_TYPE" in environ:

@@ -99,11 +99,9 @@ def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]
 
 
 def rows_that_fit(held: RankMemory, *, rows: int, wanted: int) -> int | None:
-    """Return how many rows of a batch on each rank fit; None if that is not known.
-
-    What does not depend on the batch is subtracted, and the rest taken to grow with the number of rows. The step that
-    failed had not come to its peak, so it is the most that may fit, and never more than half of the rows.
-    """
+    """Return how many rows of a batch on each rank fit; None if that is not known."""
+    # What does not depend on the batch is subtracted, and the rest taken to grow with the number of rows. The step that
+    # failed had not come to its peak, so it is the most that may fit, and never more than half of the rows.
     of_rows = held.activations + wanted
     if not rows or not held.limit or not held.used or of_rows <= 0:
         return None

@@ -211,11 +211,9 @@ class RankHistory:
 
     @cached_property  # until `_drop_cached` removes it, at the next sample
     def _pace(self) -> tuple[int, float] | None:
-        """Return the number of recent steps and the seconds that they took; None if it is too early to say.
-
-        Taken from a step to a step, if there were two: in a window of four seconds there are three steps of 1.2 seconds
-        at times, and four at others, and a rate that jumps between the two would be wrong both times.
-        """
+        """Return the number of recent steps and the seconds that they took; None if it is too early to say."""
+        # Taken from a step to a step, if there were two: in a window of four seconds there are three steps of 1.2
+        # seconds at times, and four at others, and a rate that jumps between the two would be wrong both times.
         if not self._moments:
             return None
         # Backwards from the newest sample: `last` is the one at the newest step, `first` at the oldest in the window.
@@ -241,10 +239,8 @@ class RankHistory:
 
     @cached_property
     def activity(self) -> Activity:
-        """Return what it did most often in the last `_RECENT` seconds; of a loop that began later, since then.
-
-        The newest activity alone would flicker.
-        """
+        """Return what it did most often in the last `_RECENT` seconds; of a loop that began later, since then."""
+        # The newest activity alone would flicker.
         if not self._moments:
             return Activity()
         newest = self._moments[-1]
@@ -257,10 +253,8 @@ class RankHistory:
 
     @cached_property
     def line(self) -> CodeLine | None:
-        """Return the line of the user's code to show: where it does `activity`; None if it was not seen there.
-
-        All that is said of a rank at a time comes from it: a phase and a line of two moments may never have met.
-        """
+        """Return the line of the user's code to show: where it does `activity`; None if it was not seen there."""
+        # All that is said of a rank at a time comes from it: a phase and a line of two moments may never have met.
         return self.lines.at(self.activity, self.sample.entered)
 
     @property
@@ -306,10 +300,8 @@ class RankHistory:
         return sum([moment.loop == loop for moment in self._moments])
 
     def shares(self) -> dict[Phase, float]:
-        """Return the share of its recent time, from 0 to 1, spent in each phase; empty if it is too early to say.
-
-        Its longest stay in one is left out: who was held up once is not slow.
-        """
+        """Return the share of its recent time, from 0 to 1, spent in each phase; empty if it is too early to say."""
+        # Its longest stay in one is left out: who was held up once is not slow.
         current = self.sample.loop
         in_loop = [(step, activity.phase) for _, loop, step, activity in self._moments if loop == current]
         stays = [(phase, len(list(same))) for (_, phase), same in groupby(in_loop)]

@@ -276,10 +276,8 @@ class Cluster(Placing):
     def when_addressed(
         self, handles: Sequence[RankHandle], then: Callable[[tuple[int, ...], tuple[tuple[str, int], ...]], object]
     ) -> None:
-        """Call `then` in the loop's thread, when all machines have answered.
-
-        Process ids of other machines mean nothing there. All ports of a machine that is lost are among the addresses.
-        """
+        """Call `then` in the loop's thread, when all machines have answered."""
+        # Process ids of other machines mean nothing there. All ports of a machine that is lost are among the addresses.
         found: set[tuple[str, int]] = set()
         waiting = set()
         for place in self._places:

@@ -57,10 +57,8 @@ def _network() -> str:
 
 
 def _addresses() -> dict[str, str]:
-    """Return the interface of each address, those of IPv4 first.
-
-    Bridges, such as Docker's, are the last: they lead to no machine. Addresses of a link alone are left out.
-    """
+    """Return the interface of each address, those of IPv4 first."""
+    # Bridges, such as Docker's, are the last: they lead to no machine. Addresses of a link alone are left out.
     found = {}
     with contextlib.suppress(OSError):
         interfaces = sorted(

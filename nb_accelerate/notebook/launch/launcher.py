@@ -43,11 +43,9 @@ if TYPE_CHECKING:
 
 
 def warm_up_in_kernel() -> None:
-    """Start the process that ranks are forked from, in a kernel: it imports PyTorch while the user writes the call.
-
-    Called when `notebook_launcher` is imported. Another thread than the main one starts nothing, since the process
-    would end with it.
-    """
+    """Start the process that ranks are forked from, in a kernel: it imports PyTorch while the user writes the call."""
+    # Called when `notebook_launcher` is imported. Another thread than the main one starts nothing, since the process
+    # would end with it.
     if is_in_kernel() and Environment().keep_warm and threading.current_thread() is threading.main_thread():
         warm_server()
 
@@ -315,10 +313,8 @@ def _refuse(function: Callable[..., Any], others: Mapping[str, Any]) -> NoReturn
 
 
 def _defaults(placing: EngineOptions) -> tuple[dict[str, Any], str]:
-    """Return which ranks to start where the call does not say, and who says so: the notebook before the file.
-
-    What the file says of ranks is about one machine.
-    """
+    """Return which ranks to start where the call does not say, and who says so: the notebook before the file."""
+    # What the file says of ranks is about one machine.
     names = ("num_processes", "devices")
     of_notebook: dict[str, Any] = {name: SESSION_DEFAULTS[name] for name in names if name in SESSION_DEFAULTS}
     if of_notebook:

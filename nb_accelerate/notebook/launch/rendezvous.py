@@ -97,11 +97,9 @@ class Rendezvous:
 
 
 def is_local(options: LaunchOptions) -> bool:
-    """Return whether all ranks are on this machine, so that launches of this process can start one after the other.
-
-    With several machines a launch waits for others, which may run in other threads of this process. And it has sockets
-    open that a server forked from this process would keep.
-    """
+    """Return whether all ranks are on this machine, so that launches of this process can start one after the other."""
+    # With several machines a launch waits for others, which may run in other threads of this process. And it has
+    # sockets open that a server forked from this process would keep.
     return options.num_nodes == 1
 
 

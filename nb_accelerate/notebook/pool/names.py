@@ -69,10 +69,8 @@ def stored_by(function: object, variables: dict[str, Any]) -> set[str]:
 
 
 def _own_names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the global names that code itself reads before it has stored them, and those it stores for certain.
-
-    Certain is what comes before the first branch.
-    """
+    """Return the global names that code itself reads before it has stored them, and those it stores for certain."""
+    # Certain is what comes before the first branch.
     reads: set[str] = set()
     stores: set[str] = set()
     is_straight = not getattr(code, "co_exceptiontable", b"")

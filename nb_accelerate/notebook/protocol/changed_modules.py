@@ -308,10 +308,8 @@ def _is_of_notebook(value: Any) -> bool:
 
 
 def _of_notebook(value: Any) -> Part | None:
-    """Return the entries of a dictionary or list that the notebook has defined, or None.
-
-    What modules define gets into a registry as they are imported, and a second time would be refused there.
-    """
+    """Return the entries of a dictionary or list that the notebook has defined, or None."""
+    # What modules define gets into a registry as they are imported, and a second time would be refused there.
     entries: dict[Any, Any] | list[Any] = {}
     if isinstance(value, dict) and len(value) <= _MANY:
         entries = {key: entry for key, entry in list(value.items()) if _is_of_notebook(entry)}

@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Put off an interrupt of the cell until the block is left.
-
-    It must not end a child before that one has set its handler of SIGINT, nor come between a step and the step that
-    undoes it. SIGINT is blocked for the sake of the child; in this process another thread may get it, so
-    Python's handler is replaced too.
-    """
+    """Put off an interrupt of the cell until the block is left."""
+    # It must not end a child before that one has set its handler of SIGINT, nor come between a step and the step that
+    # undoes it. SIGINT is blocked for the sake of the child; in this process another thread may get it, so Python's
+    # handler is replaced too.
     came: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     # No other thread runs handlers, and one that was not installed from Python could not be put back.

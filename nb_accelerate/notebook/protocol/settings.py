@@ -327,10 +327,8 @@ def _set_loggers(module: Any, values: dict[str, tuple[Any, ...]]) -> None:
 
 
 def _loggers() -> dict[Key, Any]:
-    """Return level, whether it propagates, whether it is disabled, and handlers of each logger, by the module it is of.
-
-    Handlers of a library's loggers are left out: it makes them as it is imported.
-    """
+    """Return level, whether it propagates or is disabled, and handlers of each logger, by the module it is of."""
+    # Handlers of a library's loggers are left out: it makes them as it is imported.
     found: dict[Key, Any] = {}
     for owner in [logging.root, *logging.root.manager.loggerDict.values()]:
         if isinstance(owner, logging.PlaceHolder) or not (owner.level or owner.handlers or owner.disabled):

@@ -54,10 +54,8 @@ def goes_on_if_interrupted(what: str, *, ends_by: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_call(action: Callable[[], object]) -> Iterator[None]:
-    """Have SIGINT call `action` inside the block, and raise nothing.
-
-    It does nothing in other threads than the main one, which get no signals.
-    """
+    """Have SIGINT call `action` inside the block, and raise nothing."""
+    # It does nothing in other threads than the main one, which get no signals.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -24,10 +24,8 @@ _HIDDEN = re.compile(
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is one that IPython or Python keep in a namespace for themselves.
-
-    ``open`` is one: IPython has its own.
-    """
+    """Return whether a name is one that IPython or Python keep in a namespace for themselves."""
+    # `open` is one: IPython has its own.
     return _HIDDEN.fullmatch(name) is not None
 
 

@@ -36,13 +36,11 @@ _COMPILER = "/torch/_dynamo/convert_frame.py"
 
 
 def answer_requests(stacks: int, alarm: Alarm) -> None:
-    """Start the thread. Requests come over a socket, which takes stacks; `alarm` answers a `CutOff`.
-
-    It ends when nobody can ask any more. It needs the interpreter's lock, so it answers while the main thread runs
-    Python code, or waits in C code that has released the lock, and does not answer while C code holds it.
-    `faulthandler` writes stacks then. It is no substitute: it reads frames that may change meanwhile, and CPython 3.11
-    crashed in it.
-    """
+    """Start the thread. Requests come over a socket, which takes stacks; `alarm` answers a `CutOff`."""
+    # It ends when nobody can ask any more. It needs the interpreter's lock, so it answers while the main thread runs
+    # Python code, or waits in C code that has released the lock, and does not answer while C code holds it.
+    # `faulthandler` writes stacks then. It is no substitute: it reads frames that may change meanwhile, and CPython
+    # 3.11 crashed in it.
     # Not by `threading.Thread.start`, which waits until the thread runs, on the way of every launch.
     _thread.start_new_thread(HelperThread(_serve, stacks, alarm, name="alarm").run, ())
 

@@ -269,10 +269,8 @@ def _attach_beside_blocks(
     blocks: Collection[str],
     options: Mapping[str, Any],
 ) -> None:
-    """Move the inputs of all modules that are not in a block.
-
-    Some are called by others than the module around them, which knows the device: ``generate`` calls encoders.
-    """
+    """Move the inputs of all modules that are not in a block."""
+    # Some are called by others than the module around them, which knows the device: `generate` calls encoders.
     if all(map(is_cpu, computing.values())):
         return
     for name, module in model.named_modules():

@@ -112,10 +112,8 @@ class CheckpointHandle:
         self._thread.start()
 
     def claim(self) -> bool:
-        """Take the save for the caller; return whether nobody had taken it.
-
-        Its thread takes it to write. Where an interrupt comes before the thread, the main thread takes it to drop it.
-        """
+        """Take the save for the caller; return whether nobody had taken it."""
+        # Its thread takes it to write. Where an interrupt comes before the thread, the main thread takes it to drop it.
         return self._claimed.acquire(blocking=False)
 
     def done(self) -> bool:
@@ -192,10 +190,8 @@ class BackgroundSaves:
                 self._handle = None
 
     def forget(self) -> None:
-        """Forget the save under way, in a process that was forked from the one that writes it.
-
-        Exit handlers are registered again: a rank begins by removing the handlers that it inherits.
-        """
+        """Forget the save under way, in a process that was forked from the one that writes it."""
+        # Exit handlers are registered again: a rank begins by removing the handlers that it inherits.
         self._handle = None
         self._closes_at_exit = False
 
@@ -213,11 +209,9 @@ class BackgroundSaves:
             self.close()
 
     def _close_at_exit(self) -> None:
-        """Have `close` called while threads can still be started: `atexit` comes too late for the pools that write.
-
-        `multiprocessing` ends the processes that it forks without `atexit`, but not without this. Ranks of a launch end
-        by `atexit` alone, while threads can still be started.
-        """
+        """Have `close` called while threads can still be started: `atexit` comes too late for the pools that write."""
+        # `multiprocessing` ends the processes that it forks without `atexit`, but not without this. Ranks of a launch
+        # end by `atexit` alone, while threads can still be started.
         if not self._closes_at_exit:
             atexit.register(self.close)
             threading._register_atexit(self.close)  # type: ignore[attr-defined]  # noqa: SLF001 - as concurrent.futures

@@ -43,10 +43,8 @@ _UNREADABLE = (
 
 
 def write(obj: Any, file: Any, *, safe_serialization: bool, has_checksums: bool = False) -> None:
-    """Write an object to a path, or to what is open for writing.
-
-    Of a file that has checksums, torch's own, which take as long as all the rest, are left out.
-    """
+    """Write an object to a path, or to what is open for writing."""
+    # Of a file that has checksums, torch's own, which take as long as all the rest, are left out.
     from safetensors import SafetensorError
 
     check_files(obj.values() if isinstance(obj, Mapping) else ())

@@ -357,11 +357,9 @@ def apply(
     load_weights: Callable[..., None],
     **kwargs: Any,
 ) -> None:
-    """Put what was read into its places. All ranks call it together.
-
-    What only its owner can check goes first: objects of the user's, loaders, schedulers. If one refuses, on any rank,
-    the objects loaded before it get back the state that they had.
-    """
+    """Put what was read into its places. All ranks call it together."""
+    # What only its owner can check goes first: objects of the user's, loaders, schedulers. If one refuses, on any rank,
+    # the objects loaded before it get back the state that they had.
     before: list[tuple[Any, Any]] = []
 
     def load_others() -> None:

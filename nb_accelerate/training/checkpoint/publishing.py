@@ -140,11 +140,9 @@ class Staging:
 
 
 def _refuse_planted(folder: Path) -> None:
-    """Refuse what another user has put where a folder is to be saved, in one that everybody can write to.
-
-    Linux refuses such links too (``fs.protected_symlinks``), but not to a process that reads where they point to. A
-    link anywhere in the path counts, and the folder itself: its owner can replace what is saved there.
-    """
+    """Refuse what another user has put where a folder is to be saved, in one that everybody can write to."""
+    # Linux refuses such links too (`fs.protected_symlinks`), but not to a process that reads where they point to. A
+    # link anywhere in the path counts, and the folder itself: its owner can replace what is saved there.
     path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links
     for part in (path, *path.parents[:-1]):
         with contextlib.suppress(OSError):  # it is not there yet
@@ -170,10 +168,8 @@ def published(folder: Path, kind: Kind) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what saves of this user have left in a folder, if their processes are gone.
-
-    Those of another machine, whose locks are not seen here on some network disks, have to be a day old.
-    """
+    """Remove what saves of this user have left in a folder, if their processes are gone."""
+    # Those of another machine, whose locks are not seen here on some network disks, have to be a day old.
     for entry in _entries(folder):
         match = _STAGED.fullmatch(entry.name)
         if match is None or not entry.is_dir(follow_symlinks=False):

@@ -39,11 +39,9 @@ class GathersObjects(Protocol):
 
 
 def run_on_all_ranks(collectives: GathersObjects, action: Callable[[], T]) -> T:
-    """Return what ``action`` returns on this rank, when it has ended on all. All ranks call it together.
-
-    A rank that cannot read a file would otherwise leave the others waiting in their next collective. If it failed on
-    other ranks only, `CheckpointError` is raised.
-    """
+    """Return what ``action`` returns on this rank, when it has ended on all. All ranks call it together."""
+    # A rank that cannot read a file would otherwise leave the others waiting in their next collective. If it failed on
+    # other ranks only, `CheckpointError` is raised.
     kept: list[T] = []
     gather_from_all_ranks(collectives, lambda: kept.append(action()))
     return kept[0]

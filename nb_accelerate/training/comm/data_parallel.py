@@ -98,11 +98,9 @@ def between_groups(ranks: Collectives, num_sharing: int) -> Collectives:
 
 
 def share_random_numbers(collectives: Collectives) -> None:
-    """Give ranks that read the same rows the random states of the first of them, of Python, numpy and torch.
-
-    They compute parts of one model, so what is random in it (dropout, augmentation) has to be alike. Collective, where
-    ranks share rows; else nothing is done.
-    """
+    """Give ranks that read the same rows the random states of the first of them, of Python, numpy and torch."""
+    # They compute parts of one model, so what is random in it (dropout, augmentation) has to be alike. Collective,
+    # where ranks share rows; else nothing is done.
     if isinstance(collectives, DataParallelCollectives):
         kind = device_kind(collectives.device.type)
         own = rng.capture(kind, all_devices=False)  # ranks compute on different devices: the first on the first, say

@@ -127,11 +127,9 @@ class XLACollectives(Collectives):
 
 
 def _add_up_(tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
-    """Replace tensors by their sums over ranks, times a number, in one collective.
-
-    In place, XLA adds up what a view shows and leaves the tensor behind it as it was. The gradient of a Linear that has
-    accumulated is such a view, and no flag of it says so.
-    """
+    """Replace tensors by their sums over ranks, times a number, in one collective."""
+    # In place, XLA adds up what a view shows and leaves the tensor behind it as it was. The gradient of a Linear that
+    # has accumulated is such a view, and no flag of it says so.
     with torch.no_grad():
         sums = [tensor.clone() for tensor in tensors]
         xm.all_reduce(xm.REDUCE_SUM, sums, scale=scale)

@@ -155,10 +155,8 @@ class SharedModels:
             )
 
     def backward(self, losses: Sequence[Tensor], plain: Callable[[], None]) -> None:
-        """Run backward, and average what it adds to the gradients of models that were cut.
-
-        Gradients of earlier backwards, of accumulated batches say, are equal on all ranks, and stay so.
-        """
+        """Run backward, and average what it adds to the gradients of models that were cut."""
+        # Gradients of earlier backwards, of accumulated batches say, are equal on all ranks, and stay so.
         line = line_here()
         if line not in self._lines_of_backward:
             self._lines_of_backward.add(line)

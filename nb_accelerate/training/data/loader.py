@@ -316,10 +316,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         return None if batches is None or self._rows is None else (self._rows, batches)
 
     def _known_length(self) -> int | None:
-        """Return the length of this loader if it has one.
-
-        torch warns for each batch beyond a length that was asked for. Users did not ask here, so its mark is restored.
-        """
+        """Return the length of this loader if it has one."""
+        # torch warns for each batch beyond a length that was asked for. Users did not ask here, so its mark is
+        # restored.
         loader = self._reader.source.loader
         asked = loader._IterableDataset_len_called  # noqa: SLF001 - torch's
         try:

@@ -62,11 +62,9 @@ class RunningLoops:
         self.active, self.beside = loop, ()
 
     def advance(self, loop: RunningLoop) -> None:
-        """Note that a loop hands out a batch which is not the innermost.
-
-        Loops inside of it that have handed out batches since it did so last advance together with it. Others were left
-        without being closed, as by ``next(iter(loader))``: they are not inside any more.
-        """
+        """Note that a loop hands out a batch which is not the innermost."""
+        # Loops inside of it that have handed out batches since it did so last advance together with it. Others were
+        # left without being closed, as by `next(iter(loader))`: they are not inside any more.
         if loop not in self._loops:
             return
         index = self._loops.index(loop)

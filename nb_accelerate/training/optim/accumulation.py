@@ -40,10 +40,8 @@ class Window:
         self.num_open = 0  # blocks of `accumulate`, which may be nested
 
     def join(self) -> None:
-        """Note that another `Accelerator` was made.
-
-        It closes a window that an interrupted loop left open, which would keep the next loop from stepping.
-        """
+        """Note that another `Accelerator` was made."""
+        # It closes a window that an interrupted loop left open, which would keep the next loop from stepping.
         if not self.num_open:
             self.closes = True
 

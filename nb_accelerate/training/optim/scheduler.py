@@ -92,10 +92,8 @@ class AcceleratedScheduler:
                 scheduler.step(*args, **kwargs)
 
     def _counts_epochs(self) -> bool:
-        """Return whether optimizers have taken several steps since the last call, and no loop over a loader is on.
-
-        Inside of such a loop, a schedule that is stepped every hundredth batch still counts batches.
-        """
+        """Return whether optimizers have taken several steps since the last call, and no loop over a loader is on."""
+        # Inside of such a loop, a schedule that is stepped every hundredth batch still counts batches.
         before, self._steps_before = self._steps_before, [optimizer.num_steps for optimizer in self.optimizers]
         several = any(now - then > 1 for now, then in zip(self._steps_before, before, strict=False))
         counts = several and self._accumulation.loaders.active is None

@@ -219,12 +219,11 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Do what torch does, with two exceptions.
-
-        It takes no mix of DTensors and others, and exchanges what it found on the host if shards are offloaded to it,
-        where nccl cannot. So each rank unscales its shards as plain tensors, and what is found is exchanged afterwards,
-        once for each mesh. Gradients that another optimizer has unscaled are only searched for infinite ones.
-        """
+        """Do what torch does, with two exceptions."""
+        # It takes no mix of DTensors and others, and exchanges what it found on the host if shards are offloaded to it,
+        # where nccl cannot. So each rank unscales its shards as plain tensors, and what is found is exchanged
+        # afterwards, once for each mesh. Gradients that another optimizer has unscaled are only searched for infinite
+        # ones.
         done = self._ids_of_unscaled(besides=optimizer)
         alike: dict[tuple[Any, torch.device, bool], list[Tensor]] = {}
         for group in optimizer.param_groups:

@@ -89,10 +89,8 @@ def create_alone(kind: DeviceKind, device: torch.device) -> None:
 
 
 def _store(url: str, topology: Topology, options: InitProcessGroupKwargs, *, is_of_agent: bool) -> Any:
-    """Return the store at which ranks meet. The store of torchrun's agent outlives a group: each group gets a part.
-
-    In one part for all, torch would look for the second group's addresses under the names that the first has left.
-    """
+    """Return the store at which ranks meet. The store of torchrun's agent outlives a group: each group gets a part."""
+    # In one part for all, torch would look for the second group's addresses under the names that the first has left.
     from torch._C._distributed_c10d import PrefixStore  # not where torch was built without it
 
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -117,11 +115,9 @@ def claim(store: Any, rank: int, kind: DeviceKind, device: torch.device, uuid: s
 
 
 def abort() -> None:
-    """Abort the collectives of this process' groups, where their backend can. The groups are of no use afterwards.
-
-    Destroying a group waits for its collectives, and one of nccl that another rank never joins does not end. Backends
-    that cannot abort have no collective that outlives the call.
-    """
+    """Abort the collectives of this process' groups, where their backend can. The groups are of no use afterwards."""
+    # Destroying a group waits for its collectives, and one of nccl that another rank never joins does not end. Backends
+    # that cannot abort have no collective that outlives the call.
     if context.default_group() is None:
         return
     used = str(dist.get_backend()).split(",")  # "nccl", or for each type of device one: "cpu:gloo,cuda:nccl"

@@ -59,10 +59,8 @@ class _Checked(type):
 
 
 def install(path: str) -> None:
-    """Check the gloo groups that this process, with all its libraries, makes from now on through a store.
-
-    Torch has no call after a group was made, so what makes it is replaced.
-    """
+    """Check the gloo groups that this process, with all its libraries, makes from now on through a store."""
+    # Torch has no call after a group was made, so what makes it is replaced.
     module: Any = dist.distributed_c10d
     if not isinstance(module.ProcessGroupGloo, _Checked) and Path("/proc/self/fd").is_dir():
         module.ProcessGroupGloo = _checked(module.ProcessGroupGloo)
@@ -160,10 +158,8 @@ def _why_no_interfaces() -> str:
 
 
 def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) -> set[int]:
-    """Tell all ranks of a group which user ids this one has found; returns what all of them have found.
-
-    The last one reads what each has said: if all did, the time would grow with the square of their number.
-    """
+    """Tell all ranks of a group which user ids this one has found; returns what all of them have found."""
+    # The last one reads what each has said: if all did, the time would grow with the square of their number.
     if uids:
         store.set(f"{what}: {rank}", " ".join(map(str, uids)))
     if store.add(f"{what}: ranks that have said it", 1) == size:
@@ -213,10 +209,8 @@ def _strangers(listeners: Sequence[socket.socket], before: Collection[str]) -> s
 
 
 def _uid_of(kernel: socket.socket, family: int, local: tuple[str, int], remote: tuple[str, int]) -> int:
-    """Return the user id of who has an established connection, as the kernel says; else `_UNKNOWN`.
-
-    See ``man 7 sock_diag``. The table ``/proc/net/tcp`` says it too, and takes tens of milliseconds.
-    """
+    """Return the user id of who has an established connection, as the kernel says; else `_UNKNOWN`."""
+    # See `man 7 sock_diag`. The table `/proc/net/tcp` says it too, and takes tens of milliseconds.
     pack = "!HH16s16s"
     addresses = (socket.inet_pton(family, end[0]).ljust(16, b"\0") for end in (local, remote))
     identity = struct.pack(pack, local[1], remote[1], *addresses) + struct.pack("=III", 0, *_ANY_COOKIE)

@@ -51,11 +51,9 @@ def only_if(chosen: bool | Callable[[], bool], function: Callable[P, R]) -> Call
 
 @contextlib.contextmanager
 def first(chosen: bool, barrier: Callable[[], None]) -> Iterator[None]:
-    """Run the block on ranks where ``chosen`` before all others. All ranks enter it.
-
-    An exception in a chosen rank lets the others go on too: better they fail in their own next collective than
-    wait for a rank that left.
-    """
+    """Run the block on ranks where ``chosen`` before all others. All ranks enter it."""
+    # An exception in a chosen rank lets the others go on too: better they fail in their own next collective than wait
+    # for a rank that left.
     if not chosen:
         barrier()
     try:

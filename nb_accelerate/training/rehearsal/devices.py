@@ -21,10 +21,8 @@ _DEVICE = Tensor.device.__get__
 
 
 def on_cpu(device: Any) -> Any:
-    """Return ``cpu:1`` for ``cuda:1`` and for 1, and ``cpu`` for ``cuda``, the rank's own; another value as it is.
-
-    For torch both are the CPU; the number says which device of a run it stands for.
-    """
+    """Return ``cpu:1`` for ``cuda:1`` and for 1, and ``cpu`` for ``cuda``, the rank's own; another value as it is."""
+    # For torch both are the CPU; the number says which device of a run it stands for.
     if type(device) is int:
         return torch.device("cpu", device)
     name, _, number = str(device).partition(":") if isinstance(device, (str, torch.device)) else ("", "", "")
@@ -94,10 +92,8 @@ class OnCpu(FusedAttention):
 
 
 def of_subclasses(has_torch_function: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a check that leaves modes out, for `torch.nn.functional`.
-
-    Under a mode its functions look themselves up by name, and call what users have put there a second time.
-    """
+    """Return a check that leaves modes out, for `torch.nn.functional`."""
+    # Under a mode its functions look themselves up by name, and call what users have put there a second time.
 
     def has(*given: Any) -> bool:
         known = (Tensor, Parameter)

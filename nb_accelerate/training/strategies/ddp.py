@@ -65,12 +65,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradient
         return outputs
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
-        """Average the gradients of this batch on all ranks that have one, if one of them closes its window with it.
-
-        torch calls it in the forward, inside of `torch.distributed.algorithms.Join`, so that ranks without a batch
-        learn whether to take part in the average. It does not compare the ranks that have one: where one is at the end
-        of its data, and another amid a window, only the first would average.
-        """
+        """Average the gradients of this batch on all ranks that have one, if one of them closes its window with it."""
+        # torch calls it in the forward, inside of `torch.distributed.algorithms.Join`, so that ranks without a batch
+        # learn whether to take part in the average. It does not compare the ranks that have one: where one is at the
+        # end of its data, and another amid a window, only the first would average.
         if is_joined_rank or self.close_window is None or not self._prepared.at_window:
             return super()._check_global_requires_backward_grad_sync(is_joined_rank)  # type: ignore[no-any-return, no-untyped-call]
         closes = torch.full((1,), float(self.require_backward_grad_sync), device=self.device)

@@ -58,10 +58,8 @@ class MeshLayout:
     tp: int = 1  # ranks that compute each layer together
 
     def make(self, device_type: str) -> DeviceMesh:
-        """Return a mesh of the dimensions that are longer than 1, innermost neighbours beside each other. Collective.
-
-        With ``dp_replicate`` it has ``dp_shard`` in any case: torch's ``fully_shard`` takes no mesh of replicas alone.
-        """
+        """Return a mesh of the dimensions longer than 1, innermost neighbours beside each other. Collective."""
+        # With `dp_replicate` it has `dp_shard` in any case: torch's `fully_shard` takes no mesh of replicas alone.
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
@@ -209,11 +207,9 @@ class DTensorStrategy(Strategy):
 
 
 def use_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Replace, in the groups and in the state of an optimizer, parameters that were sharded since it was made.
-
-    A group with parameters on several meshes, or on one and on none, is stepped one by one: torch's loops over many
-    parameters at once (``foreach``, ``fused``) take no such mix.
-    """
+    """Replace, in the groups and in the state of an optimizer, parameters that were sharded since it was made."""
+    # A group with parameters on several meshes, or on one and on none, is stepped one by one: torch's loops over many
+    # parameters at once (`foreach`, `fused`) take no such mix.
     for group in optimizer.param_groups:
         # In place: schedulers, and users who set rates, hold these dictionaries and lists.
         for number, old in enumerate(group["params"]):

@@ -124,10 +124,8 @@ class FSDPStrategy(DTensorStrategy):
         return model
 
     def _shard(self, model: nn.Module) -> None:
-        """Shard a model in place, a block at a time, and then the rest. Collective.
-
-        Each block gets memory on the device and the weights of rank 0, and is sharded: no model needs to fit there.
-        """
+        """Shard a model in place, a block at a time, and then the rest. Collective."""
+        # Each block gets memory on the device and the weights of rank 0, and is sharded: no model needs to fit there.
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
         options, mesh = self._options, self.mesh
@@ -223,11 +221,9 @@ class FSDPStrategy(DTensorStrategy):
     def drop_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[], None] | None:
-        """Drop the whole gradients of an accumulation window that was left in its middle, by an interrupt say.
-
-        torch keeps gradients whole until they are exchanged, and ``zero_grad`` does not reach them. Those of other
-        optimizers stay: their window may close after this one's.
-        """
+        """Drop the whole gradients of an accumulation window that was left in its middle, by an interrupt say."""
+        # torch keeps gradients whole until they are exchanged, and `zero_grad` does not reach them. Those of other
+        # optimizers stay: their window may close after this one's.
 
         def drop() -> None:
             if not self._holding:

@@ -21,10 +21,8 @@ _MOST_LINES = 20
 
 
 def write(stream: IO[str] | None, text: str) -> None:
-    """Write as well as can be: with escapes for letters that the stream has not; nothing where nothing can be.
-
-    Raises nothing: a stream may be the user's own class, and output is no reason to end what watches over ranks.
-    """
+    """Write as well as can be: with escapes for letters that the stream has not; nothing where nothing can be."""
+    # Raises nothing: a stream may be the user's own class, and output is no reason to end what watches over ranks.
     if stream is None:
         return
     with contextlib.suppress(Exception):

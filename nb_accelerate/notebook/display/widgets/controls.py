@@ -197,11 +197,9 @@ class Controls:
                 self._controls.children = children
 
     def _field_of_rank(self) -> Any:
-        """Return a field that chooses the rank whose log is shown.
-
-        No list to choose from: in a cell's output JupyterLab takes the arrow keys, and all letters, for itself, but
-        where one can write.
-        """
+        """Return a field that chooses the rank whose log is shown."""
+        # No list to choose from: in a cell's output JupyterLab takes the arrow keys, and all letters, for itself, but
+        # where one can write.
         if self._rank_field is None:
             import ipywidgets
 

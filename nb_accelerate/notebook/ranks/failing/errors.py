@@ -355,10 +355,8 @@ def one_line(report: ErrorReport) -> str:
 
 
 def meanwhile(stacks: Mapping[int, str]) -> str:
-    """Return where ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``.
-
-    Leaves out ranks outside users' code, where most are that know of the failure: it says nothing of the cause.
-    """
+    """Return where ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``."""
+    # Leaves out ranks outside users' code, where most are that know of the failure: it says nothing of the cause.
     locations = {rank: where(dump) for rank, dump in stacks.items()}
     return _lines_of_ranks({rank: found for rank, found in locations.items() if found != OUTSIDE}, "Meanwhile ")
 

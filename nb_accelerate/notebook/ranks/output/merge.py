@@ -176,10 +176,8 @@ class Merge(Generic[T]):
         self._show_common()
 
     def _lengths_until_equal(self) -> list[int]:
-        """Return how many items of each rank, in the order of the ranks, come before the next one that all have.
-
-        The same place on all ranks is preferred. Otherwise it is the item that the last of them reaches first.
-        """
+        """Return how many items of each rank, in the order of the ranks, come before the next one that all have."""
+        # The same place on all ranks is preferred. Otherwise it is the item that the last of them reaches first.
         queues = list(self._waiting.values())
         if not set(queues[0].items).intersection(*(queue.items for queue in queues[1:])):
             return [len(queue.items) for queue in queues]

@@ -29,10 +29,8 @@ def _dump(obj: Any, file: IO[bytes], protocol: int | None = None) -> None:
 
 
 def fork_by_default() -> None:
-    """Let children on Linux be forked unless users choose another way, as before Python 3.14, which spawns them anew.
-
-    Workers of a DataLoader start 45 times faster so, and functions of a notebook need not be pickled.
-    """
+    """Let children on Linux be forked unless users choose another way, as before Python 3.14, which spawns them."""
+    # Workers of a DataLoader start 45 times faster so, and functions of a notebook need not be pickled.
     if sys.platform == "linux":
         contexts: Any = multiprocessing.context
         contexts._default_context._default_context = multiprocessing.get_context("fork")  # noqa: SLF001 - sets no choice

@@ -110,11 +110,9 @@ def serve_forked(
 
 
 def _forget_kernel() -> None:
-    """Replace the copies of the kernel's streams, loops and pools in this process.
-
-    A stream of the kernel's would send over its sockets, and can hang for ever on a lock that another thread held when
-    the process forked.
-    """
+    """Replace the copies of the kernel's streams, loops and pools in this process."""
+    # A stream of the kernel's would send over its sockets, and can hang for ever on a lock that another thread held
+    # when the process forked.
     if has_group():
         training_half().forget_groups()
     sys.stdout = sys.__stdout__ = sys.stderr = sys.__stderr__ = io.StringIO()  # type: ignore[misc, assignment]

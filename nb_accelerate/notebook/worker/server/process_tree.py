@@ -27,10 +27,8 @@ _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process, however busy it is, when the process `parent` ends, which has forked it from its main thread.
-
-    Linux sends the signal when the *thread* that forked ends.
-    """
+    """End this process, however busy, when the process `parent` ends, which has forked it from its main thread."""
+    # Linux sends the signal when the *thread* that forked ends.
     if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         HelperThread(_watch_parent, parent, threading.Event(), name="parent").start()
     if os.getppid() != parent:  # it ended before we asked
@@ -39,10 +37,8 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def ending_with(parent: int) -> Iterator[None]:
-    """End this process if the process `parent` ends while the block runs, whichever thread of it started this one.
-
-    A thread watches. It has ended when the block is left, so that what is forked then inherits nothing of it.
-    """
+    """End this process if the process `parent` ends while the block runs, whichever thread of it started this one."""
+    # A thread watches. It has ended when the block is left, so that what is forked then inherits nothing of it.
     is_left = threading.Event()
     thread = HelperThread(_watch_parent, parent, is_left, name="parent")
     thread.start()
@@ -71,10 +67,8 @@ def step_back() -> None:
 
 
 def children() -> list[int]:
-    """Return the process ids of the children of this process, which must have one thread; zombies too.
-
-    Linux lists them within microseconds, the newest last. A child leaves the list only when this process reaps it.
-    """
+    """Return the process ids of the children of this process, which must have one thread; zombies too."""
+    # Linux lists them within microseconds, the newest last. A child leaves the list only when this process reaps it.
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:  # noqa: PTH123 - pathlib is slow
             return [int(pid) for pid in file.read().split()]

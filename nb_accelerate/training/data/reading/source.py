@@ -166,11 +166,9 @@ def accelerated(batches: Any, loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _read(batches: Any) -> Iterator[Any]:
-    """Yield the batches of torch's iterator.
-
-    Its `__next__` notes each for the profiler, also where none runs: 7 µs. It also warns of a dataset that is longer
-    than its length, which was asked for then.
-    """
+    """Yield the batches of torch's iterator."""
+    # Its `__next__` notes each for the profiler, also where none runs: 7 µs. It also warns of a dataset that is longer
+    # than its length, which was asked for then.
     read = batches._next_data  # noqa: SLF001 - torch's
     was_asked = batches._IterableDataset_len_called is not None  # noqa: SLF001 - torch's
     while True:

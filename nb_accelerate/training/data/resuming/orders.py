@@ -137,10 +137,8 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _held_by(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the generators that a loader, its samplers, and a dataset that is read in order hold, by name.
-
-    Wrappers have no part in the names: a run may go on with another number of ranks.
-    """
+    """Return the generators that a loader, its samplers, and a dataset that is read in order hold, by name."""
+    # Wrappers have no part in the names: a run may go on with another number of ranks.
     if is_stateful(loader) and not _may_draw(loader):
         return {}  # torchdata saves all that there is
     owners = [loader.dataset, *_samplers(loader)] if isinstance(loader.dataset, IterableDataset) else _samplers(loader)

@@ -110,10 +110,8 @@ def mark_outputs(engine: nn.Module, _: Any, outputs: Any) -> None:
 
 
 def engine_of_loss(loss: Tensor) -> Any:
-    """Return the engine whose outputs a loss was computed from; with several, the one nearest to the loss.
-
-    DeepSpeed's hooks run backward in the others by themselves, in stages 1 to 3.
-    """
+    """Return the engine whose outputs a loss was computed from; with several, the one nearest to the loss."""
+    # DeepSpeed's hooks run backward in the others by themselves, in stages 1 to 3.
     known = list(engines)
     if len(known) == 1:
         return known[0]
