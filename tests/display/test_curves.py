@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -11,7 +12,7 @@ from fixtures.panels import Run
 
 from nb_accelerate.base.records import Curve, Points, draw, kept
 from nb_accelerate.notebook.display.drawing import html
-from nb_accelerate.notebook.display.logged_values import remember
+from nb_accelerate.notebook.display.logged_values import earlier_losses, remember
 
 NOISY: Points = tuple((10.0 * step, 2 * math.exp(-step / 40) + 0.05 * (-1) ** step + 0.1) for step in range(1, 101))
 
@@ -83,7 +84,21 @@ def test_what_is_logged_is_collected() -> None:
     assert curves["lr"] == ((1.0, 0.01),)
     assert [value for _, value in curves["val_loss"]] == [3.0, 2.0, 1.0, 0.0, -1.0]
     assert "loss from 2 to 0.05" in html.render(view)
-    assert "<path" not in html.render(Run(2).view), "there is nothing to show yet"
+    assert "<details" not in html.render(Run(2).view), "there is nothing to show yet"
+
+
+def test_a_click_on_the_small_curve_shows_the_losses_of_the_last_three_runs_of_the_same_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept, "records", {})
+    for name in ("train", "train", "other", "cell 3", "train", "train"):
+        remember(trained(name).end(), {}, 1.0)
+    assert [curve.name for curve in earlier_losses("train")] == ["train-2", "train-3", "train-4"]
+    assert [curve.name for curve in earlier_losses("cell 12")] == ["cell 3"]
+    view = dataclasses.replace(trained().view, before=earlier_losses("train"))
+    source = html.render(view)
+    assert '<details class="nba-chart">' in source
+    assert len(lines(source)) == 4
 
 
 def test_the_training_loss_is_no_other_value() -> None:

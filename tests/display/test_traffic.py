@@ -51,7 +51,7 @@ def test_the_style_sheet_is_sent_once_and_widgets_are_made_when_they_are_used(ke
     drawn = [one for one in of_kind("update_display_data") if has_table(one)]
     sent = [one["header"]["date"] for one in messages if has_table(one["content"])]
     assert (len(sent) - 1) / (sent[-1] - sent[0]).total_seconds() < 2.1
-    assert max(len(json.dumps(one, ensure_ascii=False)) for one in drawn) < 4_000
+    assert max(len(json.dumps(one, ensure_ascii=False)) for one in drawn) < 5_000
     (sheet,) = [one for one in of_kind("display_data", "update_display_data") if "<style" in str(one)]
     assert sheet["data"]["text/plain"] == ""
     (buttons,) = [one for one in of_kind("display_data", "update_display_data") if VIEW in one["data"]]

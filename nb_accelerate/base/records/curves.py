@@ -25,8 +25,6 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT, _AXIS = 320, 58, 18, 24, 110, 36
 
 _BOTTOM = _TOP + _HEIGHT
 
-_MOST_POINTS = 240  # points of a curve that are drawn, about
-
 _HUGE = 1e300  # values beyond are drawn outside of the picture: differences of such numbers are infinite
 _WIDE = 10.0  # between the least and the greatest loss that are drawn with a logarithmic scale
 
@@ -64,8 +62,12 @@ def plotted(curves: Sequence[Curve], title: str, *, log: bool = False) -> Any:
     return axes
 
 
-def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
-    """Return a curve as HTML, which needs `LABELS`, with earlier ones drawn faintly behind it on the same scale."""
+def draw(curve: Curve, earlier: Sequence[Curve] = (), *, most: int = 240) -> str:
+    """Return a curve as HTML, which needs `LABELS`, with earlier ones drawn faintly behind it on the same scale.
+
+    Args:
+        most: points of a curve that are drawn, about.
+    """
     finite = [point for one in (*earlier, curve) for point in one.points if math.isfinite(point[1])]
     own = [value for _, value in curve.points if math.isfinite(value)]
     last = escape(f"{curve.name} {own[-1]:.4g}" if own else f"{curve.name} no finite value")
@@ -74,8 +76,8 @@ def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
         return title
     across, steps = _scale([step for step, _ in finite], _LEFT, _WIDTH - _RIGHT, 5)
     up, values = _scale([value for _, value in finite], _BOTTOM, _TOP, 3)
-    drawn = "".join(_line(old.points, across, up, 'stroke="#8888"') for old in earlier)
-    drawn += _line(curve.points, across, up, 'class="nba-c-loss" stroke="#2a78d6"')
+    drawn = "".join(_line(pieces(old.points, most), across, up, 'stroke="#8888"') for old in earlier)
+    drawn += _line(pieces(curve.points, most), across, up, 'class="nba-c-loss" stroke="#2a78d6"')
     labels = [("y", _LEFT - 6, up(tick), f"{tick:.4g}") for tick in values]
     labels += [("x", across(tick), _BOTTOM + 7, f"{tick:,g}") for tick in steps]
     labels.append(("x", (_LEFT + _WIDTH - _RIGHT) / 2, _BOTTOM + 22, "step"))
@@ -105,10 +107,10 @@ def pieces(points: Points, most: int) -> list[Points]:
     return [(*piece[:-1:every], piece[-1]) for piece in whole]
 
 
-def _line(points: Points, across: Callable[[float], float], up: Callable[[float], float], look: str) -> str:
+def _line(parts: Sequence[Points], across: Callable[[float], float], up: Callable[[float], float], look: str) -> str:
     """Return the lines of a curve, and circles for points that no line shows because they stand alone."""
     found = []
-    for piece in pieces(points, _MOST_POINTS):
+    for piece in parts:
         at = [(f"{across(step):.1f}", f"{up(value):.1f}") for step, value in piece]
         if len(at) > 1:
             found.append(f'<polyline points="{" ".join(map(",".join, at))}" fill="none" stroke-width="1.6" {look}/>')

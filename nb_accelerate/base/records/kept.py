@@ -123,11 +123,11 @@ def record_of(key: str) -> RunRecord:
     return records[key]
 
 
-def earlier(key: str) -> list[RunRecord]:
-    """Return the runs before one (by id) that are called alike but for numbers."""
-    older = list(records)[: list(records).index(key)]
-    name, *names = (re.sub(r"-?\d+", "", records[run].name) for run in (key, *older))
-    return [records[old] for old, called in zip(older, names, strict=True) if called == name]
+def earlier(name: str, key: str = "") -> list[RunRecord]:
+    """Return the runs that are called alike but for numbers, and have ended; with a `key` those before that one."""
+    kind, older = re.sub(r"-?\d+", "", name), list(records)
+    older = older[: older.index(key)] if key else [old for old in older if records[old].ended]
+    return [records[old] for old in older if re.sub(r"-?\d+", "", records[old].name) == kind]
 
 
 def _free_name(name: str) -> str:

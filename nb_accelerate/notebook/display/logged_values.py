@@ -91,6 +91,12 @@ def remember(view: View, config: Mapping[str, Any], seconds: float, logged_as: S
         note_run(name, config=config, values=values, began=began, ended=view.state + what, logged_as=logged_as)
 
 
+def earlier_losses(name: str) -> tuple[Curve, ...]:
+    """Return the losses of the last few runs of a function or, for a cell, of other cells."""
+    runs = [run for run in earlier(name) if "loss" in run.columns]
+    return tuple(Curve(run.name, tuple(run.column("loss"))) for run in runs[-_EARLIER_RUNS:])
+
+
 _MOST_CHARTS = 8  # charts in a panel; `runs` has the rest
 
 
@@ -101,7 +107,7 @@ def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
         record = record_of(key)
         if record.file:
             continue  # which `runs` draws
-        before = earlier(key)[-_EARLIER_RUNS:]
+        before = earlier(record.name, key)[-_EARLIER_RUNS:]
         for name in record.columns:
             curve, *others = (Curve(name, tuple(run.column(name))) for run in (record, *before) if name in run.columns)
             found.append(Chart(curve=curve, earlier=tuple(others)))

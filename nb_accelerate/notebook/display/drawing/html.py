@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.records import LABELS, draw, pieces
+from nb_accelerate.base.records import LABELS, Curve, draw, pieces
 from nb_accelerate.base.records.curves import is_wide
 from nb_accelerate.notebook.display.view import FIGURES
 
@@ -94,12 +94,11 @@ def _times(parts: Sequence[str]) -> str:
 
 
 def _curve(view: View) -> str:
-    """Return the curve of the loss; its empty place while there may be one later, so that nothing moves then."""
-    points = view.curve
+    """Return the curve of the loss, which opens its picture; an empty place while there may be one later."""
+    points, is_on = view.curve, view.state in ("starting", "running")
     width, height = _CURVE
     finite = [loss for _, loss in points if math.isfinite(loss)]
     if len(finite) < _FEW_POINTS:
-        is_on = view.state in ("starting", "running")
         return f'<svg width="{width}" height="{height}" aria-hidden="true"></svg>' if is_on else ""
     scale = math.log if is_wide(points) else float
     low, high = scale(min(finite)), scale(max(finite))
@@ -111,10 +110,12 @@ def _curve(view: View) -> str:
         at = (f"{(step - first) * across:.0f},{2 + (high - scale(loss)) * down:.1f}" for step, loss in piece)
         path += "M" + "L".join(at)
     label = f"loss from {finite[0]:.3g} to {finite[-1]:.3g}"
-    return (
+    small = (
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
         f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/></svg>'
     )
+    large = draw(Curve("loss", points), view.before, most=30 if is_on else 240)
+    return fold(small, large, key=view.key, kind="nba-chart")
 
 
 def _body(view: View) -> str:
