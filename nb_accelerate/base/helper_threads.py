@@ -23,6 +23,8 @@ class HelperThread(threading.Thread):
     def __init__(
         self, target: Callable[..., object], *args: Any, name: str, on_failure: OnFailure | None = None
     ) -> None:
+        # A daemon, since it may wait for what never comes, as the answer of a machine without network: Python joins all
+        # other threads before it ends.
         super().__init__(target=target, args=args, name=f"nb_accelerate-{name}", daemon=True)
         self._on_failure = on_failure
 
@@ -30,6 +32,7 @@ class HelperThread(threading.Thread):
     def run(self) -> None:
         try:
             super().run()
+        # Of SystemExit, too, which ends a thread without a word, and which users' code may raise in it.
         except BaseException as error:
             tell = self._on_failure or _of_process
             if tell is None:

@@ -100,6 +100,7 @@ def _stopped_by_signals(launch: Launch) -> Iterator[list[int]]:
         # It waits for the end of the launch, which is the business of this very thread.
         HelperThread(launch.stop, name="stop").start()
 
+    # SIGHUP comes when the terminal is closed. By default both end this process at once, and what ranks save is lost.
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield received

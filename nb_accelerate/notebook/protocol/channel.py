@@ -69,6 +69,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)  # not what users' code has set by `socket.setdefaulttimeout`, here or at the other end
         self._socket = sock
+        # A frame of which several fit into the buffer does not keep its sender waiting while the other end is
+        # suspended.
         buffer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self._longest_inline = min(_LONGEST_INLINE, buffer // _FRAMES_IN_BUFFER - _HEADER.size)
         self._sending = threading.Lock()
@@ -107,6 +109,8 @@ class Channel:
                 file = stack.enter_context(write_segment([memoryview(body)]))
                 fds = [file.fileno(), *fds]
             frame = _HEADER.pack(len(body), len(fds), in_file) + (b"" if in_file else body)
+            # As a whole, or frames of two threads would mix. Descriptors go with the first bytes, however few the
+            # socket takes of the frame; the rest follows without them.
             with self._sending:
                 sent = 0
                 if fds:
@@ -144,6 +148,7 @@ class Channel:
             data, fds = _recv_fds(self._socket, flags)
         except BlockingIOError:
             return 0
+        # The other end was killed before it had read everything: for this one that is the end of the stream.
         except ConnectionError:
             data, fds = b"", ()
         self._fds.extend(fds)
@@ -159,6 +164,7 @@ class Channel:
                 return
             body = bytes(memoryview(self._bytes)[_HEADER.size : end])
             del self._bytes[:end]
+            # They are there: the system hands descriptors over with the first byte that they were sent with.
             fds = tuple(self._fds.popleft() for _ in range(num_fds))
             if in_file:
                 file, *rest = fds

@@ -228,6 +228,7 @@ class RankLoop(RankReader):
         """End the thread, kill the ranks that live, and close all descriptors. Can be repeated."""
         self._ending = True
         if self._thread is not None:
+            # It sees that it is to end when it wakes up, for which anything will do.
             self.post(lambda: None)
             self._thread.join(_JOIN_TIMEOUT)
             if self._thread.is_alive():

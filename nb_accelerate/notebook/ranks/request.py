@@ -221,6 +221,7 @@ class Request:
         self.input_requests.gone(rank.rank)
         if self.awaits is Awaits.END or rank.rank in self.answers:
             return
+        # It was told to end, so that its end is no incident.
         if self.step is not None and self.step.kind >= StepKind.TERMINATE:
             return
         if self.exit_returns and rank.is_ready and rank.handle.exitcode == 0:
@@ -243,6 +244,7 @@ class Request:
         """End it early for the user, who has `how` it. A second time, go to the current step's `on_interrupt`."""
         again = self.was_interrupted
         self.input_requests.close()
+        # Not by `_add`, which would take the first step: what the user asks for has a step of its own.
         self.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=time.monotonic(), how=how))
         step = self.step
         if step is not None and step.on_interrupt is not None and (again or self.awaits is Awaits.END):

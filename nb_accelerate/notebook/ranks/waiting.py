@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def ask_user(prompt: str) -> str | None:
     """Return the line that the user types; None at the end of input. SIGINT raises KeyboardInterrupt."""
+    # The wait around this has put a handler in the place of Python's, by which `input` would not end.
     with interrupts_call(lambda: signal.default_int_handler(signal.SIGINT, None)):
         try:
             return input(prompt)
@@ -32,6 +33,7 @@ def wait(event: threading.Event, timeout: float | None = None) -> bool:
     """Wait for an event as its own method does, and let the buttons of panels be pressed meanwhile."""
     until = math.inf if timeout is None else time.monotonic() + timeout
     while True:
+        # In pieces: with ipykernel 6 only this thread may read the shell channel, where buttons of panels arrive.
         seconds = min(read_shell_channel(), until - time.monotonic())
         if event.wait(None if seconds == math.inf else max(0.0, seconds)):
             return True
@@ -96,6 +98,7 @@ class Interrupts:
     @contextlib.contextmanager
     def go_to(self, action: Callable[[], object]) -> Iterator[None]:
         """Call `action` when an interrupt comes inside the block, or at once if one has come before."""
+        # In this order: an interrupt that comes between the two lines calls it twice, and not never.
         self._action = action
         try:
             if self._came:

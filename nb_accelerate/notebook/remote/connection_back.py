@@ -112,6 +112,7 @@ class Listener:
         self._server.setblocking(False)
         self.address: str = address
         self.port: int = self._server.getsockname()[1]
+        # A loop, and not one connection after the other: who connects and says nothing must not keep a host waiting.
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._unproved: list[asyncio.Task[bool]] = []  # in the order in which they came
@@ -129,6 +130,7 @@ class Listener:
             self._loop.run_until_complete(self._accept_until_closed())
 
     def _fail(self, _: str, error: BaseException) -> None:
+        # Somebody waits for each, who would never hear of it otherwise.
         for machine in self.came:
             if not machine.done():
                 machine.set_exception(error)
@@ -141,12 +143,15 @@ class Listener:
             task.cancel()
         await asyncio.wait(tasks)
         if not accepting.cancelled():
+            # It ends by an error alone, which is raised here for `_fail`.
             accepting.result()
 
     async def _accept(self) -> None:
         while True:
             connection, _ = await self._loop.sock_accept(self._server)
             if len(self._unproved) == _MAX_UNPROVED:
+                # The oldest goes, and not the new one: else strangers that hold connections open would lock out the
+                # hosts.
                 self._unproved.pop(0).cancel()
             task = asyncio.create_task(self._prove(connection))
             task.add_done_callback(functools.partial(self._judge, connection))

@@ -46,6 +46,7 @@ class Alarm:
     def begin_rendezvous(self, rendezvous: int) -> None:
         """Begin a rendezvous: alarms about those before it have no effect from now on."""
         with self._lock:
+            # The lock waits for an alarm that is being answered: it would break connections that are made from here on.
             self._meeting = rendezvous
             if self._given_up == rendezvous:
                 raise ConnectionAbortedError("the other ranks have stopped waiting for this one")
@@ -61,6 +62,8 @@ class Alarm:
     def answer(self, message: CutOff) -> bool:
         """Break the connections of a rendezvous if it is the current one, and return whether it is."""
         with self._lock:
+            # Also for a rendezvous that this rank has not begun: it fails then, and does not wait for ranks that have
+            # gone.
             self._given_up = message.rendezvous
             if message.rendezvous != self._meeting:
                 return False
@@ -96,6 +99,8 @@ def cut_connections(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ..
     for fd in found:
         with contextlib.suppress(OSError):  # closed meanwhile
             with socket.socket(fileno=os.dup(fd)) as copy:
+                # This acts on the connection, whoever else has its descriptor; to close one would not. On a copy,
+                # because gloo closes its own when it likes, and the number may be another file's by then.
                 copy.shutdown(socket.SHUT_RDWR)
             cut += 1
     return cut

@@ -374,6 +374,7 @@ class _File:
 
     def _read(self, names: Iterable[str]) -> None:
         """Read those weights that are not mapped into their memory, unless they are there."""
+        # One thread at a time: another one would take the weight as read while half of its numbers are there.
         with self._reading:
             wanted = self._unread.intersection(names)
             if not wanted:

@@ -177,6 +177,7 @@ class Staging:
     def send(self, tensors: Sequence[Tensor]) -> DeviceCopies:
         """Begin to copy tensors, each place in memory once. Only one thread at a time, which holds `filling`."""
         unique = {(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype): tensor for tensor in tensors}
+        # Else the copies would be inference tensors, which a forward with gradients refuses.
         with torch.inference_mode(False):
             if self._has_streams:
                 copies = self._send(list(unique.values()))
@@ -189,6 +190,7 @@ class Staging:
     def _send(self, tensors: Sequence[Tensor]) -> DeviceCopies:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         *offsets, nbytes = itertools.accumulate(sizes, initial=0)
+        # The other buffer: the device may still read this one, for the block before.
         self._turn ^= 1
         buffer = self._free_buffer(nbytes)
         for tensor, offset in zip(tensors, offsets, strict=True):

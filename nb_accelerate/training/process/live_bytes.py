@@ -52,6 +52,7 @@ class LiveBytes:
         self.devices[number] = device
 
         def gone(_: object) -> None:
+            # Python calls this as the last reference goes, amid whatever runs then: it only notes.
             del self._numbers[address]
             self._changed(number, 0)
 

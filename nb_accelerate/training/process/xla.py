@@ -58,6 +58,7 @@ def start_runtime(told: Topology) -> Topology:
                 "Leave CPU_NUM_DEVICES out; on TPU v2 and v3 start the threads by torch_xla: "
                 "torch_xla.launch(train, start_method='fork')."
             )
+        # A thread of `xmp.spawn`: what this package knows about a process is its own from here on.
         context.become_rank()
     elif told.world_size not in (1, world_size):
         raise ConfigError(

@@ -79,6 +79,7 @@ def serve_forked(
         if pid == 0:
             try:
                 scratch.leave()
+                # A rank that keeps ends of another one's pipes would hide from the kernel that the other one has ended.
                 for fd in {control_fd, *(fd for other in ranks for fd in other.fds)}.difference(rank.fds[1:]):
                     os.close(fd)
                 run_rank(
@@ -105,6 +106,7 @@ def serve_forked(
         owner.own(pid, rank.key, os.dup(rank.fds[0]))
     for fd in {fd for rank in ranks for fd in rank.fds}:
         os.close(fd)
+    # Only now: the server ignores SIGINT, and a rank that is forked has its own handler before it unblocks it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
 
