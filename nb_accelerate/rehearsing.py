@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 60.0  # that the function has; as many more are for starting, and for code in C that cannot be ended
 
+# Bytes that torch can have of each accelerator, and operations per second in its data sheet: in 16 bits, in 32.
 _DEVICES = {
     "A10": (23.7e9, 125e12, 31.2e12),
     "A100": (42.4e9, 312e12, 19.5e12),
@@ -29,7 +30,6 @@ _DEVICES = {
     "T4": (15.8e9, 65e12, 8.1e12),
     "V100": (16.9e9, 125e12, 15.7e12),
 }
-"""Bytes that torch can have of each accelerator, and operations per second in its data sheet: in 16 bits, in 32."""
 
 
 def rehearse(

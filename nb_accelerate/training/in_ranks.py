@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from nb_accelerate.training.accelerator import Accelerator
     from nb_accelerate.training.convert.converted import Converted
 
-_OF_A_GROUP = ("process_group", "reducer", "logger")
-"""Attributes of a model that belong to one process group."""
+_OF_A_GROUP = ("process_group", "reducer", "logger")  # attributes of a model that belong to one process group
 
-_waiting: WeakSet[DistributedDataParallel] = WeakSet()
-"""Models whose group is gone, and that have no new one yet."""
+_waiting: WeakSet[DistributedDataParallel] = WeakSet()  # models whose group is gone, and that have no new one yet
 
 
 def note_models() -> None:

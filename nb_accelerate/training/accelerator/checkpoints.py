@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm import Collectives
 _MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
 
+# Kinds of training in which all processes save; scripts ask `is_main_process or distributed_type == DEEPSPEED`.
 _ENGINES = ("DEEPSPEED", "FSDP")
-"""Kinds of training in which all processes save; scripts ask ``is_main_process or distributed_type == DEEPSPEED``."""
 
 
 def is_under_main_process() -> bool:

@@ -36,17 +36,16 @@ Report = TypeVar("Report", bound="Callable[..., None]")
 
 logger = logging.getLogger("nb_accelerate")
 
+# Least time between two reports. Each copies a number from the device, and the panel is redrawn no faster.
 _REPORT_SECONDS = 0.1
-"""Least time between two reports. Each copies a number from the device, and the panel is redrawn no faster."""
 
+# Least time between two queries of the utilisation: drivers average over up to a second and answer slowly.
 _UTILISATION_SECONDS = 1.0
-"""Least time between two queries of the utilisation: drivers average over up to a second and answer slowly."""
 
 _WHAT = "the figure of memory"
 
 _FIRST_WAIT = 0.1
-_LONGEST_WAIT = 5.0
-"""Seconds between two measurements. A thousand tensors take some milliseconds."""
+_LONGEST_WAIT = 5.0  # seconds between two measurements. A thousand tensors take some milliseconds.
 
 
 def only_reports(what: str) -> Callable[[Report], Report]:

@@ -39,11 +39,9 @@ if TYPE_CHECKING:
     from nb_accelerate.training.data import DataLoaderShard
 
 
-_ASK_EVERY = 0.25
-"""Seconds between two questions of ranks to each other. A question takes a fraction of a millisecond."""
+_ASK_EVERY = 0.25  # seconds between two questions of ranks to each other. A question takes a fraction of a millisecond.
 
-_MOST_STEPS = 1000
-"""Upper limit of the steps between two questions, for steps that take almost no time."""
+_MOST_STEPS = 1000  # upper limit of the steps between two questions, for steps that take almost no time
 
 
 class CheckpointSchedule:

@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
+# Devices that have no number. A GPU is one of them where it has the memory of the host.
 _NAMED = (*(kind.name for kind in DEVICE_KINDS), "disk")
-"""Devices that have no number. A GPU is one of them where it has the memory of the host."""
 
-_ALONE = 0.9
-"""Part of the free memory of a single device that a model may take. The rest is for activations."""
+_ALONE = 0.9  # part of the free memory of a single device that a model may take. The rest is for activations.
 
+# Blocks, or layers of mean size, by which a balanced share exceeds an even one: blocks do not fill a share exactly.
 _SLACK = 1.25
-"""Blocks, or layers of mean size, by which a balanced share exceeds an even one: blocks do not fill a share exactly."""
 
 
 class Limits(dict[int | str, int]):

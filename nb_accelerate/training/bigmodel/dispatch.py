@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 _OWN_FILE = re.compile(r"weights-[0-9a-f]{32}\.safetensors")
 
-_BYTES_OF_FILE = 1 << 30
-"""Of weights in one file: so much is converted to another dtype in memory at once."""
+_BYTES_OF_FILE = 1 << 30  # of weights in one file: so much is converted to another dtype in memory at once
 
 
 def weights_in_files(

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_ADAM_MOMENTS = 2
-"""Tensors that Adam keeps per parameter: the averages of the gradient and of its square."""
+_ADAM_MOMENTS = 2  # tensors that Adam keeps per parameter: the averages of the gradient and of its square
 
 
 @dataclass(frozen=True, kw_only=True)

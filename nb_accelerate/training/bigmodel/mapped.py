@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
 
-_LONGEST = 100_000_000
-"""Bytes of a header, at most: the limit of the format's own library."""
+_LONGEST = 100_000_000  # bytes of a header, at most: the limit of the format's own library
 
 _NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -116,8 +115,8 @@ _WILLNEED = 3
 _POPULATE_READ = 22  # Linux 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
+# Seconds after which the system is asked again. It takes longer to answer than all else that precedes a block.
 _ASKED_AGAIN = 0.1
-"""Seconds after which the system is asked again. It takes longer to answer than all else that precedes a block."""
 
 
 class MajorFaults:
@@ -151,25 +150,22 @@ def make_present(begin: int, end: int) -> None:
             raise OSError(error, os.strerror(error))
 
 
-_BLOCK = 8 << 20
-"""Bytes that a thread reads at once."""
+_BLOCK = 8 << 20  # bytes that a thread reads at once
 
 _THREADS = 4
 
-_ALIGNMENT = 64
-"""Bytes: weights that are read begin at multiples of it, as torch's own do."""
+_ALIGNMENT = 64  # bytes: weights that are read begin at multiples of it, as torch's own do
 
+# File systems whose page faults wait for a network, or for another process. `fuse.NAME` too.
 _REMOTE = {
     "9p", "afpfs", "afs", "beegfs", "ceph", "cifs", "fuse", "gpfs", "lustre", "macfuse", "ncpfs", "nfs", "nfs4",
     "osxfuse", "smb3", "smbfs", "webdav",
 }  # fmt: skip
-"""File systems whose page faults wait for a network, or for another process. ``fuse.NAME`` too."""
 
 # Memory of a map that is not written to needs no reserve: a file may be larger than the memory. Python 3.13 has a name.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
-_owners: weakref.WeakValueDictionary[int, WeightFiles] = weakref.WeakValueDictionary()
-"""Whose weight is at an address."""
+_owners: weakref.WeakValueDictionary[int, WeightFiles] = weakref.WeakValueDictionary()  # whose weight is at an address
 
 
 def files_of(tensor: torch.Tensor) -> WeightFiles | None:

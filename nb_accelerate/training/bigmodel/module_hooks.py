@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+# Layers whose weights may rest in another dtype.
 _CAST = (
     nn.Conv1d,
     nn.Conv2d,
@@ -27,7 +28,6 @@ _CAST = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
-"""Layers whose weights may rest in another dtype."""
 
 
 class CpuOffload(ModelHook):

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.training.bigmodel.placement import Placement
 
-_IDLE = 0.1
-"""Seconds without work after which the thread ends. To start it again takes a ten-thousandth."""
+_IDLE = 0.1  # seconds without work after which the thread ends. To start it again takes a ten-thousandth.
 
 
 class Schedule:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     Slot = tuple[nn.Module, str]
 
-_ALIGNMENT = 256
-"""Bytes, of weights in a buffer; memory that torch allocates on GPUs has the same."""
+_ALIGNMENT = 256  # bytes, of weights in a buffer; memory that torch allocates on GPUs has the same
 
 
 @dataclass

@@ -43,11 +43,9 @@ if TYPE_CHECKING:
     DeviceMap = Mapping[str, Device]
     Told = Callable[[int], object]
 
-_LONG = 1 << 30
-"""Bytes whose loading is shown by a bar: they take a second or more."""
+_LONG = 1 << 30  # bytes whose loading is shown by a bar: they take a second or more
 
-_AHEAD = 64 << 20
-"""Bytes that are brought from the disk at once, while those before them go to their devices."""
+_AHEAD = 64 << 20  # bytes that are brought from the disk at once, while those before them go to their devices
 
 
 class Way(enum.Enum):

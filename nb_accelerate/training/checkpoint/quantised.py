@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-_LOWEST = "0.47.0"
-"""The first version of bitsandbytes that computes all of its formats on a CPU too."""
+_LOWEST = "0.47.0"  # the first version of bitsandbytes that computes all of its formats on a CPU too
 
 
 def load_and_quantize_model(

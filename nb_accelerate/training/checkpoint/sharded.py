@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm import Collectives
 
 
+# What the metadata of a checkpoint is made of. Nothing here runs code when it is unpickled.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -66,7 +67,6 @@ _CLASSES = {
     "pathlib._local": {"PosixPath", "WindowsPath"},
     "collections": {"OrderedDict"},
 }
-"""What the metadata of a checkpoint is made of. Nothing here runs code when it is unpickled."""
 
 
 @runtime_checkable
@@ -280,8 +280,7 @@ class ShardPlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
-_ONE_FILE = 2**62
-"""Bytes that no model has, so that its weights go to one file."""
+_ONE_FILE = 2**62  # bytes that no model has, so that its weights go to one file
 
 
 def merge_weights(

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.training.comm.collectives import ReduceOp
 
+# Objects travel in buffers of this many bytes, or of a power of two: a program is compiled for each size.
 _LEAST_BYTES = 64
-"""Objects travel in buffers of this many bytes, or of a power of two: a program is compiled for each size."""
 
 
 class XLACollectives(Collectives):

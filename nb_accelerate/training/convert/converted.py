@@ -56,17 +56,17 @@ if TYPE_CHECKING:
     from nb_accelerate.training.data import DataLoaderShard
 
 
+# Functions whose numbers are those of rank 0 where a user's line calls them.
 _NUMBERS = [
     *((time, name + unit) for name in ("time", "perf_counter", "monotonic", "process_time") for unit in ("", "_ns")),
     (os, "getpid"),
 ]
-"""Functions whose numbers are those of rank 0 where a user's line calls them."""
 
+# Functions that take a seed from the system if they are given none.
 _SEEDS: list[tuple[Any, str]] = [(random, "seed"), (np.random, "seed"), (np.random, "default_rng")]
-"""Functions that take a seed from the system if they are given none."""
 
+# Functions of `os` that change folders; those of shutil and pathlib call them.
 _CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace")
-"""Functions of `os` that change folders; those of shutil and pathlib call them."""
 
 
 class RankZero:

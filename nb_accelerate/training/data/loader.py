@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from nb_accelerate.training.data.resuming.epochs import EpochProgress
 
 
+# A line of a cell that is no Python: `%%distributed`, `!pip ...`.
 _MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
-"""A line of a cell that is no Python: ``%%distributed``, ``!pip ...``."""
 
 
 def epoch_of(frame: FrameType | None) -> tuple[int, int] | None:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
+# Shapes of batches that steps may be compiled for: those of full batches, a smaller last one, and one to spare.
 _MOST_SHAPES = 3
-"""Shapes of batches that steps may be compiled for: those of full batches, a smaller last one, and one to spare."""
 
+# Steps that may be compiled for batches of known shapes: they begin, continue and close a window of accumulation, with
+# and without state of the optimizer.
 _MOST_OF_ONE_SHAPE = 8
-"""Steps that may be compiled for batches of known shapes: they begin, continue and close a window of accumulation, with
-and without state of the optimizer."""
 
 
 class StepEnd:

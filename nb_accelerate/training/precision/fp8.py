@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-_UNIT = 16
-"""What matrix units for 8-bit numbers need sizes to be a multiple of."""
+_UNIT = 16  # what matrix units for 8-bit numbers need sizes to be a multiple of
 
 
 class FP8Precision(AutocastPrecision):

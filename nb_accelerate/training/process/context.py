@@ -82,8 +82,8 @@ class _Thread(threading.local):
 _process = Rank()
 _thread = _Thread()
 
+# Process id. Every backward compares it, and a system call costs more than all else that this package adds there.
 _pid = os.getpid()
-"""Process id. Every backward compares it, and a system call costs more than all else that this package adds there."""
 
 
 def _forked() -> None:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GLOO_RELEASE = 0.001
-"""Seconds in which a thread of gloo's drops its last reference to a Python object."""
+_GLOO_RELEASE = 0.001  # seconds in which a thread of gloo's drops its last reference to a Python object
 
 
 def create(
@@ -174,8 +173,8 @@ def _clear() -> None:
     world.group_count = 0
 
 
+# Groups of the process that this one was forked from. What destroys one waits for its threads, which are not here.
 _inherited: list[Any] = []
-"""Groups of the process that this one was forked from. What destroys one waits for its threads, which are not here."""
 
 
 def forget() -> None:

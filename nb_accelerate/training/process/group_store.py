@@ -41,18 +41,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Not by an import statement: the package has a function of that name.
 _torch: Any = importlib.import_module("torch.distributed.rendezvous")
-"""Not by an import statement: the package has a function of that name."""
 
+# Seconds a rank between the first two looks for a key, the factor by which each interval grows, and seconds at most.
+# The looks of many ranks that wait would keep those from coming for which they wait.
 _FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.0001, 1.2, 0.01
-"""Seconds a rank between the first two looks for a key, the factor by which each interval grows, and seconds at most.
-The looks of many ranks that wait would keep those from coming for which they wait."""
 
-_WARN_AFTER = 30.0
-"""Seconds of waiting after which a warning names the ranks that are missing."""
+_WARN_AFTER = 30.0  # seconds of waiting after which a warning names the ranks that are missing
 
-_GIVE_UP_TIMEOUT = timedelta(milliseconds=1)
-"""Timeout of the store that makes waits in torch's code fail at once."""
+_GIVE_UP_TIMEOUT = timedelta(milliseconds=1)  # timeout of the store that makes waits in torch's code fail at once
 
 
 class RendezvousHandler:

@@ -32,26 +32,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ESTABLISHED = 1
-"""A state of a connection, as the kernel has it."""
+_ESTABLISHED = 1  # a state of a connection, as the kernel has it
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
-_HEADER = 16
-"""Bytes of a netlink message before its content."""
+_HEADER = 16  # bytes of a netlink message before its content
 
 _ANY_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
 
-_TIMEOUT = 20.0
-"""Seconds after which no further attempt is made. One takes some hundredths of a second."""
+_TIMEOUT = 20.0  # seconds after which no further attempt is made. One takes some hundredths of a second.
 
+# Seconds of a barrier of ranks that are connected. If it takes longer, there is another attempt.
 _BARRIER_TIMEOUT = 2.0
-"""Seconds of a barrier of ranks that are connected. If it takes longer, there is another attempt."""
 
+# Stands for a user id that the kernel does not tell: the connection is closed again, or a sandbox hides it.
 _UNKNOWN = -1
-"""Stands for a user id that the kernel does not tell: the connection is closed again, or a sandbox hides it."""
 
+# Stands for a user id on a rank that could not connect, so that the others do not wait for it in the barrier.
 _UNCONNECTED = -2
-"""Stands for a user id on a rank that could not connect, so that the others do not wait for it in the barrier."""
 
 
 class _Checked(type):
@@ -67,8 +64,7 @@ def install(path: str) -> None:
     _paths.add(path)
 
 
-_paths: set[str] = set()
-"""Of stores that only ranks can open."""
+_paths: set[str] = set()  # of stores that only ranks can open
 
 
 def _checked(original: Any) -> Any:

@@ -23,12 +23,12 @@ async def _no_items() -> AsyncIterator[Any]:
     yield  # makes it a generator
 
 
+# Kinds of functions, and what a call returns that does nothing.
 _NOTHING: tuple[tuple[Callable[[Any], bool], Callable[[], Any]], ...] = (
     (inspect.isasyncgenfunction, _no_items),
     (inspect.isgeneratorfunction, lambda: iter(())),
     (inspect.iscoroutinefunction, _no_value),
 )
-"""Kinds of functions, and what a call returns that does nothing."""
 
 
 def only_if(chosen: bool | Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:

@@ -28,8 +28,8 @@ from nb_accelerate.base.topology import Topology
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process import context
 
+# Variables that Kaggle's image sets for one process that has all chips. Ranks would not find one another with them.
 _LEFT_BY_IMAGES = {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}
-"""Variables that Kaggle's image sets for one process that has all chips. Ranks would not find one another with them."""
 
 
 def start_runtime(told: Topology) -> Topology:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from nb_accelerate.training.rehearsal.report import Line
 
 _ROOM = (str(Path(__file__).parent), live_bytes.__file__)
+# Libraries that write what users tell them to, and where.
 _SAVERS = frozenset("torch numpy pandas safetensors transformers diffusers peft matplotlib PIL joblib".split())  # noqa: SIM905
-"""Libraries that write what users tell them to, and where."""
+# Functions of `os` that change files and folders; those of shutil and pathlib call them.
 _CHANGES = ("mkdir", "remove", "unlink", "rmdir", "rename", "replace", "chmod", "utime")
-"""Functions of `os` that change files and folders; those of shutil and pathlib call them."""
 
 
 class Files:

@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of a number."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
-_COMPARED = 4096
-"""Numbers of each gradient that are compared between ranks, once."""
+_COMPARED = 4096  # numbers of each gradient that are compared between ranks, once
 
 
 class AveragesGradients:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.config.fsdp import FullyShardedDataParallelPlugin
 
+# Modules without a `forward`, before which nothing could be gathered.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a ``forward``, before which nothing could be gathered."""
 
+# Modules that read the parameters of their parts and never call these, so that nothing would gather a part.
 _READERS = (nn.MultiheadAttention,)
-"""Modules that read the parameters of their parts and never call these, so that nothing would gather a part."""
 
 
 def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> list[nn.Module]:

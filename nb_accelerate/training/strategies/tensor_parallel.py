@@ -151,6 +151,7 @@ class TensorParallelizer:
         return styles
 
 
+# How users ask to train, and not to; and how they write a plan.
 _ASKED = {
     True: (
         "tp_size={}",
@@ -163,19 +164,18 @@ _ASKED = {
         'device_map="auto" on one rank, which needs none.',
     ),
 }
-"""How users ask to train, and not to; and how they write a plan."""
 
 
 def _divisors(number: int) -> str:
     return ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
 
 
+# What plans of transformers call styles.
 _STYLES = (
     *("colwise", "colwise_rep", "colwise_gather_output", "embedding_colwise"),
     *("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise"),
     *("sequence_parallel", "replicate"),
 )
-"""What plans of transformers call styles."""
 
 
 def _style_named(style: str, layer: str) -> Any:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.comm.xla import XLACollectives
     from nb_accelerate.training.strategies.strategy import ModelRequest
 
-_SUBMISSIONS = "MarkStep"
-"""XLA's counter of the programs that were submitted."""
+_SUBMISSIONS = "MarkStep"  # XLA's counter of the programs that were submitted
 
 
 class XLAStrategy(Strategy):

@@ -287,8 +287,7 @@ def title_and_series(name: str) -> tuple[str, str]:
 
 logger = logging.getLogger(__name__)
 
-_MAX_PARAMS = 100
-"""Parameters that MLflow takes in one request."""
+_MAX_PARAMS = 100  # parameters that MLflow takes in one request
 
 
 class MLflowTracker(LibraryTracker):

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import os
 
 
-_MAX_TEXT = 200
-"""Characters that are kept of a value that is not a number."""
+_MAX_TEXT = 200  # characters that are kept of a value that is not a number
 
 
 class NotebookTracker(GeneralTracker):

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BLOCK_ROWS = 1 << 10
-"""Row numbers of a tensor that are converted to Python numbers at a time."""
+_BLOCK_ROWS = 1 << 10  # row numbers of a tensor that are converted to Python numbers at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.process.live_bytes import tensors_in
 from nb_accelerate.training.strategies.deepspeed.library import engines
 
+# An attribute of an engine: whether it has averaged gradients since its last step.
 _AVERAGED = "_nb_accelerate_averaged"
-"""An attribute of an engine: whether it has averaged gradients since its last step."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

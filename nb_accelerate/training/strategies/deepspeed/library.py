@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 engines: WeakSet[Any] = WeakSet()
 """The engines of this process that train. As DeepSpeed itself, all strategies of the process share them."""
 
+# An operation for inference that DeepSpeed compiles for 40 seconds when it meets a process group of CPUs.
 _OPS_OF_THE_HOST = "deepspeed_shm_comm"
-"""An operation for inference that DeepSpeed compiles for 40 seconds when it meets a process group of CPUs."""
 
+# Keys of a configuration with which users ask DeepSpeed to print.
 _TALKATIVE = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state")
-"""Keys of a configuration with which users ask DeepSpeed to print."""
 
 
 def import_deepspeed(device_type: str) -> Any:

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.deepspeed import DeepSpeedPlugin
 
 
+# Optimizers that DeepSpeed compiles at their first use, unless it is told to take those of torch.
 _COMPILED = {"adam", "adamw"}
-"""Optimizers that DeepSpeed compiles at their first use, unless it is told to take those of torch."""
 
-_NEVER = 10**9
-"""Optimizer steps between two lines of DeepSpeed about progress: more than any run has."""
+_NEVER = 10**9  # optimizer steps between two lines of DeepSpeed about progress: more than any run has
 
 
 @dataclass(frozen=True, kw_only=True)
