@@ -39,10 +39,9 @@ class GradientAccumulationPlugin(KwargsHandler):
 def resolve_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, environment: Environment
 ) -> GradientAccumulationPlugin:
-    """Choose how gradients accumulate: the plugin, else the environment, else the argument, else every batch by itself.
-
-    The environment counts more than the argument, as in accelerate: it is what the launcher of a finished script says.
-    """
+    """Choose how gradients accumulate: the plugin, else the environment, else the argument, else every batch by itself."""
+    # The environment counts more than the argument, as in accelerate: it is what the launcher of a finished script
+    # says.
     if steps is not None:
         check_whole("gradient_accumulation_steps", steps, at_least=1)
     plugin = check_options("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)

@@ -318,11 +318,9 @@ class DeepSpeedPlugin(KwargsHandler):
 
 
 def tell_transformers(plugin: DeepSpeedPlugin) -> None:
-    """Make ``from_pretrained`` of transformers shard models from the first, as a plugin says; undo it otherwise.
-
-    transformers keeps a weak reference to an object of its own, which lives as long as the plugin. Does nothing where
-    transformers is not installed.
-    """
+    """Make ``from_pretrained`` of transformers shard models from the first, as a plugin says; undo it otherwise."""
+    # transformers keeps a weak reference to an object of its own, which lives as long as the plugin. Does nothing where
+    # transformers is not installed.
     vars(plugin).pop("_told", None)
     if not plugin.is_zero3_init_enabled() or not is_installed("transformers"):
         return

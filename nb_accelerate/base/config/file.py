@@ -285,10 +285,8 @@ def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that
 
 
 def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a configuration file, as YAML or, where its name ends so, as JSON, and without values that are None.
-
-    An existing file is replaced atomically: a reader sees the old file or the new one.
-    """
+    """Write a configuration file, as YAML or, where its name ends so, as JSON, and without values that are None."""
+    # An existing file is replaced atomically: a reader sees the old file or the new one.
     file = _expanded(path)
     checked = _checked(file, dict(values))["values"]
     kept = {key: value for key, value in sorted(checked.items()) if value is not None}

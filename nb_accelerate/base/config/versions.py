@@ -37,11 +37,9 @@ _USED_CLOSELY = ("torch", "ipython", "ipykernel", "ipywidgets", "psutil")
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module can be imported.
-
-    A folder of that name in the working directory (the package wandb writes its runs into ``wandb/``) does not count.
-    Asked each time: a notebook may install the package meanwhile.
-    """
+    """Return whether a module can be imported."""
+    # A folder of that name in the working directory (the package wandb writes its runs into `wandb/`) does not count.
+    # Asked each time: a notebook may install the package meanwhile.
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:  # a parent that is missing

@@ -40,11 +40,9 @@ def _usable_devices(type_named: str | None, _changed: bool) -> tuple[str, ...]:
 
 
 def _num_processes(chips: int) -> int:
-    """Return how many processes can share the chips of this machine; ``xmp.spawn`` starts as many.
-
-    ``TPU_PROCESS_BOUNDS`` limits them: a product such as ``"2,2,1"`` over all machines. Where its words are no numbers,
-    torch_xla says so.
-    """
+    """Return how many processes can share the chips of this machine; ``xmp.spawn`` starts as many."""
+    # `TPU_PROCESS_BOUNDS` limits them: a product such as `"2,2,1"` over all machines. Where its words are no numbers,
+    # torch_xla says so.
     bounds = os.environ.get(_BOUNDS, "").split(",")
     if not all(word.strip().isdecimal() for word in bounds):
         return chips

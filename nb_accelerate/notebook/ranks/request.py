@@ -330,10 +330,8 @@ class Request:
         )
 
     def _is_saving(self, now: float) -> bool:
-        """Return whether to wait for ranks that write a checkpoint, and tell the user of it once.
-
-        Not after a timeout, not if the user interrupted again, and for at most ``Step.save`` seconds.
-        """
+        """Return whether to wait for ranks that write a checkpoint, and tell the user of it once."""
+        # Not after a timeout, not if the user interrupted again, and for at most `Step.save` seconds.
         assert self.step is not None
         if now >= self._ending_since + self.step.save:
             return False

@@ -226,11 +226,9 @@ _MACHINERY = ("/IPython/", "/asyncio/", "/nb_accelerate/training/in_ranks.py", _
 
 
 def _without_shell(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the first frame of users' code on, or all of it if there is none.
-
-    Frames of this package at its end are cut off too: the user looks for the line of theirs that was interrupted, or
-    that asked for something a rank does not have.
-    """
+    """Return a traceback from the first frame of users' code on, or all of it if there is none."""
+    # Frames of this package at its end are cut off too: the user looks for the line of theirs that was interrupted, or
+    # that asked for something a rank does not have.
     entries = []
     entry = traceback
     while entry is not None:

@@ -144,10 +144,8 @@ class CheckpointPartsMixin(CoreMixin):
         return [*parts, *(Part(file=f"custom_checkpoint_{number}.pkl", thing=thing) for number, thing in custom)]
 
     def _collect(self, parts: list[Part]) -> tuple[list[Any], list[ShardedFolder]]:
-        """Collect the states that may be sharded; return those of models, and what is saved as shards.
-
-        Comes before anything is written: a rank that cannot write would leave the others waiting in an exchange.
-        """
+        """Collect the states that may be sharded; return those of models, and what is saved as shards."""
+        # Comes before anything is written: a rank that cannot write would leave the others waiting in an exchange.
         strategy = self.core.strategy
         models = [model for model in self.core.prepared.models if not strategy.saves_itself(model)]
         inner = [strategy.unwrap(model, keep_torch_compile=False) for model in models]

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin, kind: DeviceKind) -> nn.Module:
-    """Return a model compiled as the plugin says; one that is compiled already is returned as it is.
-
-    Called last by ``prepare``, around the wrapper of the strategy, so that torch sees where gradients are exchanged.
-    """
+    """Return a model compiled as the plugin says; one that is compiled already is returned as it is."""
+    # Called last by `prepare`, around the wrapper of the strategy, so that torch sees where gradients are exchanged.
     if not plugin.is_on or hasattr(model, "_orig_mod"):
         return model
     arguments = plugin.to_compile()

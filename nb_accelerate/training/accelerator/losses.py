@@ -263,12 +263,10 @@ _queue_callback: Any = Variable._execution_engine.queue_callback  # noqa: SLF001
 
 
 def time_exchange(loss: Tensor, page: ProgressPage) -> None:
-    """Begin `Phase.WAITING` when the backward of a loss, which begins now, has computed all gradients.
-
-    DistributedDataParallel waits for the exchange in a callback, which the autograd engine calls when there is nothing
-    left to compute, in the order in which they were queued: this one by the first gradient. On a device that computes
-    asynchronously the times say nothing.
-    """
+    """Begin `Phase.WAITING` when the backward of a loss, which begins now, has computed all gradients."""
+    # DistributedDataParallel waits for the exchange in a callback, which the autograd engine calls when there is
+    # nothing left to compute, in the order in which they were queued: this one by the first gradient. On a device that
+    # computes asynchronously the times say nothing.
     if loss.requires_grad:
 
         @unserializable_hook  # type: ignore[untyped-decorator]

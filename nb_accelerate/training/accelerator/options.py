@@ -206,10 +206,8 @@ class OptionsMixin(CoreMixin):
 
     @property
     def native_amp(self) -> bool:
-        """Whether models compute in a mixed precision of torch. May be assigned, which changes nothing.
-
-        Scripts do so for devices without autocast; here the device table knows what a device computes in.
-        """
+        """Whether models compute in a mixed precision of torch. May be assigned, which changes nothing."""
+        # Scripts do so for devices without autocast; here the device table knows what a device computes in.
         return self.core.precision.name != "no"
 
     @native_amp.setter

@@ -343,10 +343,8 @@ def _with_read_states(batches: Iterator[Any], progress: EpochProgress) -> Iterat
 
 
 def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """Return a function that moves batches to a device, or None if batches are there already.
-
-    If the first batch is on the CPU, and that is the device, later ones are taken to be there too.
-    """
+    """Return a function that moves batches to a device, or None if batches are there already."""
+    # If the first batch is on the CPU, and that is the device, later ones are taken to be there too.
     if device is None:
         return None
     if device.type == "cpu":

@@ -170,10 +170,8 @@ class ReaderArguments:
         return parts
 
     def _own(self, outer: Any, inner: Any, *, batches: bool) -> Any:
-        """Return samplers that may be changed without changing those of the user's loader.
-
-        Samplers of other kinds stay the user's own objects, who may hold on to them and call their ``set_epoch``.
-        """
+        """Return samplers that may be changed without changing those of the user's loader."""
+        # Samplers of other kinds stay the user's own objects, who may hold on to them and call their `set_epoch`.
         wanted = self._seedable(inner) if self.config.use_seedable_sampler else None
         if self.ranks == 1 and wanted is None and not self.shares and not hasattr(inner, "set_epoch"):
             return outer

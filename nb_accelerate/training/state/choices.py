@@ -78,11 +78,9 @@ class SharedTraining:
         return state
 
     def begin_anew(self) -> None:
-        """Begin new accumulation windows, and drop the gradients of all prepared models and optimizers.
-
-        Called when a pool of ranks goes on after a failure: some ranks have accumulated batches that others have not,
-        or gradients that are averaged on some ranks only.
-        """
+        """Begin new accumulation windows, and drop the gradients of all prepared models and optimizers."""
+        # Called when a pool of ranks goes on after a failure: some ranks have accumulated batches that others have not,
+        # or gradients that are averaged on some ranks only.
         for state in self.accumulations:
             state.step = 0
         self.window.join()

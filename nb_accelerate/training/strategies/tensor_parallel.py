@@ -101,10 +101,8 @@ class TensorParallelizer:
         return found
 
     def _check_size(self, name: str, modules: Mapping[str, nn.Module], style: Any) -> None:
-        """Raise `ConfigError` for a layer whose parts would not be equal, and whose parts other layers take.
-
-        Where a module says what size heads of attention have (``head_dim``), they are not cut apart.
-        """
+        """Raise `ConfigError` for a layer whose parts would not be equal, and whose parts other layers take."""
+        # Where a module says what size heads of attention have (`head_dim`), they are not cut apart.
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

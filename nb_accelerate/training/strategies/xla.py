@@ -153,12 +153,10 @@ def _swapping() -> Iterator[None]:
 
 
 def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
-    """Give a new optimizer the parameters of models that the user has moved to the device after it was made.
-
-    ``model.to("xla")`` makes new parameters. The parameters of an optimizer are recognised by shapes and values, in
-    order. Nothing is changed unless all of them are, nor where one has a gradient, is on the device already, or belongs
-    to a model as it is.
-    """
+    """Give a new optimizer the parameters of models that the user has moved to the device after it was made."""
+    # `model.to("xla")` makes new parameters. The parameters of an optimizer are recognised by shapes and values, in
+    # order. Nothing is changed unless all of them are, nor where one has a gradient, is on the device already, or
+    # belongs to a model as it is.
     of_models = {id(weight): weight for model in models for weight in model.parameters()}
     held = parameters_of(optimizer)
     is_followed = [id(old) in of_models or old.grad is not None or old.device.type == "xla" for old in held]
