@@ -39,7 +39,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 def resolve_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, environment: Environment
 ) -> GradientAccumulationPlugin:
-    """Choose how gradients accumulate: the plugin, else the environment, else the argument, else every batch by itself."""
+    """Choose how gradients accumulate: the plugin, else the environment, else the argument, else each batch alone."""
     # The environment counts more than the argument, as in accelerate: it is what the launcher of a finished script
     # says.
     if steps is not None:
