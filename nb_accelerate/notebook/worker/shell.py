@@ -337,7 +337,14 @@ def send_displays(port: DisplayPort) -> None:
     # This process is a fork of the kernel, and the shell the kernel's.
     RankShell.port = port
     InteractiveShell.instance().display_pub = DisplaySender(parent=None)  # type: ignore[no-untyped-call]
-    _forget_figures()
+    # The kernel's figures, which the kernel shows.
+    helpers: Any = imported("matplotlib._pylab_helpers")
+    inline: Any = imported("matplotlib_inline.backend_inline")
+    if helpers is not None:
+        helpers.Gcf.figs.clear()
+    if inline is not None:
+        inline.show._draw_called = False  # noqa: SLF001 - set when the kernel drew; nothing public resets it
+        inline.show._to_draw = []  # noqa: SLF001 - as above
 
 
 def _make_when_asked_for(port: DisplayPort) -> None:
@@ -360,14 +367,3 @@ def show_figures() -> None:
     if inline is not None:
         with contextlib.suppress(Exception):  # the function has returned, and its value is what matters
             inline.flush_figures()
-
-
-def _forget_figures() -> None:
-    """Forget the kernel's figures, which the kernel shows."""
-    helpers: Any = imported("matplotlib._pylab_helpers")
-    inline: Any = imported("matplotlib_inline.backend_inline")
-    if helpers is not None:
-        helpers.Gcf.figs.clear()
-    if inline is not None:
-        inline.show._draw_called = False  # noqa: SLF001 - set when the kernel drew; nothing public resets it
-        inline.show._to_draw = []  # noqa: SLF001 - as above

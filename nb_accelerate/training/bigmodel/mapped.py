@@ -241,16 +241,11 @@ class WeightFiles(Mapping[str, torch.Tensor]):
 
     def fetch(self, names: Iterable[str]) -> None:
         """Bring weights into memory, without the GIL."""
-        for file, group in self._by_file(names):
-            file.fetch(group)
-
-    def _by_file(self, names: Iterable[str]) -> Iterator[tuple[_File, list[str]]]:
-        """Group weights by file, in the order in which they lie there."""
         groups: dict[_File, list[str]] = {}
         for name in names:
             groups.setdefault(self._at[name], []).append(name)
         for file, group in groups.items():
-            yield file, sorted(group, key=lambda name: file.entries[name].start)
+            file.fetch(sorted(group, key=lambda name: self.entry(name).start))  # in the order in which they lie there
 
 
 def _open(files: tuple[Path, ...], mmap: bool | None) -> WeightFiles:

@@ -262,7 +262,13 @@ class CellSink(Sink):
         self._pending.append((stream, text))
         self._pending_size += len(text)
         if rest:
-            self._start_overflow(rest)
+            self._send_pending()
+            self._overflow = Overflow()
+            for kept in (*self._kept, rest):
+                self._overflow.write(kept)
+            self._kept.clear()
+            self._send("display_data", self._overflow.drawing(self._lines, self._size))
+            self.due = self._overflow.due
         elif self._pending_size >= _MIN_SIZE:
             self.flush()
         elif self.due == float("inf"):
@@ -289,15 +295,6 @@ class CellSink(Sink):
         if self._overflow is not None:
             self._overflow.close()
         self.due = float("inf")
-
-    def _start_overflow(self, rest: str) -> None:
-        self._send_pending()
-        self._overflow = Overflow()
-        for text in (*self._kept, rest):
-            self._overflow.write(text)
-        self._kept.clear()
-        self._send("display_data", self._overflow.drawing(self._lines, self._size))
-        self.due = self._overflow.due
 
     def _send_pending(self) -> None:
         pending, self._pending, self._pending_size = self._pending, [], 0
