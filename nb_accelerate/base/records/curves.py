@@ -78,7 +78,7 @@ def draw(curve: Curve, earlier: Sequence[Curve] = (), *, most: int = 240) -> str
     up, values = _scale([value for _, value in finite], _BOTTOM, _TOP, 3)
     drawn = "".join(_line(pieces(old.points, most), across, up, 'stroke="#8888"') for old in earlier)
     drawn += _line(pieces(curve.points, most), across, up, 'class="nba-c-loss" stroke="#2a78d6"')
-    labels = [("y", _LEFT - 6, up(tick), f"{tick:.4g}") for tick in values]
+    labels: list[tuple[str, float, float, str]] = [("y", _LEFT - 6, up(tick), f"{tick:.4g}") for tick in values]
     labels += [("x", across(tick), _BOTTOM + 7, f"{tick:,g}") for tick in steps]
     labels.append(("x", (_LEFT + _WIDTH - _RIGHT) / 2, _BOTTOM + 22, "step"))
     grid = "".join(f"M{_LEFT} {up(tick):.1f}H{_WIDTH - _RIGHT}" for tick in values)

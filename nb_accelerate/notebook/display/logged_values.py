@@ -109,8 +109,8 @@ def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
             continue  # which `runs` draws
         before = earlier(record.name, key)[-_EARLIER_RUNS:]
         for name in record.columns:
-            curve, *others = (Curve(name, tuple(run.column(name))) for run in (record, *before) if name in run.columns)
-            found.append(Chart(curve=curve, earlier=tuple(others)))
+            others = tuple(Curve(old.name, tuple(old.column(name))) for old in before if name in old.columns)
+            found.append(Chart(curve=Curve(name, tuple(record.column(name))), earlier=others))
     return tuple(found[:_MOST_CHARTS])
 
 

@@ -246,7 +246,7 @@ def _listen(address: str, port: int, *, of_endpoint: bool = False) -> socket.soc
 
 
 def _not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = False) -> ConfigError:
-    options = ("rdzv_endpoint",) if of_endpoint else ("use_port",)
+    options: tuple[str, ...] = ("rdzv_endpoint",) if of_endpoint else ("use_port",)
     if error.errno == errno.EADDRINUSE:
         given = f"rdzv_endpoint='{address}:{port}': that port" if of_endpoint else f"use_port={port}"
         other = "the same on all machines" if of_endpoint else "or leave use_port out on a single machine"
