@@ -159,7 +159,7 @@ def test_bytes_of_strangers_end_nothing(tmp_path: Path) -> None:
         is_over.set()
         intruder.join()
     assert found == EXPECTED
-    assert count > len(STRANGERS)
+    assert count >= len(STRANGERS)
 
 
 def machines_here(
