@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from pathlib import Path
 
-    from playwright.async_api import Browser, BrowserContext, Page, Playwright, Route
+    from playwright.async_api import Browser, BrowserContext, Page, Playwright
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ _ARGUMENTS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]
-_LOCAL = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:")
 
 
 class Chromium:
@@ -90,7 +90,6 @@ class Chromium:
 
     async def _open(self, width: int, height: int) -> tuple[BrowserContext, Page]:
         context = await self._browser.new_context(viewport={"width": width, "height": height})
-        await context.route(lambda address: not address.startswith(_LOCAL), _refuse)
         return context, await context.new_page()
 
     def close(self) -> None:
@@ -110,7 +109,3 @@ class Chromium:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _refuse(route: Route) -> None:
-    await route.abort()

@@ -13,6 +13,8 @@ from fixtures.leaks import lasting
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from fixtures.python_template import PythonTemplate
+
     from browser.chromium import Chromium
     from browser.notebook import Notebook
     from browser.server import JupyterServer, Theme, Where
@@ -38,10 +40,10 @@ class OpenNotebook(Protocol):
 
 
 @pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
+def server(python_template: PythonTemplate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
     from browser.server import JupyterServer
 
-    one = JupyterServer(tmp_path_factory.mktemp("jupyter"))
+    one = JupyterServer(tmp_path_factory.mktemp("jupyter"), python_template)
     yield one
     one.close()
 

@@ -19,6 +19,8 @@ import psutil
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fixtures.python_template import PythonTemplate
+
 Where = Literal["lab", "nb7"]
 Theme = Literal["light", "dark"]
 
@@ -35,14 +37,26 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class JupyterServer:
-    """Serves JupyterLab and Notebook 7 on loopback."""
+    """Serves JupyterLab and Notebook 7 on loopback.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where its files are.
+        template: what kernels are forked from, if they are no new interpreters.
+    """
+
+    def __init__(self, folder: Path, template: PythonTemplate | None = None) -> None:
         self._folder = folder
         self.notebooks = folder / "notebooks"
         self.notebooks.mkdir()
         for name, values in _SETTINGS.items():
             self._set(name, values)
+        if template is not None:
+            kernels = folder / "kernels" / "kernels" / "python3"
+            kernels.mkdir(parents=True)
+            parent = f"--IPKernelApp.parent_handle={template.pid}"  # a kernel ends when that has ended
+            command = [str(template.program), "-m", "ipykernel_launcher", "-f", "{connection_file}", parent]
+            kernel = {"argv": command, "display_name": "Python 3 (ipykernel)", "language": "python"}
+            (kernels / "kernel.json").write_text(json.dumps(kernel), encoding="utf-8")
         self._token = secrets.token_hex(16)
         self._log = (folder / "server.log").open("wb")
         self._process, self._url = self._start()
@@ -55,6 +69,7 @@ class JupyterServer:
             "IPYTHONDIR": folder / "ipython",
             "JUPYTER_CONFIG_DIR": folder / "config",
             "JUPYTER_DATA_DIR": folder / "data",
+            "JUPYTER_PATH": folder / "kernels",  # it comes before the kernels of the environment
             "JUPYTER_RUNTIME_DIR": folder / "runtime",
             "JUPYTERLAB_SETTINGS_DIR": folder / "settings",
             "JUPYTERLAB_WORKSPACES_DIR": folder / "workspaces",
@@ -131,11 +146,12 @@ class JupyterServer:
             for child in psutil.Process(self._process.pid).children()
             if any(identity in argument for argument in _arguments(child))
         )
-        return kernel
+        return _forked_for(kernel)
 
     def end_kernels(self, seconds: float = 10.0) -> list[str]:
         """End all kernels as the front ends do; returns what of them, or of what they started, is still there."""
-        family = psutil.Process(self._process.pid).children(recursive=True)
+        kernels = [_forked_for(child) for child in psutil.Process(self._process.pid).children()]
+        family = [process for kernel in kernels for process in (kernel, *kernel.children(recursive=True))]
         with self._request(f"{self._url}/api/kernels") as answer:
             identities = [one["id"] for one in json.load(answer)]
         for identity in identities:
@@ -156,6 +172,12 @@ class JupyterServer:
             self._process.kill()
             self._process.wait()
         self._log.close()
+
+
+def _forked_for(process: psutil.Process) -> psutil.Process:
+    """Return the interpreter for which a process stands, which may be itself: see `PythonTemplate`."""
+    kind, _, pid = process.name().partition("-")
+    return psutil.Process(int(pid)) if kind == "python" and pid else process
 
 
 def _arguments(process: psutil.Process) -> list[str]:
