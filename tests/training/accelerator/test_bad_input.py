@@ -28,10 +28,7 @@ def test_loaders_of_different_lengths_are_noticed_before_ranks_wait_for_each_oth
         same = DataLoader(torch.ones(6, 1), batch_size=2)
         accelerator.prepare(*parts(), same, DataLoader(rows, batch_size=2))
 
-    with pytest.raises(
-        CollectiveMismatchError,
-        match=r"number 2 has 8 rows on rank 0.*12 rows on rank 1, so 3 batches.*Give all ranks the same.*join_un",
-    ):
+    with pytest.raises(CollectiveMismatchError, match=r"number 2 .*join_uneven"):
         run_ranks(train)
 
 

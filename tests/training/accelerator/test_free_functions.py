@@ -303,9 +303,8 @@ def test_tied_and_sliced_tensors_can_be_written_as_safetensors(tmp_path: Path, c
     big = torch.arange(6.0).reshape(2, 3)
     state = {"a": big, "tied": big, "slice": big[:1], "turned": big.T, "empty": torch.zeros(0)}
     utils.save(state, tmp_path / "a.safetensors", safe_serialization=True)
-    assert [record.getMessage().split(" has ")[1] for record in caplog.records] == [
-        "no tied: other names of tensors that are in it."
-    ]
+    (record,) = caplog.records
+    assert " has no tied:" in record.getMessage()
     loaded = load_file(tmp_path / "a.safetensors")
     assert set(loaded) == {"a", "slice", "turned", "empty"}
     assert torch.equal(loaded["turned"], big.T)
@@ -407,7 +406,7 @@ def test_versions_are_compared(monkeypatch):
     monkeypatch.setattr(packages.metadata, "version", lambda _: "2.10.0+cu124")
     assert utils.compare_versions("torch", ">", "2.9")
     assert utils.is_torch_version("==", "2.10.0")
-    with pytest.raises(ConfigError, match="Write one of: >, >="):
+    with pytest.raises(ConfigError, match="one of: >, >="):
         utils.compare_versions("torch", "~", "2")
 
 

@@ -171,7 +171,7 @@ def test_who_waits_for_a_checkpoint_learns_that_it_does_not_come(begin: Any, tmp
     launch = begin(_stays_in_its_first_epoch, begun, ranks=1)
     with begun.open():  # by a rank too: it is in the loop
         pass
-    with pytest.raises(DeadlineError, match=r"come to save within 0\.5"):
+    with pytest.raises(DeadlineError, match=r"to save within 0\.5"):
         launch.save_checkpoint(timeout=0.5)
     with pytest.raises(DeadlineError, match="begun no loop"):
         begin(signal.pause).stop_after_epoch(timeout=0.5)
@@ -193,11 +193,11 @@ def test_buttons_are_there_while_a_loop_obeys_and_what_comes_later_is_refused() 
     assert [obeys(loop) for loop in (0, 1, 2, 0)] == [[False, False], [False, True], [True, True], [False, False]]
     save.do()
     stop.do()
-    assert said == ["training has no loop over epochs any more that could obey"] * 2
+    assert ["has no loop" in one for one in said] == [True, True]
     assert page.copy()[8 * layout.SAVE : 8 * layout.OBEYS] == bytes(16), "nothing is asked of the next cell"
     obeys(2)
     stop.do()
-    assert said[2:] == ["training ends after this epoch"]
+    assert ["ends after this" in one for one in said[2:]] == [True]
     page.close()
     assert [save.can(), stop.can()] == [False, False]
 

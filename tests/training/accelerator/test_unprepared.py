@@ -83,7 +83,7 @@ def train_without_accelerator(kind: str) -> list[str]:
 def test_ranks_that_train_without_an_accelerator_are_told_so_once(run_ranks: RunRanks):
     first, second = run_ranks(train_without_accelerator, "alone")
     assert len(first) == 1
-    assert first[0].startswith("No gradients were exchanged, so each of the 2 processes trains a model of its own ")
+    assert first[0].startswith("No gradients were exchanged")
     assert second == []
     assert run_ranks(train_without_accelerator, "averaged") == [[], []]
     assert run_ranks(train_without_accelerator, "alone", world_size=1) == [[]]

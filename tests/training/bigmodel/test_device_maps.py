@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from typing import Any
 
@@ -241,7 +242,7 @@ def test_text_in_limits_becomes_bytes_in_place_as_in_accelerate() -> None:
 
 def test_limits_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert list(get_max_memory({"disk": "1TB", "cpu": "2GiB", 1: "1GB", 0: 7})) == [0, 1, "cpu", "disk"]
-    assert "0, 1, but this process sees 0" in caplog.text
+    assert re.search(r"0, 1, .*sees 0", caplog.text)
     with pytest.raises(ConfigError, match="device 'gpu'"):
         get_max_memory({"gpu": 7})
     with pytest.raises(ConfigError, match="is not a size"):
@@ -251,4 +252,4 @@ def test_limits_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> 
 
 def test_the_way_of_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), {"cpu": 440}, verbose=True)
-    assert capsys.readouterr().out == "0: disk (440 bytes)\n1: disk (440 bytes)\n"
+    assert capsys.readouterr().out.splitlines() == ["0: disk (440 bytes)", "1: disk (440 bytes)"]

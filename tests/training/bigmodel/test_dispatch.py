@@ -353,7 +353,7 @@ def test_a_word_is_no_map_and_the_error_says_who_takes_words() -> None:
 def test_a_weight_that_no_file_has_is_named() -> None:
     with init_empty_weights():
         model = Placed()
-    with pytest.raises(ValueError, match=r"weight of a Layer has no numbers|of a \w+ has no numbers"):
+    with pytest.raises(ValueError, match=r"\w+ has no numbers"):
         nb_accelerate.dispatch_model(model, {"": "disk"}, offload_index={})
 
 

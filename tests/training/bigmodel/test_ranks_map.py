@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -234,7 +233,7 @@ def test_a_weight_that_is_missing_or_has_another_shape_changes_nothing(tmp_path:
     with pytest.raises(CheckpointError, match=r"head\.bias, and this Untied"):
         take_slices(model, missing)
     (tmp_path / "other").mkdir()
-    with pytest.raises(CheckpointError, match=re.escape("blocks.0.up.weight is of shape (6, 4)")):
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.up\.weight .*\(6, 4\)"):
         take_slices(model, WeightFiles([saved(Untied(inner=6), tmp_path / "other")]))
     assert all(one.is_meta for one in model.parameters())
 

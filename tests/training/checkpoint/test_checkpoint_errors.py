@@ -74,7 +74,7 @@ def test_the_numbers_of_registered_objects_have_to_agree(tmp_path: Path):
     accelerator.save_state(tmp_path)
     context.reset()
     fewer, _ = _filled(1.0)
-    with pytest.raises(CheckpointError, match="1 registered objects, and 0"):
+    with pytest.raises(CheckpointError, match=r"1 registered .* 0"):
         fewer.load_state(tmp_path)
 
 

@@ -191,7 +191,7 @@ def test_rows_in_a_tensor_are_shared_out_like_those_of_a_list(rows, batch_size, 
 
 
 def test_batches_that_cannot_be_split_evenly_are_refused_with_sizes_that_can():
-    with pytest.raises(ConfigError, match=r"cut into 2.*batch_size=4 or 6"):
+    with pytest.raises(ConfigError, match=r"into 2.*batch_size=4 or 6"):
         BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 5, False), 2, 0, True)
 
 

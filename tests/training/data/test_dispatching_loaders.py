@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import UserDict, namedtuple
 from dataclasses import replace
 
@@ -173,7 +174,7 @@ def test_batches_without_rows_that_can_be_counted_are_not_split_into_nothing(run
 
     assert run_ranks(read, False) == [["row 0", "row 2"], ["row 1", "row 3"]]
     for said in run_ranks(read, True):
-        assert "batch has nothing with one entry for each row. Write split_batches=False" in said
+        assert re.search("nothing with one entry.*split_batches=False", said)
 
 
 def test_a_failure_to_read_reaches_every_rank(run_ranks):
@@ -349,7 +350,7 @@ def test_datapipes_are_refused_on_several_ranks(run_ranks):
     def prepare():
         from torch.utils.data.datapipes.iter import IterableWrapper
 
-        with pytest.raises(ConfigError, match="a class of your own of IterableDataset"):
+        with pytest.raises(ConfigError, match="of IterableDataset"):
             Accelerator(cpu=True).prepare(DataLoader(IterableWrapper(range(11)), batch_size=2))
 
     run_ranks(prepare)

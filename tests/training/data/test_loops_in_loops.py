@@ -145,7 +145,7 @@ def test_zipped_loaders_with_equal_batches_and_different_ends_are_warned_of(run_
     for rank, (first, _, _, said) in enumerate(run_ranks(zipped, 13, 34, 2, 2)):
         assert first == list(range(13))
         assert len(said) >= 1 or rank
-        assert all("in a loop over several" in one for one in said)
+        assert all("a loop over several" in one for one in said)
 
 
 def test_an_iterator_that_was_left_open_is_not_the_loop(run_ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ def test_paths_name_tensors_in_the_order_in_which_they_are_visited():
 
 
 def test_leaves_that_are_not_tensors_are_refused_where_only_tensors_can_be():
-    with pytest.raises(TypeError, match=r"found a str \('text'\) where"):
+    with pytest.raises(TypeError, match=r"a str \('text'\) where"):
         tensors_in({"a": ["text"]}, strict=True)
 
 
@@ -251,7 +252,7 @@ def test_checks_are_chosen_by_the_environment(run_ranks):
         return None
 
     for text in run_ranks(send, env={"ACCELERATE_DEBUG_MODE": "1"}):
-        assert text.startswith("broadcast was given a tensor of shape (2,)")
+        assert re.match(r"broadcast .*\(2,\)", text)
 
 
 def test_a_script_may_turn_the_checks_on(run_ranks):
@@ -276,7 +277,7 @@ def test_the_tensor_of_one_rank_is_copied_to_all_that_do_not_know_it(run_ranks):
         rank = accelerator.process_index
         mine = torch.arange(6, dtype=torch.int16).reshape(2, 3).T if rank == 1 else None
         found = copy_tensor_to_devices(mine)
-        with pytest.raises(ValueError, match=r"0, 1 have one. Give None"):
+        with pytest.raises(ValueError, match=r"0, 1 have one"):
             copy_tensor_to_devices(torch.ones(1))
         with pytest.raises(ValueError, match="no rank has one"):
             copy_tensor_to_devices()

@@ -66,5 +66,5 @@ def test_ranks_that_are_shown_the_same_device_are_refused_before_nccl_is_asked(r
         dist.init_process_group = lambda **_: threading.Event().wait()  # nccl, which is not in every build of torch
         setup_process(cpu=False)
 
-    with pytest.raises(ConfigError, match=r"Rank [01] and rank [01] use the same GPU \(cuda:0, GPU-1\)"):
+    with pytest.raises(ConfigError, match=r"Rank [01] and.*\(cuda:0, GPU-1\)"):
         run_ranks(train)

@@ -96,7 +96,7 @@ def test_a_process_without_a_launcher_is_alone_and_makes_no_group():
 
 
 def test_a_rank_that_does_not_know_where_to_meet_is_told_what_to_set():
-    with pytest.raises(ConfigError, match="2, but MASTER_ADDR and MASTER_PORT"):
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
         setup_process(cpu=True, environment=Environment({"RANK": "1", "WORLD_SIZE": "2"}))
 
 
@@ -157,7 +157,7 @@ def test_devices_are_shared_out_by_local_rank(monkeypatch):
     assert devices.choose_device(Topology(), cpu=False)[1] == torch.device("cuda")
     assert devices.choose_device(place, cpu=True)[1] == torch.device("cpu")
     crowded = Topology(rank=2, local_rank=2, world_size=3, local_world_size=3)
-    with pytest.raises(ConfigError, match=r"2 is process 3.*2 cuda device"):
+    with pytest.raises(ConfigError, match=r"process 3.*2 cuda device"):
         devices.choose_device(crowded, cpu=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_a_function_and_a_cell_are_rehearsed_with_the_names_of_the_notebook_whic
     shown = kernel.run(CELL).ok()
     assert "cell 5 line 11" in str(shown.value)
     shown = kernel.run("epochs, 'model' in globals(), of_cell.ok, [len(one.rates[0]) for one in of_cell.traces]").ok()
-    assert shown.value == "(2, False, False, [16, 16])"
+    assert eval(str(shown.value)) == (2, False, False, [16, 16])
     assert not Path("model.pt").exists()
 
 
@@ -162,6 +163,6 @@ def test_a_script_is_rehearsed_with_the_flags_of_its_launch(tmp_path: Path):
     }
     assert [one.returncode for one in ended.values()] == [0, 1, 1]
     assert " 32 " in ended[()].stdout  # rows a step
-    assert "15.8 GB (T4): it fits" in ended[()].stdout
+    assert re.search(r"15\.8 GB \(T4\): .*fits", ended[()].stdout)
     assert "train.py line 19" in ended[("--bad",)].stdout
     assert "unrecognized arguments: --wrong" in ended[("--wrong",)].stdout

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import os
+import re
 import resource
 import shutil
 import time
@@ -154,9 +155,9 @@ def test_memory_is_what_stays_and_what_backward_holds_at_most(ranks: int, rows: 
     # At the backward of ReLU: its output, which was kept, the gradients of both its sides, and the batch.
     hidden = rows * 1024 * 4
     assert 3 * hidden < peak.of_rows < 3.2 * hidden
-    assert "in the backward of step 2" in found.memory
+    assert "backward of step 2" in found.memory
     assert found.memory in repr(found)
-    assert found.sent == ("" if ranks == 1 else "a rank sends in each step: 786.4 kB by all_reduce")
+    assert found.sent.partition(": ")[2] == ("" if ranks == 1 else "786.4 kB by all_reduce")
     # Products of both layers: forward, gradients of weights, and the gradient of what the second is given.
     assert trace.computed == (0, (2 + 2 + 1) * 2 * rows * 64 * 1024)
     assert found.ok
@@ -183,7 +184,7 @@ def test_the_memory_of_larger_batches_follows_from_that_of_smaller_ones(tmp_path
     most, of_larger = (max(map(sum, each.traces[0].memory)) for each in (found, larger))
     per_row = (most - of_half) / (1600 - half)
     assert of_larger == pytest.approx(most + 4800 * per_row, rel=0.002)
-    assert "a row of the batch costs at most" not in found.memory
+    assert "costs at most" not in found.memory
     assert len(found.traces) == 1
 
 
@@ -210,7 +211,7 @@ def test_a_rate_that_rises_again_is_named():
     once, again = [0.0, 1.0, 0.5, 0.1], [1.0, 0.6, 0.4, 0.2, 0.9, 0.8]
     found = Rehearsal((Trace(0, rates=[once, again], ended=True),), 1, 60.0).findings
     assert [finding.kind for finding in found] == ["rate"]
-    assert "optimizer 2 rises again at step 5 of 6, from 0.2 to 0.9" in found[0].text
+    assert re.search(r"optimizer 2\b.*step 5\b.*0\.2 .*0\.9", found[0].text)
 
 
 def test_the_rows_that_have_room_are_counted():
@@ -219,7 +220,7 @@ def test_the_rows_that_have_room_are_counted():
     marks = [Mark(0, "the backward", 2, 4), Mark(1, "the optimizer's step", 2, 4)]
     trace = Trace(0, memory=[memory, step], marks=marks, ended=True)
     # (0.9 * 16 - 1) / 1.15 - 4 = 7.65 GB, and 0.25 GB a row
-    assert "and batches of up to 30 rows fit" in Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory
+    assert "up to 30 rows" in Rehearsal((trace,), 1, 60.0, "T4", 16 * 10**9).memory
     assert "and no batch fits" in Rehearsal((trace,), 1, 60.0, "T4", 5 * 10**9).memory
     assert "and no batch fits" in Rehearsal((trace,), 1, 60.0, "T4", 9 * 10**9).memory  # the steps do not
 
@@ -491,7 +492,7 @@ def test_a_rank_that_dies_is_an_error_and_the_others_do_not_wait_for_it(rank: in
     found = rehearsed(end_at_once, rank, folder=tmp_path)
     (finding,) = found.findings
     assert finding.kind == "error"
-    assert f"rank {rank}: the process ended with exit code 3" in finding.text
+    assert re.search(rf"rank {rank}: .*exit code 3", finding.text)
     assert max(trace.seconds for trace in found.traces) < 30
 
 

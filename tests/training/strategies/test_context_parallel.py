@@ -28,4 +28,4 @@ def test_torch_has_no_causal_attention_over_cut_sequences_on_cpus(run_ranks):
         return "done"
 
     for said in run_ranks(attend, deadline=120):
-        assert "_for_cpu.default does not have a sharding strategy" in said
+        assert "_for_cpu.default does not have" in said

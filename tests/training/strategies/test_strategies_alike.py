@@ -196,9 +196,9 @@ def test_an_error_on_one_rank_reaches_the_caller(run_ranks, name):
 
 def test_layouts_that_do_not_fit_or_are_not_supported_are_refused(run_ranks):
     for size in ("cp_size", "sp_size"):
-        with pytest.raises(ConfigError, match=f"{size}=2 asks for .* parallelism, which is not supported"):
+        with pytest.raises(ConfigError, match=f"{size}=2 .*not supported"):
             ParallelismConfig(**{size: 2})
-    with pytest.raises(ConfigError, match=r"out 4 ranks \(dp_replicate_size=2 x dp_shard_size=2\)"):
+    with pytest.raises(ConfigError, match=r"4 ranks \(dp_replicate_size=2 .*dp_shard_size=2\)"):
         run_ranks(lambda: Accelerator(cpu=True, **PLANS["hsdp 2 x 2"]))
 
 

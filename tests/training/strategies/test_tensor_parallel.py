@@ -267,7 +267,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan, message):
 def test_options_that_cannot_be_are_refused(run_ranks):
     with pytest.raises(ConfigError, match="enable_async_tp=True"):
         TorchTensorParallelConfig(enable_async_tp=True)
-    with pytest.raises(ConfigError, match="not a dict of styles"):
+    with pytest.raises(ConfigError, match="a dict of styles"):
         TorchTensorParallelConfig(plan=["up"])  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ConfigError, match="torch_device_mesh was given"):
         TorchTensorParallelPlugin(tp_size=2, torch_device_mesh=3)
@@ -286,7 +286,7 @@ def test_options_that_cannot_be_are_refused(run_ranks):
     odd = {
         "parallelism_config": ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise"}))
     }
-    with pytest.raises(ConfigError, match="0 has out_features=3, which cannot"):
+    with pytest.raises(ConfigError, match="0 has out_features=3"):
         run_ranks(make, odd, nn.Sequential(nn.Linear(2, 3)))
 
 

@@ -163,8 +163,8 @@ def test_each_way_trains_as_one_process_of_plain_pytorch_with_all_rows(run_ranks
             torch.testing.assert_close(one, expected, rtol=0, atol=1e-6, msg=way)
         assert len(first[way][1]) == (way not in SILENT), (way, first[way][1])
         assert second[way][1] == []
-    assert first["original"][1][0].startswith("optimizer.step(): backward has not averaged these gradients over ranks")
-    assert first["two backwards"][1][0].startswith("optimizer.step(): backward has not averaged all of these gradients")
+    assert "not averaged these gradients" in first["original"][1][0]
+    assert "not averaged all of" in first["two backwards"][1][0]
 
 
 def test_what_one_rank_alone_adds_is_averaged_and_no_rank_waits(run_ranks: RunRanks):
