@@ -320,12 +320,15 @@ class Pool:
             for remark in remarks:
                 output.say(remark)
             request.take_note = lambda: self._take_note(group, request, shipments, variables, before)
+            # Once more, since packing runs code of users, by which another cell may have begun.
             self._check_idle()
         except BaseException:
             for shipment in shipments:
                 shipment.packed.close()
             raise
         with interrupts_call(lambda: group.loop.interrupt(request)):
+            # From before the request begins: an interrupt that came in between would leave it running, with nobody who
+            # waits.
             self._running = request
             group.loop.begin(request)
             if not in_background:
@@ -419,6 +422,8 @@ class Pool:
                     group.loop.attend(request)
                 return result_of(request)
             finally:
+                # The connections of a rank that was taken out of a collective are gone: the ranks meet again before the
+                # next cell.
                 if StepKind.CUT in request.taken and self.world_size > 1:
                     group.is_disconnected = True
 

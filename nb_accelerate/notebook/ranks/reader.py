@@ -150,6 +150,7 @@ class Incoming(RankEvents):
     def _lose(self, why: str, error: Exception) -> None:
         if self._rank.why_lost:  # and told
             return
+        # Told at once, and not when the process has gone: what waits for its answer fails now, with the cause.
         self._rank.why_lost, self._rank.lost_by = why, error
         kill(self._rank)
         self._reader.on_end(self._rank)

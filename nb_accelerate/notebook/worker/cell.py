@@ -141,6 +141,8 @@ class PersistentRank:
         return self._run(message, fds)
 
     def _join(self, message: Join, fds: tuple[int, ...]) -> str:
+        # In this order: the alarm knows the rendezvous before anything waits in it, and how to end waits for its store
+        # before the group is made there.
         self._alarm.begin_rendezvous(message.rendezvous)
         self._half.leave_group()
         self._store = None

@@ -54,7 +54,6 @@ class OptimizerPart:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
     def collect(self, *, keep: bool) -> None:

@@ -143,7 +143,6 @@ class Core:
 
     @property
     def device(self) -> torch.device:
-        """The device of models and batches."""
         return self.process.device
 
     @contextlib.contextmanager

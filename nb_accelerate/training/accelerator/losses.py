@@ -203,7 +203,6 @@ class MemoryReport:
 
     @only_reports(_WHAT)
     def measure(self) -> None:
-        """Measure now."""
         self._page.rank_memory(self.measured())
 
     def measured(self) -> RankMemory:

@@ -85,6 +85,8 @@ class Staging:
     def publish(self) -> None:
         """Make this what is in the target, in one step."""
         try:
+            # Its names first: if the rename came to the disk before them, an empty folder would be there after a power
+            # cut.
             sync(self.path)
             if os.path.lexists(self.target):
                 self._commit_inside()
@@ -196,6 +198,7 @@ def remove(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         folder.unlink(missing_ok=True)
         return
+    # Renamed in one step, since to remove its files takes a while, in which half of them would be found.
     trash = folder.parent / f".{folder.name}{new_name()}"
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)

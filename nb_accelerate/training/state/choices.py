@@ -45,7 +45,6 @@ class Prepared:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Forget all objects."""
         for things in (self.models, self.optimizers, self.loaders, self.schedulers):
             things.clear()
 
@@ -91,7 +90,6 @@ class SharedTraining:
 
 
 def shared_training() -> SharedTraining:
-    """Return the `SharedTraining` of this process."""
     rank = context.this_rank()
     if rank.training is None:
         rank.training = SharedTraining()

@@ -192,9 +192,7 @@ class ThreadLocalSharedDict(threading.local):
         self._storage: dict[Any, Any] = {}
 
     def __get__(self, obj: object, objtype: type | None = None) -> dict[Any, Any]:
-        """Return the dict of this thread."""
         return self._storage
 
     def __set__(self, obj: object, value: dict[Any, Any]) -> None:
-        """Replace the dict of this thread."""
         self._storage = value

@@ -68,7 +68,6 @@ def get_available_trackers() -> list[str]:
 
 
 def tracker_class(name: str) -> type[GeneralTracker]:
-    """Return the class of a tracker."""
     entry = TRACKERS.get(name)
     if entry is None:
         known = ", ".join(repr(known) for known in ("all", *TRACKERS))

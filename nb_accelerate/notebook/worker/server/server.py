@@ -116,6 +116,8 @@ class Server:
         wakeup_read, wakeup_write = os.pipe()
         for fd in (wakeup_read, wakeup_write):
             os.set_blocking(fd, False)
+        # A handler that does nothing: with one Python writes to the wakeup descriptor, and the system keeps the exit
+        # status until it is asked for.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # Sent to a stopped process whose parent has ended, by which it goes on: this one then ends what it has started.
         self._hangup = signal.signal(signal.SIGHUP, lambda *_: None)
@@ -129,6 +131,7 @@ class Server:
             self._selector.register(parent, selectors.EVENT_READ, "parent")
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # a thread of the kernel's may have blocked it
         self._reap()  # who ended before there was a handler
+        # Where the system has no descriptors of processes, this alone tells that the kernel has gone.
         while os.getppid() == self._parent:
             pause = self._pause()
             events = self._selector.select(pause)
