@@ -34,6 +34,13 @@ def test_points_that_are_higher_are_drawn_higher_beside_their_labels() -> None:
     assert labels(picture) == ["1", "1.5", "2", "1", "1.5", "2", "2.5", "3", "step"]
 
 
+def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_scale() -> None:
+    picture = draw(Curve("loss", ((1.0, 100.0), (2.0, 10.0), (3.0, 1.0))))
+    (first, second, third) = (at for _, at in lines(picture)[0])
+    assert second - first == pytest.approx(third - second, abs=0.2)
+    assert labels(picture)[:3] == ["1", "10", "100"]
+
+
 def test_an_earlier_run_is_drawn_behind_on_the_same_scale() -> None:
     before, now = lines(draw(Curve("loss", ((1.0, 1.0), (2.0, 2.0))), [Curve("loss", ((1.0, 2.0), (2.0, 3.0)))]))
     assert before[0][1] == now[1][1]

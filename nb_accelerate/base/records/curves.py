@@ -71,11 +71,18 @@ def draw(curve: Curve, earlier: Sequence[Curve] = (), *, most: int = 240) -> str
     finite = [point for one in (*earlier, curve) for point in one.points if math.isfinite(point[1])]
     own = [value for _, value in curve.points if math.isfinite(value)]
     last = escape(f"{curve.name} {own[-1]:.4g}" if own else f"{curve.name} no finite value")
-    title = f'<div style="font:12px sans-serif">{last}</div>'
+    is_log = is_wide(tuple(finite))
+    title = f'<div style="font:12px sans-serif">{last}{", logarithmic" if is_log else ""}</div>'
     if len({value for _, value in finite}) < 2:  # a constant needs no picture
         return title
     across, steps = _scale([step for step, _ in finite], _LEFT, _WIDTH - _RIGHT, 5)
-    up, values = _scale([value for _, value in finite], _BOTTOM, _TOP, 3)
+    fit: Callable[[float], float] = math.log10 if is_log else float
+    rise, ticks = _scale([fit(value) for _, value in finite], _BOTTOM, _TOP, 3)
+    values = [10**tick if is_log else tick for tick in ticks]
+
+    def up(value: float) -> float:
+        return rise(fit(value))
+
     drawn = "".join(_line(pieces(old.points, most), across, up, 'stroke="#8888"') for old in earlier)
     drawn += _line(pieces(curve.points, most), across, up, 'class="nba-c-loss" stroke="#2a78d6"')
     labels: list[tuple[str, float, float, str]] = [("y", _LEFT - 6, up(tick), f"{tick:.4g}") for tick in values]
