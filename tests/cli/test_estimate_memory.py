@@ -140,9 +140,8 @@ def test_weights_by_dtype_are_where_an_inferred_map_has_them(tmp_path: Path, cap
     assert [row[4:] for row in rows][1:] == [["-", "-"], ["-", "-"]]  # on the GPUs
     assert rows[0][4] != "-"
     assert main(["estimate-memory", str(tmp_path), "--inference"]) == 0
-    assert re.search(
-        r"^float16 +557\.2 kB +557\.2 kB +-$", capsys.readouterr().out, re.MULTILINE
-    )  # this machine's memory
+    of_this_machine = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["float16", "557.2", "kB", "557.2", "kB", "-"] in of_this_machine
 
 
 @pytest.mark.slow

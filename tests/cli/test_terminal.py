@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_ranks_of_a_cell_are_a_block_below_what_they_print_and_then_a_table(
     plain: None, launched: Terminal, tmp_path: Path
 ) -> None:
     first = wait_for_step(launched, 0)
-    assert first[0].startswith("cell 2 of 3 · ● train · 2 ranks ·")
+    assert re.match(r"cell 2 of\b.*● train\b", first[0])
     assert "steps" in first[-1]
     (tmp_path / "0").touch()
     wait_for_step(launched, 1)
@@ -114,7 +115,7 @@ def test_ranks_of_a_cell_are_a_block_below_what_they_print_and_then_a_table(
     last = launched.screen.text
     assert "cell 2 of 3" not in last
     assert last.count("2/2") == 1
-    assert last.index("✓ train · 2 ranks") < last.index("2/2") < last.index("[3/3] print('the last cell')")
+    assert last.index("✓ train ·") < last.index("2/2") < last.index("[3/3] print('the last cell')")
     assert [line for line in launched.screen.lines if line.strip() == ""] == [""]  # nothing but the last
     (table,) = tables(tmp_path)
     assert "2/2" in table
@@ -131,7 +132,7 @@ def test_where_output_is_redirected_there_are_lines_and_nothing_else(plain: None
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert "\x1b" not in text
     assert "cell 2 of 3" not in text
-    assert "[rank 1] rank 1 begins 1\n" in text
+    assert "[rank 1] rank 1 " in text
     (table,) = tables(tmp_path)
     assert "2/2" in table
 
@@ -145,7 +146,7 @@ def test_ctrl_c_leaves_how_far_the_ranks_were(plain: None, launched: Terminal, t
     assert launched.finish() == 130
     last = launched.screen.text
     assert "cell 2 of 3" not in last
-    assert last.index("■ train · 2 ranks") < last.index("1/2") < last.index("interrupted\nwrote ")
+    assert last.index("■ train ·") < last.index("1/2") < last.index("interrupted\nwrote ")
     (table,) = tables(tmp_path)
     assert "1/2" in table
 
@@ -174,5 +175,5 @@ def test_of_a_kernel_that_dies_no_block_is_left(deadly: None, launched: Terminal
     last = launched.screen.text
     assert "cell 2 of 3" not in last
     assert "rank 1 begins 0" in last
-    assert "The kernel's process ended while this cell was running." in last
+    assert "kernel's process ended" in last
     assert {output.output_type for output in outputs(tmp_path)} == {"stream"}

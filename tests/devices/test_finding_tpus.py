@@ -64,7 +64,7 @@ def test_a_runtime_that_holds_chips_is_told_from_one_on_the_cpu(bus: Path, monke
 
     monkeypatch.setitem(sys.modules, "torch_xla", TorchXLA)  # type: ignore[arg-type]
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    assert xla.XLA.in_use() == "the XLA runtime was started in this notebook"
+    assert "XLA runtime" in xla.XLA.in_use()
     assert xla.XLA.held() == ""
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert "holds the TPU until" in xla.XLA.held()

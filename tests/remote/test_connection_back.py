@@ -93,7 +93,7 @@ def test_nobody_listens_after_closing_and_strangers_are_sent_away() -> None:
 
 
 def test_a_wrong_secret_is_refused_and_the_right_host_is_taken_after_it(listener: Listener) -> None:
-    with pytest.raises(LinkError, match=r"did not take .* as machine 0: .*secret is of another run"):
+    with pytest.raises(LinkError, match=r"machine 0: .*secret is"):
         host_of(listener, 0, secret=secrets.token_bytes(32))
     assert not listener.came[0].done()
     with host_of(listener, 0).socket:
@@ -200,9 +200,7 @@ def test_a_machine_that_was_not_asked_for_is_refused(listener: Listener) -> None
 def test_a_host_says_that_it_cannot_connect() -> None:
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(
-        LinkError, match=rf"cannot connect to the notebook at 127.0.0.1, port {port}: Connection refused"
-    ):
+    with pytest.raises(LinkError, match=rf"127\.0\.0\.1, port {port}: Connection refused"):
         connect(HERE, port, 0, KEY, seconds=10)
 
 

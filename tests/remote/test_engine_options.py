@@ -138,13 +138,12 @@ def test_a_launch_and_ranks_that_stay_take_the_same(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cell_takes_them_as_flags() -> None:
-    line = "-n 12 --engine command --hosts a:8,b:4 --command-template 'docker exec -i {host} {command}'"
+    template = "docker exec -i {host} {command}"
+    line = f"-n 12 --engine command --hosts a:8,b:4 --command-template '{template}'"
     given = args.DISTRIBUTED_CELL.parse(line)
     assert given is not None
     options = PoolOptions(**given)
-    assert options.placing == EngineOptions(
-        engine="command", hosts=("a:8", "b:4"), command_template="docker exec -i {host} {command}"
-    )
+    assert options.placing == EngineOptions(engine="command", hosts=("a:8", "b:4"), command_template=template)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_an_exception_comes_with_its_type_and_its_rank(machines: Machines) -> No
 
     with pytest.raises(KeyError, match="no such key") as caught:
         notebook_launcher(train, progress="off")
-    assert "Raised by rank 2 of 3" in "".join(caught.value.__notes__)
+    assert "rank 2 of 3" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_a_command_with_a_terminal_and_one_that_keeps_back_what_ends_no_line_are
 ) -> None:
     monkeypatch.setattr(sender, "SILENCE_LIMIT", 1.0)
     template = command.replace("{python}", sys.executable)
-    with pytest.raises(StartError, match="machine a cannot be reached: ") as caught:
+    with pytest.raises(StartError, match="machine a cannot") as caught:
         notebook_launcher(
             os.getpid,
             progress="off",
@@ -249,7 +249,7 @@ def test_a_machine_that_is_silent_is_lost_and_named(
     machines.kill(host, signal.SIGSTOP)
     began = time.monotonic()
     try:
-        with pytest.raises(LaunchError, match=f"machine {machines.names[1]} is lost: nothing was heard of it for 2 s"):
+        with pytest.raises(LaunchError, match=f"machine {machines.names[1]} is lost:.* 2 s"):
             launch.result(timeout=40)
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -322,7 +322,7 @@ def test_nothing_stays_of_a_kernel_that_is_killed_while_ranks_train(
 
 
 def test_a_number_of_ranks_that_the_machines_do_not_make_up_is_refused(machines: Machines) -> None:
-    with pytest.raises(ConfigError, match=r"num_processes=4 .*had on a:1, b:2"):
+    with pytest.raises(ConfigError, match=r"num_processes=4 .* a:1, b:2"):
         notebook_launcher(os.getpid, num_processes=4, progress="off")
 
 

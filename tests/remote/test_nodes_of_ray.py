@@ -30,11 +30,11 @@ def test_ranks_are_on_the_first_nodes_as_far_as_their_number_goes(nodes, hosts, 
 
 
 def test_what_the_cluster_does_not_have_is_named():
-    with pytest.raises(CannotPlaceError, match=r"hosts has 'n9'.* are n1 \(10.0.0.1\), n2 "):
+    with pytest.raises(CannotPlaceError, match=r"'n9'.* n1 \(10\.0\.0\.1\), n2 "):
         chosen([HEAD, OTHER], [("n1", None), ("n9", None)], None)
-    with pytest.raises(CannotPlaceError, match=r"has 4 CPUs.* Write num_processes=4"):
+    with pytest.raises(CannotPlaceError, match=r"4 CPUs.* num_processes=4"):
         chosen([HEAD, OTHER], [], 5)
-    with pytest.raises(CannotPlaceError, match=r"has 4 GPUs.* Write num_processes=4"):
+    with pytest.raises(CannotPlaceError, match=r"4 GPUs.* num_processes=4"):
         chosen([HEAD, BIG], [], 5)
 
 
@@ -44,5 +44,5 @@ def test_a_rank_reserves_a_gpu_where_there_is_one_and_else_a_core():
     assert BIG.bundle("n3", None) == {**own, "GPU": 4}
     assert BIG.bundle("n3", 0) == own
     assert OTHER.bundle("n2", 1) == {"node:10.0.0.2": 0.001, "CPU": 1}
-    with pytest.raises(CannotPlaceError, match=r"n2 has 2 CPUs .* 3 ranks.*hosts=\['n2:2'\].* by --num-cpus"):
+    with pytest.raises(CannotPlaceError, match=r"2 CPUs .*hosts=\['n2:2'\].* --num-cpus"):
         OTHER.bundle("n2", 3)

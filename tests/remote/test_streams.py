@@ -180,12 +180,12 @@ def test_how_a_command_has_ended_is_said(script: str, said: str, monkeypatch: py
     monkeypatch.setattr("nb_accelerate.notebook.remote.streams._PATIENCE", 2.0 if "seq" in script else 0.5)
     template = f'sh -c "{script}" {{command}}'
     ended = failure_of("a", engine="command", command_template=template)
-    assert ended.partition(". To check by hand: sh -c ")[0] == said
+    assert ended.partition(". To check")[0] == said
 
 
 def test_a_command_that_prints_for_ever_and_is_no_host_is_ended() -> None:
     link = Link(CommandStream("a", ["sh", "-c", "while :; do echo a line; done"]))
-    with pytest.raises(StartError, match=r"has not answered within 0\.1 s"):
+    with pytest.raises(StartError, match=r"not answered within 0\.1"):
         link.open(0.1)
     link.close()
 
@@ -238,7 +238,7 @@ def test_no_login_without_a_password(sshd: Sshd) -> None:
     subprocess.run(["cp", sshd.folder / "key.pub", sshd.folder / "other.pub"], check=True)
     (sshd.folder / "key.pub").write_text((sshd.folder / "host_key.pub").read_text())
     assert "Permission denied" in (said := failure_of("a"))
-    assert "To check by hand: ssh -oBatchMode=yes a " in said
+    assert ": ssh -oBatchMode=yes a " in said
 
 
 def test_the_key_of_the_machine_has_changed(sshd: Sshd) -> None:

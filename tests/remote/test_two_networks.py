@@ -130,7 +130,7 @@ def master() -> str:
 def test_the_address_that_is_given_is_the_only_one_that_is_tried(networks: list[str]) -> None:
     ip("-n", HOSTS[0], "addr", "add", "10.77.7.77/24", "dev", "nbveth0")
     assert notebook_launcher(master, progress="off", master_addr="10.77.7.77") == ["10.77.7.77"] * 3
-    with pytest.raises(StartError, match=rf"machine {HOSTS[0]}: cannot listen on 10\.0\.0\.9:.*\. Ranks connect"):
+    with pytest.raises(StartError, match=rf"machine {HOSTS[0]}: .*10\.0\.0\.9:"):
         notebook_launcher(master, progress="off", master_addr="10.0.0.9")
 
 
@@ -152,7 +152,7 @@ def test_ranks_are_taken_out_of_a_collective_while_the_cable_is_cut_and_meet_aga
     assert run(pool, SUM) == [7.0] * 3
     pids = run(pool, "import os\nos.getpid()")
     cable("down")
-    with pytest.raises(DeadlineError, match=r"took longer than 0\.5 s"):
+    with pytest.raises(DeadlineError, match=r"longer than 0\.5 s"):
         run(pool, "dist.all_reduce(torch.ones(1))", timeout=0.5)
     cable("up")
     assert run(pool, f"{SUM}\nos.getpid()") == pids
@@ -186,7 +186,7 @@ def test_a_cable_that_is_cut_between_ranks_is_told_and_ranks_go_on_when_it_is_ba
         assert not launch.wait(0.1)
         said += "".join(capfd.readouterr())
     assert f"cannot reach {HOSTS[0]} at {networks[0]}" in said
-    assert "go on when the network does" in said
+    assert "when the network does" in said
     print(f"told after {time.monotonic() - began:.1f} s")
     cable("up")
     (tmp_path / "gate").touch()
@@ -236,7 +236,7 @@ def test_a_machine_that_goes_away_is_told_after_15_seconds_and_nothing_stays(
         for process in there:
             process.send_signal(signal.SIGSTOP if how == "frozen" else signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(LaunchError, match=f"machine {HOSTS[1]} is lost: nothing was heard of it for 15 s") as caught:
+    with pytest.raises(LaunchError, match=f"machine {HOSTS[1]} is lost:.* 15 s") as caught:
         launch.result(timeout=60)
     told = time.monotonic() - began
     if how == "frozen":
@@ -247,7 +247,7 @@ def test_a_machine_that_goes_away_is_told_after_15_seconds_and_nothing_stays(
     assert alive == []
     assert 13 < told < 17.5  # at most 16, and what a busy machine adds
     assert ended < 20
-    assert "rank 0 was in waits" in "".join(caught.value.__notes__)
+    assert "0 was in waits" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_a_cell_that_was_changed_after_the_run_is_noticed():
     one = nbformat.v4.new_notebook(cells=[cell, nbformat.v4.new_markdown_cell("words")])
     assert "make notebooks" in staleness(one)
     one.metadata["nb_accelerate"] = {"executed": execute.digest(one)}
-    assert staleness(one) == "a cell that should have failed did not"
+    assert "should have failed" in staleness(one)
     cell.outputs = [nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="", traceback=[])]
     assert staleness(one) == ""
     one.cells[1].source = "other words"

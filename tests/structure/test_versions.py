@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_what_is_too_old_is_refused_with_what_to_install(folder_of, code: str, p
 
 
 def test_an_import_that_fails_beside_an_old_package_is_told_as_that(folder_of):
-    assert "needs ipython 7.34 or newer" in last_line(IMPORT_OF_WHAT_IS_NOT_THERE, folder_of("ipython", "7.33.0"))
+    assert "needs ipython 7.34" in last_line(IMPORT_OF_WHAT_IS_NOT_THERE, folder_of("ipython", "7.33.0"))
 
 
 def test_an_import_that_fails_otherwise_stays_what_it_is(folder_of):
@@ -78,7 +79,7 @@ def test_env_marks_what_is_too_old(folder_of, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.syspath_prepend(folder_of("ipykernel", "6.16.2"))
     assert main(["env"]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert rows["ipykernel"] == "6.16.2, too old (pip install 'ipykernel>=6.17.1')"
+    assert re.match(r"6\.16\.2, too old .*'ipykernel>=6\.17\.1'", rows["ipykernel"])
     assert not any("too old" in value for name, value in rows.items() if name != "ipykernel")
     assert rows.keys() >= LOWEST.keys()
 
