@@ -31,7 +31,7 @@ DOCS_PINS  := tests/requirements-docs.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-device test-places test-deepspeed test-trainers test-ray test-xla package docs notebooks picture screenshots
+.PHONY: help setup demo test test-slow test-device tests-of test-places test-deepspeed test-trainers test-ray test-xla package docs notebooks picture screenshots
 .PHONY: soak lint format bench bench-deepspeed bench-ray clean
 
 help: ## Show this list
@@ -56,6 +56,9 @@ test-slow: $(READY) ## Run the slow tests and those that need a browser
 
 test-device: $(READY) ## Run the tests on simgpu, the second device, which g++ compiles for half a minute the first time
 	@$(RUN) -m pytest $(WORKERS) tests/second_device $(ARGS)
+
+tests-of: $(READY) ## Run the tests that go through a file, FILE=nb_accelerate/notebook/worker/cell.py; the first time it finds them
+	@$(RUN) tests/tests_of.py $(FILE) $(ARGS)
 
 test-places: ## Run a session and quick tests with the versions of Colab, of Kaggle, the oldest and the newest; ARGS='colab lowest'
 	@$(PYTHON) tests/places/run.py $(ARGS)

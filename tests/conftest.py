@@ -37,6 +37,7 @@ pytest_plugins = [
     "fixtures.distributions",
     "fixtures.leaks",
     "fixtures.cost",
+    "fixtures.calls",
     "fixtures.ranks",
     "fixtures.kernels",
     "fixtures.engines",
