@@ -9,8 +9,10 @@ PINS   := tests/requirements-dev.txt
 # `ready` is written when a set-up has succeeded, `unfinished` lies there while one is under way.
 READY      := $(VENV)/ready
 UNFINISHED := $(VENV)/unfinished
-# Files of tests that run at a time on two cores: tests wait for processes half of their time.
-WORKERS    ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Files of tests that run at a time on two cores: tests wait for processes half of their time, slow ones and pages more.
+NUM_WORKERS := 3
+test-slow: NUM_WORKERS := 4
+WORKERS    ?= -n $(NUM_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 RIVALS     := $(VENV)/rivals
 # torch_xla belongs to an older torch than the rest is tested with. Colab's image has this version, Kaggle's 2.8.0.
 XLA_VERSION ?= 2.9.0
