@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import shutil
 from pathlib import Path
@@ -334,8 +335,15 @@ def test_a_weight_that_the_checkpoint_lacks_is_named_and_gets_the_dtype(
     assert model(TOKENS).dtype is (dtype or torch.float32)
 
 
-def test_a_checkpoint_with_other_names_is_no_checkpoint_with_missing_files(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """The package, imported once, which takes longer than a test may."""
+    package = pytest.importorskip("transformers")
+    importlib.import_module("transformers.modeling_utils")
+    return package
+
+
+def test_a_checkpoint_with_other_names_is_no_checkpoint_with_missing_files(tmp_path: Path, transformers: Any) -> None:
     config = transformers.GPTNeoXConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
@@ -355,8 +363,7 @@ def test_a_checkpoint_with_other_names_is_no_checkpoint_with_missing_files(tmp_p
         load_checkpoint_in_model(own, tmp_path / "own.safetensors", {"": "cpu"})
 
 
-def test_weights_that_are_to_be_tied_are_said_to_be(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_weights_that_are_to_be_tied_are_said_to_be(tmp_path: Path, transformers: Any) -> None:
     config = transformers.BertConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
