@@ -41,7 +41,7 @@ class ConfigError(NbAccelerateError, ValueError):
     """An option was given a value that cannot be.
 
     Attributes:
-        options: of a launch that the text names, for command lines, which call some of them otherwise.
+        options: names of the arguments of a launch that the text is about. Command lines have other names for some.
     """
 
     def __init__(self, message: str = "", *, options: tuple[str, ...] = ()) -> None:

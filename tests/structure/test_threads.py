@@ -14,6 +14,7 @@ ALLOWED = {
     # It runs what a helper thread does.
     "notebook/worker/stack_writer.py": {"start_new_thread"},
     # Whoever has submitted something to a pool asks for its result.
+    "training/bigmodel/mapped.py": {"ThreadPoolExecutor"},
     "training/checkpoint/checksums.py": {"ThreadPoolExecutor"},
     "training/checkpoint/placing.py": {"ThreadPoolExecutor"},
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
 import math
 import mmap
@@ -24,6 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,9 +146,15 @@ def make_present(begin: int, end: int) -> None:
     # The first asks the disk for everything, however little the system reads ahead, and the second waits for it.
     if _LIBC.madvise(at, length, _WILLNEED) or _LIBC.madvise(at, length, _POPULATE_READ):
         error = ctypes.get_errno()
-        if error not in (errno.EINVAL, errno.ENOSYS):  # these are those of an older kernel
+        if error not in (errno.EINVAL, errno.ENOSYS):  # what an older kernel says
             raise OSError(error, os.strerror(error))
 
+
+_BLOCK = 8 << 20  # bytes that a thread reads at once
+
+_THREADS = 4
+
+_ALIGNMENT = 64  # bytes: weights that are read begin at multiples of it, as torch's own do
 
 # File systems whose page faults wait for a network, or for another process. `fuse.NAME` too.
 _REMOTE = {
@@ -286,9 +294,12 @@ class _File:
         if self._mapped:
             whole = self._make(self._descriptor, self._identity[0], owner)
             self._memory = {name: (whole, self.entries[name].start) for name in self._mapped}
-        for name in self.entries.keys() - self._mapped:
-            if self._length(name):
-                self._memory[name] = self._make(-1, self._length(name), owner), 0
+        own = [entry for entry in self.entries.items() if entry[0] not in self._mapped]
+        sizes = [-(-(entry.end - entry.start) // _ALIGNMENT) * _ALIGNMENT for _, entry in own]
+        if sum(sizes):
+            room = self._make(-1, sum(sizes), owner)
+            places = itertools.accumulate(sizes, initial=0)
+            self._memory |= {name: (room, place) for (name, _), place in zip(own, places, strict=False)}
         self.addresses = {name: memory.address + place for name, (memory, place) in self._memory.items()}
 
     def _make(self, descriptor: int, length: int, owner: WeightFiles) -> _Memory:
@@ -359,17 +370,29 @@ class _File:
             wanted = self._unread.intersection(names)
             if not wanted:
                 return
-            for name in wanted:
-                done = 0
-                while done < self._length(name):
-                    with memoryview(self._memory[name][0])[done:] as room:
-                        count = os.preadv(self._descriptor, [room], self.entries[name].start + done)
-                    if not count:
-                        self.check([name])
-                        raise CheckpointError(f"{self.path} ends before {name} does.")
-                    done += count
+            blocks = [
+                (name, offset, min(_BLOCK, self._length(name) - offset))
+                for name in wanted
+                for offset in range(0, self._length(name), _BLOCK)
+            ]
+            if len(blocks) == 1:
+                self._read_block(*blocks[0])
+            else:
+                with ThreadPoolExecutor(_THREADS, "nb-weights") as pool:
+                    list(pool.map(self._read_block, *zip(*blocks, strict=True)))
             self.check(wanted)
             self._unread -= wanted
+
+    def _read_block(self, name: str, offset: int, length: int) -> None:
+        memory, place = self._memory[name]
+        with memoryview(memory)[place + offset : place + offset + length] as room:
+            done = 0
+            while done < length:
+                count = os.preadv(self._descriptor, [room[done:]], self.entries[name].start + offset + done)
+                if not count:
+                    self.check([name])
+                    raise CheckpointError(f"{self.path} ends before {name} does.")
+                done += count
 
 
 def _are_better_mapped(files: Iterable[Path]) -> bool:

@@ -293,6 +293,7 @@ def test_a_file_that_is_removed_or_replaced_is_used_as_it_was(tmp_path: Path, wh
 def test_files_on_a_network_are_read_when_they_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    monkeypatch.setattr(mapped, "_BLOCK", 1000)  # 12 for each weight
     here = tmp_path / "here"
     here.mkdir()
     link = tmp_path / "link.safetensors"  # as in a cache of downloads
@@ -330,7 +331,7 @@ def is_mapped(files: WeightFiles) -> bool:
 
 
 def test_threads_that_ask_for_one_weight_get_it_whole(tmp_path: Path) -> None:
-    value = torch.arange(5 << 20, dtype=torch.int32)  # 20 MiB
+    value = torch.arange(5 << 20, dtype=torch.int32)  # 20 MiB, in three blocks
     files = WeightFiles([saved(tmp_path, {"a": value})], mmap=False)
     equal: list[bool] = []
     threads = [threading.Thread(target=lambda: equal.append(torch.equal(files["a"], value))) for _ in range(4)]
