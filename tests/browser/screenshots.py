@@ -105,6 +105,7 @@ STATES = {
     "ranks-8": State(8, "", "2 of 30", False),
     "ranks-16": State(16, "pause=0.2", "1 of 30", False, launch=", start_method='fork'"),
     "ranks-64": State(64, "pause=0.5", "1 of 30", False, launch=", start_method='fork'"),
+    "chart": State(2, "", "2 of 30", False, opened="nba-chart"),
     "each-of-8": State(8, "", "2 of 30", False, opened="nba-each"),
     "each-of-64": State(64, "pause=0.5", "1 of 30", False, opened="nba-each", launch=", start_method='fork'"),
     "stacks": State(2, "", "2 of 30", False, opened="Stacks"),

@@ -34,14 +34,25 @@ MEASURE = """() => [...document.querySelectorAll('.cell')].map(cell => {
 })"""
 
 
-def in_cells(chromium: Chromium, source: str) -> list[dict[str, Any]]:
-    """What `MEASURE` says of `source` in cells of all widths."""
+PLOTS = """() => [...document.querySelectorAll('.cell')].map(cell => {
+    const plot = cell.querySelector('.nba-plot'), legend = cell.querySelector('.nba-legend');
+    return {
+        width: Number(cell.dataset.width),
+        plot: plot.offsetWidth,
+        drawn: [...plot.querySelectorAll('svg')].map(one => one.getBoundingClientRect().width),
+        isCut: legend.scrollWidth > legend.clientWidth,
+    };
+})"""
+
+
+def in_cells(chromium: Chromium, source: str, measure: str) -> list[dict[str, Any]]:
+    """What a JavaScript function says of `source` in cells of all widths."""
     cells = "".join(
         f'<div class="cell" data-width="{width}" style="width:{width}px">{source}</div>' for width in WIDTHS
     )
     context, page = chromium.open(1300, 800)
     chromium.wait_for(page.set_content(f"<body>{html.style()}{cells}</body>"))
-    found: list[dict[str, Any]] = chromium.wait_for(page.evaluate(MEASURE))
+    found: list[dict[str, Any]] = chromium.wait_for(page.evaluate(measure))
     chromium.wait_for(context.close())
     return found
 
@@ -55,7 +66,7 @@ def measured(chromium: Chromium, ranks: int) -> list[dict[str, Any]]:
     run.train(6.0)
     view = run.view
     row = dataclasses.replace(view.rows[0], now="waits in backward", location="cell 1 line 40")
-    return in_cells(chromium, html.render(dataclasses.replace(view, rows=(row, *view.rows[1:]))))
+    return in_cells(chromium, html.render(dataclasses.replace(view, rows=(row, *view.rows[1:]))), MEASURE)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -68,3 +79,16 @@ def test_columns_close_up_before_the_bar_shrinks_and_each_row_is_one_line(chromi
         assert [cell["width"] for cell in cells if cell[what]] == [], what
     assert [cell["width"] for cell in cells if not cell["keeps"]] == []
     assert max(cell["line"] for cell in cells) < 30
+
+
+def test_curves_of_a_chart_that_is_open_are_as_wide_as_its_axis(chromium: Chromium) -> None:
+    run = Run(2)
+    run.begin_loop()
+    run.train(2.0)
+    settings = "state=chart, steps=100, epochs=30, pause=0.05, and a name that is long"
+    curve = tuple((float(step), 2.0 - step / 100) for step in range(100))
+    chart = html.render(dataclasses.replace(run.view, curve=curve, own_settings=settings))
+    cells = in_cells(chromium, chart.replace('<details class="nba-chart"', '<details open class="nba-chart"'), PLOTS)
+    assert [cell["width"] for cell in cells if any(abs(width - cell["plot"]) > 1 for width in cell["drawn"])] == []
+    assert [cell["width"] for cell in cells if len(cell["drawn"]) < 2] == []
+    assert [cell["width"] for cell in cells if cell["isCut"]] == []

@@ -216,10 +216,6 @@ def test_each_rank_has_a_line_below_the_row_of_all_with_what_it_does_if_others_d
     assert "each rank" not in html.render(running(2).view)
     assert "each rank" not in html.render(starting(4).view), "there is nothing to say yet"
     assert "<summary>each rank</summary>" in html.render(run.end("interrupted"))
-    assert "<script>" not in html.render(run.view), "a panel that is drawn once needs none"
-    drawn_again = html.render(dataclasses.replace(run.view, key="a1b2"))
-    assert 'data-nba="a1b2-each"' in drawn_again
-    assert "querySelectorAll('details[data-nba^=\"a1b2\"]')" in drawn_again
 
 
 def test_ranks_on_several_machines_have_the_name_of_theirs_as_a_hint_and_in_their_lines():

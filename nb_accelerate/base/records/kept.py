@@ -120,14 +120,19 @@ def note_run(
 
 
 def record_of(key: str) -> RunRecord:
+    """Return a run by its id."""
     return records[key]
 
 
-def earlier(name: str, key: str = "") -> list[RunRecord]:
-    """Return the runs that are called alike but for numbers, and have ended; with a `key` those before that one."""
-    kind, older = re.sub(r"-?\d+", "", name), list(records)
-    older = older[: older.index(key)] if key else [old for old in older if records[old].ended]
-    return [records[old] for old in older if re.sub(r"-?\d+", "", records[old].name) == kind]
+def earlier(key: str) -> list[RunRecord]:
+    """Return the runs before one (by id) that are called alike but for numbers."""
+    older = list(records)[: list(records).index(key)]
+    return [records[old] for old in older if kind_of(records[old].name) == kind_of(records[key].name)]
+
+
+def kind_of(name: str) -> str:
+    """Return the name of a run without numbers."""
+    return re.sub(r"-?\d+", "", name)
 
 
 def _free_name(name: str) -> str:

@@ -1,13 +1,15 @@
-"""What the ranks have logged with ``accelerator.log``, over steps."""
+"""What the ranks have logged with ``accelerator.log``, over steps, and the losses of earlier runs of this kernel."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.records import Curve
-from nb_accelerate.base.records.kept import earlier, note_run, record_of
+from nb_accelerate.base.records.kept import earlier, kind_of, note_run, record_of
+from nb_accelerate.base.records.naming import differing, labels, settings
 from nb_accelerate.base.records.record import is_training_loss
 from nb_accelerate.notebook.display.view import Chart
 
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.display.view import View
 
 _EARLIER_RUNS = 3  # runs before that a chart shows
+_FEW_POINTS = 8  # points of a run that is too short to be remembered
 _MOST_POINTS = 240  # points of a curve, however long the run is
+
+# The name of a run, without numbers, its settings and losses; of the last runs, in the order in which they ended.
+_earlier: deque[tuple[str, Mapping[str, Any], Curve]] = deque(maxlen=100)
 
 
 class ThinnedCurve:
@@ -82,34 +88,53 @@ class LoggedValues:
 
 
 def remember(view: View, config: Mapping[str, Any], seconds: float, logged_as: Sequence[str] = ()) -> None:
-    """Keep a run that has ended, for `nb_accelerate.runs`."""
+    """Keep a run that has ended: for `nb_accelerate.runs`, and its losses for the charts of later ones."""
     name = view.facts.name
     values = {curve.name: curve.points for curve in (Curve("loss", view.curve), *view.logged) if curve.points}
     if values or logged_as:
         what = f": {view.failure.what}" if view.failure and view.failure.what else ""
         began = time.time() - seconds
         note_run(name, config=config, values=values, began=began, ended=view.state + what, logged_as=logged_as)
+    if len(view.curve) >= _FEW_POINTS:
+        _earlier.append((kind_of(name), dict(config), Curve(f"{name}, {time.strftime('%H:%M:%S')}", view.curve)))
 
 
-def earlier_losses(name: str) -> tuple[Curve, ...]:
-    """Return the losses of the last few runs of a function or, for a cell, of other cells."""
-    runs = [run for run in earlier(name) if "loss" in run.columns]
-    return tuple(Curve(run.name, tuple(run.column("loss"))) for run in runs[-_EARLIER_RUNS:])
+def earlier_runs(name: str, config: Mapping[str, Any]) -> tuple[str, tuple[Curve, ...]]:
+    """Return the losses of the last few runs of a function or, for a cell, of other cells.
+
+    They are called by the settings in which they and this run differ, by name and time if there are none.
+
+    Returns:
+        What this run would be called, or "", and the losses.
+    """
+    alike = [(old, curve) for kind, old, curve in _earlier if kind == kind_of(name)][-_EARLIER_RUNS:]
+    configs = [*(old for old, _ in alike), config]
+    own = settings(config, differing(configs))
+    names = labels([*(curve.name for _, curve in alike), ""], configs)
+    return own, tuple(Curve(said, curve.points) for said, (_, curve) in zip(names, alike, strict=False))
 
 
-_MOST_CHARTS = 8  # charts in a panel; `runs` has the rest
+_MOST_CHARTS = 8  # Charts in a panel; `runs` has the rest.
 
 
-def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
+def charts_of(keys: Iterable[str], settings: Mapping[str, Any] | None = None) -> tuple[Chart, ...]:
     """Return charts of what runs (by id) have logged, each value beside those of earlier runs of the name."""
     found = []
     for key in keys:
         record = record_of(key)
         if record.file:
             continue  # which `runs` draws
-        before = earlier(record.name, key)[-_EARLIER_RUNS:]
+        before = earlier(key)[-_EARLIER_RUNS:]
+        said = labels(
+            [run.name for run in (*before, record)],
+            [*(run.config for run in before), {**(settings or {}), **record.config}],
+        )
         for name in record.columns:
-            others = tuple(Curve(old.name, tuple(old.column(name))) for old in before if name in old.columns)
+            others = tuple(
+                Curve(label, tuple(old.column(name)))
+                for label, old in zip(said, before, strict=False)
+                if name in old.columns
+            )
             found.append(Chart(curve=Curve(name, tuple(record.column(name))), earlier=others))
     return tuple(found[:_MOST_CHARTS])
 

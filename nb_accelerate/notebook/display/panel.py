@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from nb_accelerate.notebook.display.logged_values import charts_of, config_of, earlier_losses, remember
+from nb_accelerate.notebook.display.logged_values import charts_of, config_of, earlier_runs, remember
 from nb_accelerate.notebook.display.state import PanelState
 
 if TYPE_CHECKING:
@@ -237,8 +237,16 @@ class Panel:
 
     def _view(self, runs: Sequence[str], now: float) -> View:
         view = self._state.view(now)
-        before = earlier_losses(view.facts.name)
-        return replace(view, charts=charts_of(runs), before=before, key=self._key, notes=tuple(self._notes))
+        config = config_of(view, runs)
+        own, before = earlier_runs(view.facts.name, config)
+        return replace(
+            view,
+            charts=charts_of(runs, config),
+            before=before,
+            own_settings=own,
+            key=self._key,
+            notes=tuple(self._notes),
+        )
 
     def _observe(self, source: PanelSource, now: float, *, inspects: bool = True) -> None:
         seen = source.statuses()

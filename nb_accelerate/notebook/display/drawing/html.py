@@ -13,13 +13,14 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from nb_accelerate.base.records import LABELS, Curve, draw, pieces
-from nb_accelerate.base.records.curves import is_wide
+from nb_accelerate.base.records import LABELS, Curve, Line, draw, picture, pieces
+from nb_accelerate.base.records.curves import SMOOTHED_FROM, is_wide, legend, smoothed
 from nb_accelerate.notebook.display.view import FIGURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nb_accelerate.base.records import Points
     from nb_accelerate.notebook.display.view import BarLine, Row, View
 
 
@@ -36,6 +37,8 @@ _FEW_POINTS = 8
 _MOST_POINTS = 24
 _NOT_FINITE = ("nan", "inf")
 
+_SHEETS = ("style.css", "chart.css")
+
 _OF_TOTAL = re.compile(r"^\S+ / (.+)$")
 
 # Characters for which columns have room before totals are known: ``100 / 100``, ``10 / 10``.
@@ -46,8 +49,9 @@ _OF_EACH = ("loss", "memory", "gpu", "machine")  # figures in which ranks that a
 
 @functools.cache
 def style() -> str:
-    sheet = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
-    return f'<style class="nba-sheet">{sheet}{LABELS}</style>'
+    """Return the style sheet, as an element."""
+    sheets = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SHEETS)
+    return f'<style class="nba-sheet">{"".join(sheets)}{LABELS}</style>'
 
 
 def render(view: View, *, at: str = "") -> str:
@@ -80,7 +84,7 @@ def _header(view: View) -> str:
         f'<header><span role="img" aria-label="{view.state}" class="{mark}">{view.mark}</span> '
         f"<b>{escape(view.facts.name)}</b> "
         f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
-        f'<span class="nba-time">{times}</span> {_curve(view)}</header>'
+        f'<span class="nba-time">{times}</span> {with_chart(view, _curve(view))}</header>'
     )
 
 
@@ -94,11 +98,12 @@ def _times(parts: Sequence[str]) -> str:
 
 
 def _curve(view: View) -> str:
-    """Return the curve of the loss, which opens its picture; an empty place while there may be one later."""
-    points, is_on = view.curve, view.state in ("starting", "running")
+    """Return the curve of the loss; its empty place while there may be one later, so that nothing moves then."""
+    points = view.curve
     width, height = _CURVE
     finite = [loss for _, loss in points if math.isfinite(loss)]
     if len(finite) < _FEW_POINTS:
+        is_on = view.state in ("starting", "running")
         return f'<svg width="{width}" height="{height}" aria-hidden="true"></svg>' if is_on else ""
     scale = math.log if is_wide(points) else float
     low, high = scale(min(finite)), scale(max(finite))
@@ -110,12 +115,10 @@ def _curve(view: View) -> str:
         at = (f"{(step - first) * across:.0f},{2 + (high - scale(loss)) * down:.1f}" for step, loss in piece)
         path += "M" + "L".join(at)
     label = f"loss from {finite[0]:.3g} to {finite[-1]:.3g}"
-    small = (
+    return (
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
         f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/></svg>'
     )
-    large = draw(Curve("loss", points), view.before, most=30 if is_on else 240)
-    return fold(small, large, key=view.key, kind="nba-chart")
 
 
 def _body(view: View) -> str:
@@ -266,10 +269,11 @@ def _failure(view: View) -> str:
     return f"<details><summary>{escape(failure.label)}</summary><pre>{escape(failure.details)}</pre></details>"
 
 
-def fold(summary: str, content: str, *, key: str, kind: str) -> str:
+def fold(summary: str, content: str, *, key: str, kind: str, hint: str = "") -> str:
     """Return what unfolds, as HTML."""
+    says = f' title="{hint}" aria-label="{hint}"' if hint else ""
     keeps = f' data-nba="{key}" ontoggle="(window.nbaOpen=window.nbaOpen||{{}})[this.dataset.nba]=this.open"'
-    return f'<details class="{kind}"{keeps if key else ""}><summary>{summary}</summary>{content}</details>'
+    return f'<details class="{kind}"{keeps if key else ""}><summary{says}>{summary}</summary>{content}</details>'
 
 
 def open_again(key: str) -> str:
@@ -278,3 +282,77 @@ def open_again(key: str) -> str:
         f"<script>document.querySelectorAll('details[data-nba^=\"{key}\"]').forEach("
         "function(d){d.open=!!(window.nbaOpen||{})[d.dataset.nba]})</script>"
     )
+
+
+_HEIGHT, _LOW_HEIGHT = 186, 58  # pixels: heights of the picture of losses and of each below it
+
+_MOST_LOW = 4  # pictures below the losses, at most
+
+# Strokes and dashes of earlier runs.
+_OF_EARLIER = (("#8f8f8f", "2 3"), ("#a58a5c", "7 3"), ("#9a7fa8", "9 3 2 3"))
+
+_OF_VALIDATION = ("val", "eval", "test", "dev")
+
+
+def with_chart(view: View, curve: str) -> str:
+    """Return the small curve with the chart that opens when it is clicked on; the curve alone if there is none yet."""
+    if "<path" not in curve:
+        return curve
+    is_on = view.state in ("starting", "running")
+    chart = draw_losses(view.curve, view.logged, view.before, view.own_settings, is_on=is_on)
+    return fold(curve, chart, key=view.key, kind="nba-chart", hint="chart of the loss")
+
+
+def draw_losses(
+    loss: Points,
+    logged: Sequence[Curve] = (),
+    before: Sequence[Curve] = (),
+    own_settings: str = "",
+    *,
+    is_on: bool = False,
+) -> str:
+    """Return the chart with its legend, as HTML.
+
+    Args:
+        logged: other values by step. Losses of validation share the picture of the loss; a constant is a word.
+        before: losses of earlier runs.
+        own_settings: by which this run differs from them.
+    """
+    most = 30 if is_on else 240
+    validation = [curve for curve in logged if is_loss_of_validation(curve.name)]
+    constant = [curve for curve in logged if len({value for _, value in curve.points}) == 1]
+    others = [curve for curve in logged if curve not in (*validation, *constant)][:_MOST_LOW]
+    lines = [
+        *(
+            Line(Curve(curve.name, smoothed(curve.points)), f"before-{index % 3}", *_OF_EARLIER[index % 3])
+            for index, curve in enumerate(before)
+        ),
+        *(Line(curve, "validation", "#b35c00") for curve in validation),
+    ]
+    own = f", {own_settings}" if own_settings else ""
+    if len(loss) < SMOOTHED_FROM:
+        lines.append(Line(Curve(f"loss{own}", loss), "loss", "#1f66ba"))
+    else:
+        if not is_on:
+            lines.append(Line(Curve("each step", loss), "raw", "#5796dd"))
+        lines.append(Line(Curve(f"loss{own}, smoothed", smoothed(loss)), "loss", "#1f66ba"))
+    steps = [step for line in lines for step, _ in line.curve.points]
+    span = min(steps), max(steps)
+    is_log = is_wide(tuple(point for line in lines for point in line.curve.points))
+    title = "loss, logarithmic" if is_log else "loss"
+    pictures = [picture(lines, title, height=_HEIGHT, is_log=is_log, has_axis=not others, span=span, most=most)]
+    for curve in others:
+        line = Line(curve, "low", "#6a4fb0")
+        is_last = curve is others[-1]
+        pictures.append(
+            picture([line], curve.name, height=_LOW_HEIGHT, num_ticks=2, has_axis=is_last, span=span, most=most)
+        )
+    said = " · ".join(f"{curve.name} {curve.points[-1][1]:.4g}" for curve in constant if curve not in validation)
+    words = f'<p class="nba-legend">constant: {escape(said)}</p>' if said else ""
+    return f'<div class="nba-big">{legend(lines)}{"".join(pictures)}{words}</div>'
+
+
+def is_loss_of_validation(name: str) -> bool:
+    """Return whether a logged name stands for a loss on validation data: ``val_loss``, ``eval/loss``."""
+    parts = name.lower().replace("/", "_").replace("-", "_").replace(".", "_").split("_")
+    return "loss" in parts and any(part.startswith(_OF_VALIDATION) for part in parts)
