@@ -7,6 +7,7 @@ larger changes. ``ARGS='--collect-only -q'`` lists the tests, ``ARGS=...`` are a
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,20 +15,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CALLS = ROOT / "build" / "calls"
-FAST = ("-m", "not slow and not browser", "--ignore", "tests/second_device", "--ignore", "tests/browser")
 
 
-def record(arguments: list[str]) -> None:
-    """Run tests, and keep which file of the package each calls."""
-    CALLS.mkdir(parents=True)
+def record(command: list[str]) -> None:
+    """Run tests to their end, and keep which files of the package each calls."""
+    unfinished = CALLS.with_name("calls.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     hook = Path(sysconfig.get_path("purelib")) / "calls_of_tests.pth"
     script = str(ROOT / "tests" / "fixtures" / "calls.py")
     hook.write_text(f"import os, runpy; 'CALLS_OF_TESTS' in os.environ and runpy.run_path({script!r})['trace']()\n")
     try:
-        environment = os.environ | {"CALLS_OF_TESTS": str(CALLS)}
-        subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, env=environment, check=False)
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"CALLS_OF_TESTS": str(unfinished)}, check=False)
     finally:
         hook.unlink()
+    unfinished.rename(CALLS)
 
 
 def tests_of(file: str) -> list[str]:
@@ -42,9 +44,9 @@ def main() -> None:
     path = (ROOT / file).resolve()
     if not path.is_file() or not path.is_relative_to(ROOT / "nb_accelerate"):
         sys.exit(f"{file} is no file of the package. Write: make tests-of FILE=nb_accelerate/notebook/worker/cell.py")
-    if not (CALLS / "calls").exists():
+    if not CALLS.exists():
         print("the fast tests run once with a trace, which takes about ten minutes", flush=True)
-        record(["-n", "3", "--dist", "loadfile", *FAST])
+        record(["make", "test", "ARGS="])
     found = tests_of(str(path.relative_to(ROOT / "nb_accelerate")))
     print(f"{len(found)} tests go through {file}", flush=True)
     if found:

@@ -66,9 +66,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
     run = next((run for run in find_runs() if run.pid == arguments.pid), None)
     if run is None:
-        raise ConfigError(
-            f"there is no run with pid {arguments.pid}. To see those that there are: nb-accelerate status"
-        )
+        raise ConfigError(f"there is no run with pid {arguments.pid}. To see all runs: nb-accelerate status")
     # A command ends its ranks, and starts no others after that. The process of a notebook also does other things.
     ended = run.processes if run.is_notebook else (psutil.Process(run.pid),)
     for process in ended:

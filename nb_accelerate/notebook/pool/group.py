@@ -164,7 +164,7 @@ class RankGroup:
         return f"rank {number} has ended" if rank is None or not rank.is_gone else how_it_ended(rank, _CELL)
 
     def how_they_ended(self, numbers: Iterable[int]) -> str:
-        """Return how ranks have ended: together those that have ended in the same way."""
+        """Return how ranks have ended. Ranks that have ended in the same way are named together."""
         ways: dict[str, list[int]] = {}
         for number in numbers:
             ways.setdefault(self.how_it_ended(number).removeprefix(f"rank {number} "), []).append(number)

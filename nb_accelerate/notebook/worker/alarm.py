@@ -99,7 +99,7 @@ def cut_connections(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ..
     for fd in found:
         with contextlib.suppress(OSError):  # closed meanwhile
             with socket.socket(fileno=os.dup(fd)) as copy:
-                # This acts on the connection, whoever else has its descriptor; to close one would not. On a copy,
+                # This acts on the connection, also if others have its descriptor; to close one would not. On a copy,
                 # because gloo closes its own when it likes, and the number may be another file's by then.
                 copy.shutdown(socket.SHUT_RDWR)
             cut += 1

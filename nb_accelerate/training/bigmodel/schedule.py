@@ -181,7 +181,7 @@ class Schedule:
             self._condition.wait_for(lambda: self._wanted is not None or self._is_closing, _IDLE)
             self._fetching, self._wanted = self._wanted, None
             if self._fetching is None:
-                # Under the lock: whoever asks next finds either a thread that will look once more, or none.
+                # Under the lock: the next request finds either a thread that will look once more, or none.
                 self._thread = None
             return self._fetching
 

@@ -88,7 +88,7 @@ _pid = os.getpid()
 
 def _forked() -> None:
     global _pid  # noqa: PLW0603 - a fork changes it, and nothing else does
-    # The context itself stays: its pid is that of the parent now, by which `current` knows that it does not count.
+    # The context itself stays: it has the pid of the parent, by which `current` knows that it does not count.
     _pid = os.getpid()
     _thread.rank.training = None  # it is about the models of the parent process
 

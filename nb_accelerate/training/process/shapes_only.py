@@ -55,7 +55,7 @@ def run_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, Ran]:
 
 @functools.cache
 def _effect(func: Any) -> str:
-    """Return whether an operation makes tensors, only writes to those that it gets, or has to be run in any case."""
+    """Return whether an operation makes tensors, only writes to its arguments, or has to be run in any case."""
     schema = func._schema  # noqa: SLF001 - as modes of torch do
     if torch.Tag.inplace_view in func.tags or schema.name.startswith(_RUN):
         return "runs"

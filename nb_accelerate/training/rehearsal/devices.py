@@ -113,7 +113,7 @@ def answers(device: str, capacity: int, note: Callable[[str], None]) -> dict[str
     Args:
         device: name of the accelerator.
         capacity: its bytes; 0 if they are not known.
-        note: is told of those that ask for memory.
+        note: called for each that asks for memory.
     """
     held = dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), 0)
     properties = SimpleNamespace(name=device, total_memory=capacity)

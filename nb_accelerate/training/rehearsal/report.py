@@ -196,7 +196,7 @@ def _same(numbers: Sequence[int]) -> str:
 
 
 def _alike(traces: Sequence[Trace], key: Callable[[Trace], Hashable]) -> list[list[Trace]]:
-    """Return traces in groups of those that have the same key, in the order of their first ranks."""
+    """Return traces in groups that have the same key, in the order of their first ranks."""
     groups: dict[Hashable, list[Trace]] = {}
     for trace in traces:
         groups.setdefault(key(trace), []).append(trace)
