@@ -396,3 +396,13 @@ def test_variables_that_scikit_learn_sets_as_it_is_imported_leave_the_warm_serve
     monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")
     monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")
     assert servers.warm_server().pid == before
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="subprocess knows process groups since Python 3.11")
+def test_a_server_is_not_in_the_group_of_its_kernel_from_its_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "subprocess", subprocess)  # a new interpreter, not a fork
+    server = servers.ExecutedServer(())
+    try:
+        assert os.getpgid(server.pid) == server.pid
+    finally:
+        server.close()

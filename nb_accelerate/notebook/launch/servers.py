@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import os
 import subprocess
+import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
@@ -99,6 +100,8 @@ class ExecutedServer(RankServer):
 
     def __init__(self, preload: tuple[str, ...], *, fresh: bool = False) -> None:
         super().__init__()
+        # It leaves the kernel's group when it runs, but ipykernel, at its end, waits seconds for what is in that group.
+        own_group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
         with contextlib.ExitStack() as undo:
             self._channel, there = Channel.pair()
             undo.callback(self._channel.close)
@@ -113,6 +116,7 @@ class ExecutedServer(RankServer):
                         pass_fds=(there.fileno(),),
                         env=safe_environ(),
                         cwd=None if working_directory() else "/",  # in one that was deleted, torch cannot be imported
+                        **own_group,
                     )
                     undo.pop_all()
         self.owner = Owner(self._process.pid, self._channel, log=self.log)
