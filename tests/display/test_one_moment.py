@@ -75,7 +75,9 @@ def test_what_a_rank_does_is_shown_with_the_line_at_which_it_did_that(memory: by
                 seen.append((number, int(history.location.rpartition(":")[2]), history.doing))
 
     wrong = []
-    for number in range(40):
+    number = 0
+    while number < 40 or len({*seen}) <= 100:  # how often is looked at a program depends on the machine
+        number += 1
         source, shown = random_program(number)
         file = tmp_path / f"program_{number}.py"
         file.write_text(source)
@@ -94,7 +96,6 @@ def test_what_a_rank_does_is_shown_with_the_line_at_which_it_did_that(memory: by
             if which == number and line in shown and not text.startswith(tuple(shown[line]))
         ]
     assert not wrong
-    assert len({*seen}) > 100
 
 
 def test_no_line_is_noted_of_a_rank_that_enters_a_phase_meanwhile(memory: bytearray, monkeypatch: pytest.MonkeyPatch):
