@@ -36,9 +36,14 @@ class StartMethod:
     max_nodes: int | None = None
 
     @property
+    def is_inline(self) -> bool:
+        """Whether its one rank is this process."""
+        return not self.starter
+
+    @property
     def serves_cells(self) -> bool:
         """Whether ranks may stay for the cells of a notebook. A copy of it would be out of date with the next cell."""
-        return bool(self.starter) and not self.copies_notebook
+        return not self.is_inline and not self.copies_notebook
 
     def obstacle(self, conditions: Conditions) -> str:
         """Return why it cannot work, or ""."""

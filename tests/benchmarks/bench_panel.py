@@ -23,7 +23,7 @@ from nb_accelerate import notebook_launcher
 from nb_accelerate.base.progress_page import PageReader, Phase, ProgressPage, layout
 from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
 from nb_accelerate.notebook.display.panel import Action, Panel
-from nb_accelerate.notebook.display.rank_history import RankStatus
+from nb_accelerate.notebook.display.rank_history import RankObservation
 from nb_accelerate.notebook.display.view import Facts
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
 
@@ -202,13 +202,13 @@ while True:
 class _Ranks:
     """64 ranks that are readers another process writes on; their processes are this one's writer, 64 times."""
 
-    has_asides = True
-
     def __init__(self, readers: list[PageReader], pid: int) -> None:
         self._pages, self._pid = readers, pid
 
-    def statuses(self) -> list[RankStatus]:
-        return [RankStatus(rank=rank, sample=reader.read(), pid=self._pid) for rank, reader in enumerate(self._pages)]
+    def statuses(self) -> list[RankObservation]:
+        return [
+            RankObservation(rank=rank, sample=reader.read(), pid=self._pid) for rank, reader in enumerate(self._pages)
+        ]
 
     def ask(self) -> None:
         raise AssertionError("nobody is stalled")

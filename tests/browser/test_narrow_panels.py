@@ -87,7 +87,7 @@ def test_curves_of_a_chart_that_is_open_are_as_wide_as_its_axis(chromium: Chromi
     run.train(2.0)
     settings = "state=chart, steps=100, epochs=30, pause=0.05, and a name that is long"
     curve = tuple((float(step), 2.0 - step / 100) for step in range(100))
-    chart = html.render(dataclasses.replace(run.view, curve=curve, own_settings=settings))
+    chart = html.render(dataclasses.replace(run.view, curve=curve, run_label=settings))
     cells = in_cells(chromium, chart.replace('<details class="nba-chart"', '<details open class="nba-chart"'), PLOTS)
     assert [cell["width"] for cell in cells if any(abs(width - cell["plot"]) > 1 for width in cell["drawn"])] == []
     assert [cell["width"] for cell in cells if len(cell["drawn"]) < 2] == []

@@ -14,7 +14,7 @@ from nb_accelerate.base.progress_page import Bar, Phase
 from nb_accelerate.notebook.display import panel as panels
 from nb_accelerate.notebook.display.drawing.lines import Lines
 from nb_accelerate.notebook.display.panel import Action, Drawing, Panel
-from nb_accelerate.notebook.display.rank_history import RankStatus
+from nb_accelerate.notebook.display.rank_history import RankObservation
 from nb_accelerate.notebook.display.view import Facts, View
 
 
@@ -129,7 +129,7 @@ class Source:
         self.asked = self.noted = 0
         self.answers: dict[int, str] = {}
 
-    def statuses(self) -> list[RankStatus]:
+    def statuses(self) -> list[RankObservation]:
         return list(self.run.ranks.values())
 
     def ask(self) -> None:
@@ -175,7 +175,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def watch(run: Run, number: int) -> tuple[Panel, Source, Kept]:
     for rank, seen in run.ranks.items():
-        run.ranks[rank] = RankStatus(rank=rank, sample=seen.sample, state=seen.state)  # of no process
+        run.ranks[rank] = RankObservation(rank=rank, sample=seen.sample, state=seen.state)  # of no process
     source, kept = Source(run), Kept()
     return Panel(Facts(name="train", setup=("2 ranks",)), range(number), kept, source), source, kept
 

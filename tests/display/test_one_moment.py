@@ -12,7 +12,7 @@ import pytest
 
 from nb_accelerate.base.progress_page import Collective, Phase, ProgressPage, here, layout, page
 from nb_accelerate.base.progress_page.sample import read
-from nb_accelerate.notebook.display.rank_history import RankHistory, RankStatus
+from nb_accelerate.notebook.display.rank_history import RankHistory, RankObservation
 from nb_accelerate.notebook.protocol.messages import Frame
 from nb_accelerate.notebook.worker import stack_writer
 from nb_accelerate.notebook.worker.stack_writer import note_line
@@ -70,7 +70,7 @@ def test_what_a_rank_does_is_shown_with_the_line_at_which_it_did_that(memory: by
         while not has_ended.is_set():
             note_line()
             looks += 1
-            history.add(looks / 10, RankStatus(rank=0, sample=read(memory)))
+            history.add(looks / 10, RankObservation(rank=0, sample=read(memory)))
             if history.location:
                 seen.append((number, int(history.location.rpartition(":")[2]), history.doing))
 

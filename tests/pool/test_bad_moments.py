@@ -107,7 +107,7 @@ def test_a_completion_that_comes_too_late_costs_the_process_group_and_nothing_el
     os.kill(pid, signal.SIGSTOP)
     notebook.run(
         "def go_on():\n"
-        "    while not any(StepKind.CUT in one.taken for one in loop.requests): time.sleep(0.01)\n"
+        "    while not any(StepKind.CUT in one.steps_taken for one in loop.requests): time.sleep(0.01)\n"
         f"    os.kill({pid}, signal.SIGCONT)\n"
         "waiting = threading.Thread(target=go_on)\nwaiting.start()"
     ).ok()

@@ -271,7 +271,7 @@ class TestThreadThatFails:
             with pytest.raises(PoolError, match=f"has failed .*{type(failure).__name__}") as caught:
                 handle.result(20)
         assert caught.value.__cause__ is failure
-        assert not own.is_running
+        assert not own.has_ranks
         own.start(PoolOptions(num_processes=1))
         assert run(own, "rank") == [0]
 

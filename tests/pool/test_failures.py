@@ -231,6 +231,12 @@ class TestExceptions:
         assert (cell.error, "SystemExit: 3" in cell.message) == ("RemoteError", True)
         notebook.run("%%distributed\nsys.exit(0)").ok()
 
+    def test_a_value_that_exits_as_it_arrives_fails_its_cell(self, notebook: Kernel):
+        notebook.run("import sys\nclass Leaves:\n    def __reduce__(self):\n        return sys.exit, ()").ok()
+        cell = notebook.run("leaves = Leaves()\nget_ipython().run_cell_magic('distributed', '', 'leaves')")
+        assert (cell.error, "SystemExit" in cell.message) == ("RemoteError", True)
+        notebook.run("del leaves\nget_ipython().run_cell_magic('distributed', '', '1 + 1')").ok()
+
     def test_a_failure_in_the_background_is_said_in_its_cell(self, notebook: Kernel):
         cell = notebook.start("%%distributed --background\ntime.sleep(0.3)\n1 / 0")
         notebook.finish(cell)

@@ -22,7 +22,7 @@ from nb_accelerate.notebook.magics.names import words_for
 from nb_accelerate.notebook.pool.group import breaks_group
 from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.variables import Before, NamespaceSync, Sent
-from nb_accelerate.notebook.protocol.content import Numbers, Snapshot
+from nb_accelerate.notebook.protocol.content import ObjectIds, Snapshot
 from nb_accelerate.notebook.ranks.failing.hang import verdict
 from nb_accelerate.notebook.ranks.output.merge import Merge
 from nb_accelerate.notebook.ranks.output.request_output import DisplayIds
@@ -166,8 +166,8 @@ class Thing:
     pass
 
 
-def sent(sync: NamespaceSync, numbers: Numbers, **values: object) -> None:
-    looks = {name: None if isinstance(value, int) else Snapshot(value, numbers) for name, value in values.items()}
+def sent(sync: NamespaceSync, object_ids: ObjectIds, **values: object) -> None:
+    looks = {name: None if isinstance(value, int) else Snapshot(value, object_ids) for name, value in values.items()}
     contents = {key: tokens for name, look in looks.items() if look for key, tokens in look.parts(name).items()}
     sync.sent(
         {name: Sent.of(name, values[name], look, frozenset()) for name, look in looks.items()}, contents, frozenset()
@@ -178,30 +178,30 @@ class TestNamespaceSync:
     def test_a_value_is_sent_once(self):
         sync, thing = NamespaceSync(), Thing()
         assert not sync.has("x", thing)
-        sent(sync, Numbers(), x=thing)
+        sent(sync, ObjectIds(), x=thing)
         assert sync.has("x", thing)
 
     def test_a_name_that_was_rebound_is_sent_again(self):
         sync = NamespaceSync()
-        sent(sync, Numbers(), x=1)
+        sent(sync, ObjectIds(), x=1)
         assert not sync.has("x", 2)
 
     def test_an_object_that_was_changed_in_place_is_known_by_its_number(self):
-        sync, numbers, thing, holder = NamespaceSync(), Numbers(), Thing(), Thing()
+        sync, object_ids, thing, holder = NamespaceSync(), ObjectIds(), Thing(), Thing()
         holder.part = thing
-        sent(sync, numbers, holder=holder)
-        assert sync.changed("holder", Snapshot(holder, numbers), is_new=False) == set()
+        sent(sync, object_ids, holder=holder)
+        assert sync.changed("holder", Snapshot(holder, object_ids), is_new=False) == set()
         thing.lr = 0.2
-        number = numbers.get(thing)
-        assert sync.changed("holder", Snapshot(holder, numbers), is_new=False) == {number}
-        sync.gone([number])
-        assert sync.changed("holder", Snapshot(holder, numbers), is_new=False) == set()
+        object_id = object_ids.get(thing)
+        assert sync.changed("holder", Snapshot(holder, object_ids), is_new=False) == {object_id}
+        sync.gone([object_id])
+        assert sync.changed("holder", Snapshot(holder, object_ids), is_new=False) == set()
 
     def test_plain_data_that_was_changed_in_place_is_known_by_its_name(self):
-        sync, numbers, settings = NamespaceSync(), Numbers(), {"lr": 0.1, "layers": [1, 2]}
-        sent(sync, numbers, settings=settings)
+        sync, object_ids, settings = NamespaceSync(), ObjectIds(), {"lr": 0.1, "layers": [1, 2]}
+        sent(sync, object_ids, settings=settings)
         settings["layers"].append(3)
-        assert sync.changed("settings", Snapshot(settings, numbers), is_new=False) == {"settings"}
+        assert sync.changed("settings", Snapshot(settings, object_ids), is_new=False) == {"settings"}
         assert sync.containers({"settings": settings}) == {id(settings): "settings"}
         assert sync.containers({}) == {}
 
@@ -210,13 +210,13 @@ class TestNamespaceSync:
         sync.bound({"x": Before(lambda: 1)})
         assert sync.owns("x", 1)
         assert not sync.owns("x", 2)  # the notebook has bound it later
-        sent(sync, Numbers(), x=1)
+        sent(sync, ObjectIds(), x=1)
         assert sync.has("x", 1)
         assert not sync.owns("x", 1)
 
     def test_what_a_rank_deleted_later_is_not_there(self):
         sync = NamespaceSync()
-        sent(sync, Numbers(), x=1)
+        sent(sync, ObjectIds(), x=1)
         sync.unbound({"x": Before(lambda: 1)})
         assert (sync.owns("x", 1), sync.is_there("x")) == (True, False)
 
@@ -234,10 +234,10 @@ class TestNamespaceSync:
         assert [sync.tell("x", value) for value in (1, 1, 2)] == [True, False, True]
 
     def test_a_large_thing_of_the_notebook_is_not_kept_alive(self):
-        sync, numbers, thing = NamespaceSync(), Numbers(), Thing()
+        sync, object_ids, thing = NamespaceSync(), ObjectIds(), Thing()
         thing.part = Thing()
         ends = weakref.ref(thing.part)
-        sent(sync, numbers, x=thing)
+        sent(sync, object_ids, x=thing)
         del thing
         gc.collect()
         assert ends() is None
@@ -251,7 +251,7 @@ class TestCellPlan:
         self, names: str, syncs: dict[int, NamespaceSync] | None = None, forced: str = "", **variables: Any
     ) -> Any:
         self.syncs = syncs or {0: NamespaceSync(), 1: NamespaceSync()}
-        return plan_cell(names.split(), variables, self.syncs, Numbers(), forced.split())
+        return plan_cell(names.split(), variables, self.syncs, ObjectIds(), forced.split())
 
     def test_what_ranks_lack_is_sent_to_them_once_for_those_that_lack_the_same(self):
         syncs, own = {rank: NamespaceSync() for rank in range(3)}, Thing()
@@ -271,22 +271,22 @@ class TestCellPlan:
         assert self.plan("f", **scope).send[0] == {"f", "g", "scale", "items"}
 
     def test_what_changed_in_both_places_is_left_to_the_ranks(self):
-        numbers, thing = Numbers(), Thing()
+        object_ids, thing = ObjectIds(), Thing()
         thing.lr = 1
         syncs = {0: NamespaceSync(), 1: NamespaceSync()}
         for sync in syncs.values():
-            sent(sync, numbers, x=thing)
-        number = numbers.get(thing)
-        assert plan_cell(["x"], {"x": thing}, syncs, numbers).deliveries() == []
+            sent(sync, object_ids, x=thing)
+        object_id = object_ids.get(thing)
+        assert plan_cell(["x"], {"x": thing}, syncs, object_ids).deliveries() == []
         thing.layers = [2]
-        for touched, changed in ((set(), {number}), ({number}, set())):
-            plan = plan_cell(["x"], {"x": thing}, syncs, numbers)
-            assert plan.in_doubt() == {0: {number}, 1: {number}}
+        for touched, changed in ((set(), {object_id}), ({object_id}, set())):
+            plan = plan_cell(["x"], {"x": thing}, syncs, object_ids)
+            assert plan.in_doubt() == {0: {object_id}, 1: {object_id}}
             plan.settle(touched)
             assert plan.changed[0] == {"x": changed}
         assert plan.conflicts == {"x"}
         assert "changed both" in plan.remarks("cpu")[0]
-        assert plan_cell(["x"], {"x": thing}, syncs, numbers).in_doubt() == {}  # it was told
+        assert plan_cell(["x"], {"x": thing}, syncs, object_ids).in_doubt() == {}  # it was told
 
     def test_what_the_user_asks_for_is_sent_whatever_the_ranks_have(self):
         syncs = {0: NamespaceSync()}
@@ -299,33 +299,33 @@ class TestCellPlan:
 
 class TestLook:
     def test_a_new_object_at_the_address_of_one_that_has_ended_has_another_number(self):
-        numbers = Numbers()
-        assert len({numbers.of(Thing()) for _ in range(100)}) == 100
+        object_ids = ObjectIds()
+        assert len({object_ids.assign(Thing()) for _ in range(100)}) == 100
 
     def test_what_holds_itself_is_read_once(self):
         thing, items = Thing(), []
         items.append(items)
         thing.itself, thing.items = thing, items
-        assert len(Snapshot(thing, Numbers()).objects) == 1
+        assert len(Snapshot(thing, ObjectIds()).objects) == 1
 
     def test_modules_of_a_class_may_have_other_attributes(self):
         torch = pytest.importorskip("torch")
-        modules, numbers = [torch.nn.ReLU(), torch.nn.ReLU()], Numbers()
+        modules, object_ids = [torch.nn.ReLU(), torch.nn.ReLU()], ObjectIds()
         seen = []
         for one, name in zip(modules, ("scale", "shift"), strict=True):
             for value in (1, 2):
                 setattr(one, name, value)
-                seen.append(Snapshot(one, numbers).tokens)
-            seen.append(Snapshot(one, numbers).tokens)
+                seen.append(Snapshot(one, object_ids).tokens)
+            seen.append(Snapshot(one, object_ids).tokens)
         assert [one == other for one, other in itertools.pairwise(seen)] == [False, True, False, False, True]
 
     @pytest.mark.parametrize("value", [range(20_000), bytearray(1 << 21), (one for one in "abc")])
     def test_what_is_too_large_or_cannot_be_read_is_left_out(self, value: object):
         thing = Thing()
         thing.value = list(value) if isinstance(value, range) else value
-        look = Snapshot(thing, Numbers())
+        look = Snapshot(thing, ObjectIds())
         assert look.is_partial
-        assert look.tokens == Snapshot(thing, look.numbers).tokens
+        assert look.tokens == Snapshot(thing, look.ids).tokens
 
 
 class TestDisplayIds:

@@ -46,7 +46,7 @@ class Work:
             servers.close_warm_server()
         elif name in ("launch", "start"):
             self._pool.stop()
-        elif not self._pool.is_running:
+        elif not self._pool.has_ranks:
             self._pool.start(PoolOptions(num_processes=2))
         elif self._pool.lost:
             self._pool.restart(min(self._pool.lost))

@@ -68,7 +68,7 @@ class TestInterrupts:
         monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, quit=50.0))
         with pytest.raises(KeyboardInterrupt):
             pool.stop()
-        assert (pool.state, pool.is_running) == (PoolState.STOPPED, False)
+        assert (pool.state, pool.has_ranks) == (PoolState.STOPPED, False)
         pool.stop()
 
     def test_restarting_ends_the_ranks_and_can_be_repeated_as_a_start(
@@ -115,9 +115,9 @@ class TestInterrupts:
         before(monkeypatch, RankLoop, "close", ring)
         with pytest.raises(Alarm):
             pool.stop()
-        assert pool.is_running
+        assert pool.has_ranks
         pool.stop()
-        assert not pool.is_running
+        assert not pool.has_ranks
 
 
 def fail_to_set_up(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -257,4 +257,4 @@ def test_a_pool_is_idle_when_its_cell_in_the_background_has_ended(pool: Pool):
     pool.start(PoolOptions(num_processes=1))
     handle = CellHandle(pool, pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}))
     assert handle.wait(30)
-    assert (pool.state, pool.is_idle) == (PoolState.IDLE, True)
+    assert (pool.state, pool.accepts_cells) == (PoolState.IDLE, True)

@@ -162,7 +162,7 @@ def test_ranks_of_a_machine_that_is_lost_are_replaced_as_the_error_says(
     others = r"So is rank [12]\. Their" if lost[0] else "Its"
     assert re.search(rf"rank {lost} .*is lost: [^\0]*\. {others} variables are lost", said), said
     assert run(pool, "kept", ranks=(lives,)) == pool.pull(["kept"], [lives])[0] == [lives]
-    assert pool.different(["kept"]) == (["kept"] if lives else [])
+    assert pool.differing(["kept"]) == (["kept"] if lives else [])
     pool.push({"new": 5}, [lives])
     advised = re.search(r"%distributed restart (\d)", said)
     assert advised is not None

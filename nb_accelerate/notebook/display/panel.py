@@ -26,7 +26,7 @@ from nb_accelerate.notebook.display.state import PanelState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from nb_accelerate.notebook.display.rank_history import RankStatus
+    from nb_accelerate.notebook.display.rank_history import RankObservation
     from nb_accelerate.notebook.display.view import Facts, FailureSummary, PanelStatus, View
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _DRAW_MANY_EVERY = 0.8
 
 _INSPECT_EVERY = 1.0
 
-_LINES_EVERY = 0.4  # seconds between two questions for the user's lines: each takes a rank some tens of microseconds
+_LINES_EVERY = 0.4  # seconds between two requests for the lines that ranks are at, each of which takes them some 10 µs
 
 _KEPT_LINES = 200  # last lines of each rank that are kept of a run that is over
 
@@ -67,9 +67,7 @@ class Action:
 class PanelSource(Protocol):
     """The ranks of one run, for a panel. All but `statuses` and `stacks` are called from any thread."""
 
-    has_asides: bool  # stacks and logs of ranks can be opened below the panel
-
-    def statuses(self) -> Sequence[RankStatus]:
+    def statuses(self) -> Sequence[RankObservation]:
         """Return a sample of each rank, without the memory of its process."""
 
     def ask(self) -> None:
@@ -131,7 +129,7 @@ class Panel:
         self._lines_at = 0.0
         self._memory: dict[int, int] = {}
         self._was_drawn = False
-        self._has_failed = False
+        self._is_disabled = False  # since it could not be drawn
         self.due = now + self._sample_every  # `time.monotonic` at which `refresh` wants to be called
 
     @functools.cached_property
@@ -140,10 +138,10 @@ class Panel:
         return PanelState(self._facts, self.ranks, self._began)
 
     @property
-    def ended(self) -> View | None:
+    def final_view(self) -> View | None:
         """Return how the run looked at its end; None while it is on, or if that cannot be drawn."""
         with self._lock:
-            if self._source is None and self._last_view is None and not self._has_failed:
+            if self._source is None and self._last_view is None and not self._is_disabled:
                 self._last_view = self._view(self._runs, time.monotonic())
             return self._last_view
 
@@ -151,7 +149,7 @@ class Panel:
         """Draw the panel in one more place from now on. Any thread.
 
         Returns:
-            False if the run is over, so that nothing will be drawn; `ended` and `logs` tell the rest.
+            False if the run is over, so that nothing will be drawn; `final_view` and `logs` have the rest.
         """
         with self._lock:
             if self._source is not None:
@@ -166,7 +164,7 @@ class Panel:
             outcome: another one about how it will end; may be empty. It is shown with what the panel says by itself.
         """
         with self._lock:
-            if not self._drawings or self._has_failed:
+            if not self._drawings or self._is_disabled:
                 return False
             self._state.stuck.tell(text, outcome)
             return True
@@ -174,7 +172,7 @@ class Panel:
     def note(self, line: str) -> bool:
         """Show a line of information from now on, once. Returns False if this panel shows none, or has ended."""
         with self._lock:
-            if self._source is None or self._has_failed or not self._drawings[0].shows_notes:
+            if self._source is None or self._is_disabled or not self._drawings[0].shows_notes:
                 return False
             if line not in self._notes:
                 self._notes.append(line)
@@ -182,26 +180,26 @@ class Panel:
 
     def refresh(self) -> None:
         """Take a sample of the ranks, and draw the panel if it is due."""
-        with self._lock, self._apart_from_the_run():
+        with self._lock, self._disable_on_error():
             if self._source is not None:
                 self._refresh(self._source, time.monotonic())
 
-    def finish(self, state: PanelStatus, failure: FailureSummary | None = None) -> None:
+    def finish(self, status: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Draw the end of the run, and stop watching it."""
         self.due = float("inf")
         with self._lock:
             source, self._source = self._source, None
-            if source is not None and not self._has_failed:
-                with self._apart_from_the_run():
-                    self._finish(source, time.monotonic(), state, failure)
+            if source is not None and not self._is_disabled:
+                with self._disable_on_error():
+                    self._finish(source, time.monotonic(), status, failure)
 
     @contextlib.contextmanager
-    def _apart_from_the_run(self) -> Iterator[None]:
-        """Draw a view; if that fails, show no panel from then on, and let the training go on."""
+    def _disable_on_error(self) -> Iterator[None]:
+        """Disable the panel if what is inside fails: the run goes on."""
         try:
             yield
         except Exception as error:
-            self._has_failed = True
+            self._is_disabled = True
             self.due = float("inf")
             logger.warning("The panel cannot be drawn any more (%s: %s); the run goes on.", type(error).__name__, error)
             logger.info("Where it failed:", exc_info=True)
@@ -219,14 +217,15 @@ class Panel:
                 drawing.draw(view)
             self._was_drawn = True
 
-    def _finish(self, source: PanelSource, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
+    def _finish(self, source: PanelSource, now: float, status: PanelStatus, failure: FailureSummary | None) -> None:
         self._observe(source, now, inspects=self._was_drawn)
-        self._state.end(now, state, failure)
+        self._state.end(now, status, failure)
         self._runs = source.runs()
         self.logs = {rank: last_lines(source.log(rank)) for rank in self.ranks}
-        (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
+        own, *others = self._drawings
+        self._drawings = []  # drawings keep alive what the ranks have returned
         if not (self._was_drawn or others or own.is_announced or self._runs or self._notes or self._state.has_content):
-            return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
+            return  # nobody sees the last view, which takes a while to make; `final_view` makes it when asked
         self._last_view = view = self._view(self._runs, now)
         remember(view, config_of(view, self._runs), now - self._began, self._runs)
         # What was over before a panel appeared has none, but for what was not printed, and warnings.
@@ -238,12 +237,12 @@ class Panel:
     def _view(self, runs: Sequence[str], now: float) -> View:
         view = self._state.view(now)
         config = config_of(view, runs)
-        own, before = earlier_runs(view.facts.name, config)
+        run_label, before = earlier_runs(view.facts.name, config)
         return replace(
             view,
             charts=charts_of(runs, config),
             before=before,
-            own_settings=own,
+            run_label=run_label,
             key=self._key,
             notes=tuple(self._notes),
         )

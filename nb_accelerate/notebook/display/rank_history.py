@@ -76,7 +76,7 @@ class _Moment(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankStatus:
+class RankObservation:
     """The state of a rank at one moment, read from outside: its progress page and its process."""
 
     rank: int
@@ -127,7 +127,7 @@ class RankHistory:
     """
 
     def __init__(self, rank: int, now: float) -> None:
-        self.status = RankStatus(rank=rank, state="starting")
+        self.status = RankObservation(rank=rank, state="starting")
         self.moved_at = now
         self.lines = CodeLines()
         self.times = PhaseTimes()
@@ -174,7 +174,7 @@ class RankHistory:
                 return value
         return self.sample.loss
 
-    def add(self, now: float, status: RankStatus) -> None:
+    def add(self, now: float, status: RankObservation) -> None:
         sample = status.sample
         progress = _progress(sample)
         if progress != self._progress:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.base.progress_page import Bar, Sample
     from nb_accelerate.notebook.display.findings.finding import Finding
-    from nb_accelerate.notebook.display.rank_history import Ranks, RankStatus
+    from nb_accelerate.notebook.display.rank_history import RankObservation, Ranks
     from nb_accelerate.notebook.display.view import Facts, FailureSummary, PanelStatus, Row
 
 
@@ -122,7 +122,7 @@ class PanelState:
         self._rows_per_batch = 0
         self._settings = dict(facts.settings)
 
-    def observe(self, now: float, seen: Sequence[RankStatus]) -> None:
+    def observe(self, now: float, seen: Sequence[RankObservation]) -> None:
         for status in seen:
             self.ranks[status.rank].add(now, status)
             if status.sample.trains:

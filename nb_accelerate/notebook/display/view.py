@@ -119,7 +119,7 @@ class View:
     curve: Points = ()  # losses; nan where no rank had a finite one
     logged: tuple[Curve, ...] = ()  # what else was logged
     before: tuple[Curve, ...] = ()  # losses of earlier runs, called by the settings in which they differ
-    own_settings: str = ""  # the same of this run; "" if none differ
+    run_label: str = ""  # the same of this run; "" if none differ
     charts: tuple[Chart, ...] = ()  # what was logged to be drawn here
     settings: Mapping[str, Any] = field(default_factory=dict)  # those of `facts`, and what ranks have told of theirs
     held: str = ""  # how the model is spread over ranks, and what they hold of it

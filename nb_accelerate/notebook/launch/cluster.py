@@ -72,7 +72,7 @@ class Cluster(Placing):
 
     Args:
         check: is called while this waits; what it raises ends the wait.
-        keeps: the hosts stay for the next launch.
+        reuse_hosts: the hosts stay for the next launch.
 
     Attributes:
         plan: of all ranks together.
@@ -86,13 +86,13 @@ class Cluster(Placing):
     is_elsewhere = True
 
     def __init__(
-        self, options: LaunchOptions, check: Callable[[], object] = lambda: None, *, keeps: bool = False
+        self, options: LaunchOptions, check: Callable[[], object] = lambda: None, *, reuse_hosts: bool = False
     ) -> None:
         self.notes: list[str] = []
         self._options = options
         self._check = check
         self._met_at: Met | None = None
-        self._keeps = keeps
+        self._reuse_hosts = reuse_hosts
         self._is_closed = False
         self._hosts = open_hosts(options, check)
         try:
@@ -110,7 +110,7 @@ class Cluster(Placing):
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if self._keeps:
+            if self._reuse_hosts:
                 keep(self._hosts)
             else:
                 self._hosts.close()

@@ -42,7 +42,7 @@ from nb_accelerate.notebook.ranks.steerable import Steerable, steering_actions
 from nb_accelerate.notebook.ranks.steps import StepKind, call_steps, quit_steps
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
 from nb_accelerate.notebook.ranks.waiting import goes_on_if_interrupted, interrupts_call, wait
-from nb_accelerate.notebook.worker.server.limits import enough_room
+from nb_accelerate.notebook.worker.server.limits import explain_resource_errors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -255,7 +255,7 @@ class Launch(Steerable):
     def _attempts(self) -> Values:
         options = self._options
         with contextlib.ExitStack() as stack:
-            with enough_room():
+            with explain_resource_errors():
                 call = self._pack_call(stack)
                 placing = self._placing or PlacingHere(options, self._plan)
                 stack.callback(placing.close)
@@ -311,7 +311,7 @@ class Launch(Steerable):
         options, plan, timeouts = self._options, self._plan, self.timeouts
         self._check_goes_on()
         with contextlib.ExitStack() as stack:
-            with enough_room():
+            with explain_resource_errors():
                 with placing.while_starting():
                     rendezvous = stack.enter_context(meet())
                     wants_rows = self._front_end != "off"

@@ -31,7 +31,7 @@ from nb_accelerate.notebook.ranks.failing.errors import RankTraceback
 from nb_accelerate.notebook.ranks.output.guard import OutputGuard
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
 from nb_accelerate.notebook.worker.groups import has_group
-from nb_accelerate.notebook.worker.server.limits import enough_room
+from nb_accelerate.notebook.worker.server.limits import explain_resource_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -214,16 +214,16 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
     """
     if others:
         _refuse(function, others)
-    placing = Environment().engine_options(
+    engine_options = Environment().engine_options(
         engine=engine,
         hosts=hosts,
         address=address,
         command_template=command_template,
         remote_python=remote_python,
     )
-    is_open = num_processes is None and devices is None and num_nodes == 1
-    defaults, origin = _defaults(placing) if is_open else ({}, "")
-    said = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
+    ranks_unspecified = num_processes is None and devices is None and num_nodes == 1
+    defaults, source = _defaults(engine_options) if ranks_unspecified else ({}, "")
+    notice = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
     options = LaunchOptions(
         function=function,
         args=args,
@@ -248,29 +248,29 @@ def notebook_launcher(  # type: ignore[misc] # the second overload is short for 
         env={RESUME: str(int(resume)), LAUNCH: secrets.token_hex(8), **(env or {})},
         by_value=tuple(by_value),
         fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
-        engine=placing,
+        engine=engine_options,
     )
-    with enough_room():
-        cluster = None if options.engine.is_local else Cluster(options, keeps=True)
+    with explain_resource_errors():
+        cluster = None if options.engine.is_local else Cluster(options, reuse_hosts=True)
         plan = cluster.plan if cluster else make_plan(options, facts_here(options.env))
     if cluster is not None:
         options = replace(options, by_value=(*options.by_value, *cluster.by_value))
     try:
-        return _launched(options, plan, cluster, f"{said}: from {origin}" if said else "", block=block)
+        return _start(options, plan, cluster, f"{notice}: from {source}" if notice else "", block=block)
     except BaseException as error:
         if cluster is not None:
             cluster.close()
-        # IPython shows the cause and all frames of a SyntaxError, here those of the wait for ranks.
+        # IPython prints the cause and every frame of a SyntaxError: without ours the user's line is easily found.
         if wants_full() or not (isinstance(error, SyntaxError) and isinstance(error.__cause__, RankTraceback)):
             raise
         raise error.with_traceback(None) from None
 
 
-def _launched(
+def _start(
     options: LaunchOptions,
     plan: LaunchPlan,
     cluster: Cluster | None,
-    said: str,
+    notice: str,
     *,
     block: bool,
 ) -> Values | Launch:
@@ -280,14 +280,14 @@ def _launched(
     guard = OutputGuard(sink)
     if front_end != "off":
         with guard:
-            if said:
-                sink.write("stdout", f"{said}\n")
-            display_id = announce(plan, sink, front_end if plan.method.starter else "text")
+            if notice:
+                sink.write("stdout", f"{notice}\n")
+            display_id = announce(plan, sink, "text" if plan.method.is_inline else front_end)
         notes = cluster.notes if cluster else ()
         for warning in (*plan.warnings, *notes, *gpu_warnings(plan.kind, plan.device_names)):
             with guard:
                 sink.write("stderr", warning + "\n")
-    if not plan.method.starter:
+    if plan.method.is_inline:
         return _run_inline(options, plan, sink)
     launch = Launch(options, plan, sink, front_end, display_id, placing=cluster)
     if block:
@@ -312,25 +312,25 @@ def _refuse(function: Callable[..., Any], others: Mapping[str, Any]) -> NoReturn
     raise UnknownArgumentError(f"notebook_launcher has no argument {name!r}.{instead}")
 
 
-def _defaults(placing: EngineOptions) -> tuple[dict[str, Any], str]:
+def _defaults(engine: EngineOptions) -> tuple[dict[str, Any], str]:
     """Return which ranks to start where the call does not say, and who says so: the notebook before the file."""
     # What the file says of ranks is about one machine.
     names = ("num_processes", "devices")
     of_notebook: dict[str, Any] = {name: SESSION_DEFAULTS[name] for name in names if name in SESSION_DEFAULTS}
     if of_notebook:
         return of_notebook, "%distributed config"
-    file = read_config() if placing.is_local else None
+    file = read_config() if engine.is_local else None
     return (file.launcher_arguments(), str(default_path())) if file is not None else ({}, "")
 
 
 def _run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink) -> Values:
     """Call the function in this process, in the environment of a single rank, which is undone afterwards."""
     with OutputGuard(sink):
-        sink.close()
+        sink.close()  # what was announced is shown before what the function prints
     before = dict(os.environ)
     with open_rendezvous(options, plan) as rendezvous:
         os.environ.update(rank_environ(plan, rendezvous, 0, base=before, extra=options.env))
-        # A group that is opened in this process makes a store by itself.
+        # The one rank makes its own store at MASTER_PORT. So the port is freed, and no store of an agent is announced.
         if rendezvous.listener is not None:
             rendezvous.listener.close()
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -50,7 +50,7 @@ def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
             parts=parts,
             advice=_ADVICE,
             by_value=by_value,
-            globals_there=Globals.BROUGHT,
+            globals_there=Globals.OF_RECEIVER_AND_SENT,
             refuses_graphs=True,
         )
     except ShippingError as error:

@@ -182,7 +182,7 @@ class Cells:
 
     def _bring_up_to_date(self, pool: Pool) -> None:
         """Give ranks the settings, the modules and the seeds of the notebook; busy ones with a later cell."""
-        if not pool.is_idle or pool.lost:
+        if not pool.accepts_cells or pool.lost:
             return
         from nb_accelerate.notebook.protocol.changed_modules import reloaded_here
         from nb_accelerate.notebook.protocol.random_states import RandomStates
@@ -209,10 +209,10 @@ class Cells:
         from nb_accelerate.notebook.pool.options import PoolOptions
 
         asked = {name: value for name, value in given.items() if name in (*_POOL, *_ENGINE)}
-        if not pool.is_running:
+        if not pool.has_ranks:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
-            unmet = None if asked else pool.unmet
-            options = unmet or PoolOptions(**{**defaults, **asked})
+            pending = None if asked else pool.pending
+            options = pending or PoolOptions(**{**defaults, **asked})
             self._is_seeded = False
             if choose_front_end(given.get("progress", self._defaults.get("progress", "auto"))) == "widget":
                 place = {"display_id": uuid.uuid4().hex}

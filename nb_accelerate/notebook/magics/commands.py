@@ -110,7 +110,7 @@ class Commands:
         _say(self._pool.brief)
 
     def _status(self, _: dict[str, Any]) -> None:
-        if not self._pool.is_running:
+        if not self._pool.has_ranks:
             _say("no ranks are running")
             return
         _say(f"{self._pool.describe()}: {self._pool.state.value}")
@@ -133,7 +133,7 @@ class Commands:
         ranks = given.get("ranks", None if given.get("all") else (0,))
         try:
             by_rank = pool.pull(names, ranks)
-            different = [] if {"ranks", "all"} & given.keys() else pool.different(names)
+            differing = [] if {"ranks", "all"} & given.keys() else pool.differing(names)
         except NameError as error:
             raise NameError(str(error)) from None  # without the traceback of a rank
         is_one = ranks is not None and len(ranks) == 1
@@ -142,14 +142,14 @@ class Commands:
             for name, found in zip(names, zip(*by_rank, strict=True), strict=True)
         }
         self._shell.user_ns.update(values)
-        is_of_all = is_one and not different and "ranks" not in given and not pool.lost
+        is_of_all = is_one and not differing and "ranks" not in given and not pool.lost
         pool.variables.note_pulled(values, (lambda shapes: pool.call(share, shapes)) if is_of_all else None)
-        differ = f"; the other ranks' are different: %distributed pull {' '.join(different)} --all" if different else ""
+        differ = f"; the other ranks' are different: %distributed pull {' '.join(differing)} --all" if differing else ""
         _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
 
     def _interrupt(self, _: dict[str, Any]) -> None:
         pool = self._pool
-        was_busy = pool.is_running and not pool.is_idle
+        was_busy = pool.has_ranks and not pool.accepts_cells
         pool.interrupt()
         _say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
 
@@ -172,9 +172,9 @@ class Commands:
         _say("the ranks have no variables of yours any more")
 
     def _stop(self, _: dict[str, Any]) -> None:
-        was_running = self._pool.is_running
+        was_running = self._pool.has_ranks
         self._pool.stop()
-        self._pool.unmet = None
+        self._pool.pending = None
         _say("the ranks have ended" if was_running else "no ranks are running")
 
     def _switch_auto(self, given: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ def words_for(line: str) -> list[str]:
 def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the answer of rank 0; None if there is none within the deadline."""
     pools = sys.modules.get("nb_accelerate.notebook.pool")
-    if pools is None or not pools.current().is_idle:
+    if pools is None or not pools.current().accepts_cells:
         return None
     try:
         return pools.current().call(function, *arguments, ranks=(0,), timeout=_ANSWER_WITHIN)[0]

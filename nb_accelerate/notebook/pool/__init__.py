@@ -72,7 +72,7 @@ def run(code: str, *, wait: bool = True, **options: Any) -> list[Any] | CellHand
         [0, 10]
     """
     source = read_cell(code)
-    if not _pool.is_running:
+    if not _pool.has_ranks:
         _pool.start()
     chosen = CellOptions(**{"wants_values": True, **options})
     return _pool.run(source, chosen) if wait else CellHandle(_pool, _pool.begin(source, chosen))
@@ -134,7 +134,7 @@ def restart(rank: int | None = None) -> None:
 
 def status() -> list[RankStatus]:
     """Return the state of every rank; an empty list if there are none."""
-    return _pool.status() if _pool.is_running else []
+    return _pool.status() if _pool.has_ranks else []
 
 
 def stop() -> None:

@@ -35,7 +35,7 @@ from nb_accelerate.notebook.ranks.proxy import RankProxy
 from nb_accelerate.notebook.ranks.request import Awaits, Request
 from nb_accelerate.notebook.ranks.steps import StepKind, cell_steps, stop_steps
 from nb_accelerate.notebook.ranks.waiting import wait
-from nb_accelerate.notebook.worker.server.limits import enough_room
+from nb_accelerate.notebook.worker.server.limits import explain_resource_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,7 +81,7 @@ class RankGroup:
         placing: starts the ranks, and is taken over; None if they are on this machine.
     """
 
-    @enough_room()
+    @explain_resource_errors()
     def __init__(
         self,
         options: LaunchOptions,
@@ -211,7 +211,7 @@ class RankGroup:
 
         self.placing.when_addressed(handles, send)
 
-    @enough_room()
+    @explain_resource_errors()
     def bring_up(self, numbers: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and connect all ranks by a process group. If that fails, the new ones are ended."""
         self.is_disconnected = True
@@ -379,6 +379,6 @@ def breaks_group(request: Request, ranks: Mapping[int, RankProxy], backend: str)
             counts.setdefault(group, set()).add(steps)
     is_out_of_step = any(len(steps) > 1 for steps in counts.values())
     if request.incidents:
-        return StepKind.CUT in request.taken or is_out_of_step
+        return StepKind.CUT in request.steps_taken or is_out_of_step
     # A collective of nccl returns before other ranks have joined it, so the cell may end well although they never do.
     return is_out_of_step and len(request.ranks) == len(ranks) and backend_named(backend).returns_early

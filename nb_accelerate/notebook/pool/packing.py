@@ -88,7 +88,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
     containers = {address: name for address, name in sync.containers(plan.variables).items() if name not in values}
     parts = {key: tokens for name, snapshot in snapshots.items() for key, tokens in snapshot.parts(name).items()}
     # What was not looked at, in a large list, may have changed: rather a copy of it than what the ranks have.
-    references = References(plan.numbers, (sync.known.keys() & parts.keys()) - whole, containers)
+    references = References(plan.object_ids, (sync.known.keys() & parts.keys()) - whole, containers)
     try:
         packed = pack(
             Names(dict(sorted(values.items())), states, delivery.edits, sorted(delivery.deleted)),
@@ -96,7 +96,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
             parts={name: plan.variables[name] for name in (*values, *snapshots)},
             advice=_ADVICE,
             by_value=by_value,
-            globals_there=Globals.FOUND,
+            globals_there=Globals.OF_RECEIVER,
             limit=limit,
             references=references,
             refuses_graphs=True,
@@ -113,15 +113,15 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
     uses |= {key for key in references.used if isinstance(key, str)}
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
     contents |= {key: edit.apply(sync.known[key]) for key, edit in delivery.edits.items()}
-    for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
-        contents[number] = parts.get(number) or Snapshot(value, plan.numbers, deep=False).tokens
+    for object_id, value in references.packed.items():  # also what was not looked at, as it is in a large list
+        contents[object_id] = parts.get(object_id) or Snapshot(value, plan.object_ids, deep=False).tokens
     # The values themselves are not kept: the notebook may delete them while the cell runs.
     sent = {name: Sent.of(name, value, snapshots.get(name), uses) for name, value in values.items()}
     return Shipment(delivery.ranks, packed, sent, uses, contents, frozenset(delivery.deleted))
 
 
 def of_pulled(error: ShippingError, names: Sequence[str]) -> ShippingError:
-    """Return the error of a rank about a value that was pulled, told as one about the variable."""
+    """Return the error of a rank about a value that was pulled, as one about the variable."""
     found = re.search(r"\[(\d+)\]", error.path)
     if found is None:
         return error

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence, Set as AbstractSet
 
     from nb_accelerate.notebook.pool.variables import NamespaceSync
-    from nb_accelerate.notebook.protocol.content import Numbers
+    from nb_accelerate.notebook.protocol.content import ObjectIds
 
 
 @dataclass
@@ -45,7 +45,7 @@ class CellPlan:
 
     variables: Mapping[str, Any]
     syncs: Mapping[int, NamespaceSync]  # what each rank that runs the cell has, by rank
-    numbers: Numbers
+    object_ids: ObjectIds
     forced: frozenset[str]
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
     send: dict[int, set[str]]  # names whose values are sent, by rank
@@ -82,10 +82,10 @@ class CellPlan:
                 if name not in judged and name in self.variables and is_users(name):
                     judged.add(name)
                     waiting += self._judge(name, rank, are_read=are_read)
-        # A list has no number. It stays one object on the ranks by its name. So does a variable of two closures.
+        # A list has no id. It stays one object on the ranks by its name. So does a variable of two closures.
         held = set[int]()
         for name in set[str]().union(*self.send.values(), *self.changed.values()) & self.snapshots.keys():
-            held |= self.snapshots[name].held
+            held |= self.snapshots[name].visited
         also = (
             self.without_plan(name for name, value in self.variables.items() if _is_held(value, held)) if held else ()
         )
@@ -104,7 +104,7 @@ class CellPlan:
             # What cannot change is the earlier one, and that is all.
             if are_read and (not is_constant(value) or name in RANK_NAMES or name in sync.absent):
                 self.own[name] = value
-                if self.numbers.get(value) in sync.known or sync.watches(name):
+                if self.object_ids.get(value) in sync.known or sync.watches(name):
                     self._snapshot(name)
             return ()
         is_new = is_forced or not sync.has(name, value)
@@ -133,7 +133,7 @@ class CellPlan:
 
     def _snapshot(self, name: str) -> Snapshot:
         if name not in self.snapshots:
-            self.snapshots[name] = Snapshot(self.variables[name], self.numbers)
+            self.snapshots[name] = Snapshot(self.variables[name], self.object_ids)
         return self.snapshots[name]
 
     def in_doubt(self) -> dict[int, set[Key]]:
@@ -287,7 +287,7 @@ def plan_cell(
     names: Iterable[str],
     variables: Mapping[str, Any],
     syncs: Mapping[int, NamespaceSync],
-    numbers: Numbers,
+    object_ids: ObjectIds,
     forced: Sequence[str] = (),
     trained: Container[str] = (),
 ) -> CellPlan:
@@ -298,7 +298,7 @@ def plan_cell(
     plan = CellPlan(
         variables=variables,
         syncs=syncs,
-        numbers=numbers,
+        object_ids=object_ids,
         forced=frozenset(forced),
         send={rank: set() for rank in syncs},
         changed={rank: {} for rank in syncs},
@@ -317,17 +317,17 @@ def _is_held(value: object, held: AbstractSet[int]) -> bool:
 
 
 def _weights(snapshot: Snapshot) -> dict[Key, set[Key]]:
-    """Return what training changes in each module and optimizer, by the number of that."""
+    """Return what training changes in each module and optimizer, by its id."""
     found: dict[Key, set[Key]] = {}
-    for number, value in snapshot.objects.items():
+    for object_id, value in snapshot.objects.items():
         parts: list[Any] = []
         if is_of_torch(value, "nn.Module"):
             parts = [*vars(value)["_parameters"].values(), *vars(value)["_buffers"].values()]
         elif is_of_torch(value, "optim.Optimizer"):
             states = [part for state in value.state.values() for part in state.values()]
             parts = [value, *states, *(part for group in value.param_groups for part in group["params"])]
-        if parts and number is not None:
-            found[number] = {number for number in map(snapshot.numbers.get, parts) if number is not None}
+        if parts and object_id is not None:
+            found[object_id] = {object_id for object_id in map(snapshot.ids.get, parts) if object_id is not None}
     return found
 
 

@@ -36,7 +36,7 @@ from nb_accelerate.notebook.protocol.settings import use_settings
 from nb_accelerate.notebook.protocol.shipping import pack
 from nb_accelerate.notebook.ranks.output.request_output import RequestOutput
 from nb_accelerate.notebook.ranks.output.sinks import sink_here
-from nb_accelerate.notebook.ranks.status import RankStatus, locate_ranks, look_at
+from nb_accelerate.notebook.ranks.status import RankStatus, locate_ranks, status_of
 from nb_accelerate.notebook.ranks.steps import StepKind
 from nb_accelerate.notebook.ranks.timeouts import Timeouts
 from nb_accelerate.notebook.ranks.waiting import Interrupts, interrupts_call, wait
@@ -78,7 +78,7 @@ class PoolState(enum.Enum):
 
 
 # Why ranks take no cell now.
-_WHY_NOT = {
+_NOT_READY = {
     PoolState.STOPPED: "no ranks are running. Start some: %distributed start",
     PoolState.STARTING: "the ranks are being started",
     PoolState.RUNNING: "the ranks are running a cell. Wait for it, or interrupt it: %distributed interrupt",
@@ -92,8 +92,8 @@ class Pool:
 
     Attributes:
         timeouts: timeouts of requests that begin from now on.
-        unmet: the options of the last start if that was on other machines and has failed: the next cell tries it again,
-            and does not start ranks here.
+        pending: the options of the last start if it was on other machines and has failed: the next cell tries it again
+            and starts no ranks here.
         failed_rank: the rank that failed first in the last cell that failed; None before one has.
     """
 
@@ -106,7 +106,7 @@ class Pool:
         self.group: RankGroup | None = None  # the ranks; None if there are none.
         self.variables = RankVariables()  # which variables the ranks have
         self._running: Request | None = None
-        self.unmet: PoolOptions | None = None
+        self.pending: PoolOptions | None = None
         self.failed_rank: int | None = None
         self._disconnected_silently = False
         self._settings: dict[SettingKey, Any] = {}  # as the ranks have been sent them
@@ -128,7 +128,7 @@ class Pool:
         return PoolState.DISCONNECTED if group.is_disconnected else PoolState.IDLE
 
     @property
-    def is_running(self) -> bool:
+    def has_ranks(self) -> bool:
         """Whether there are ranks, or some are being started."""
         return self.group is not None or self._is_starting
 
@@ -138,9 +138,9 @@ class Pool:
         return bool(self.group and self.group.placing.is_elsewhere)
 
     @property
-    def is_idle(self) -> bool:
+    def accepts_cells(self) -> bool:
         """Whether no cell runs, so that ranks would answer at once."""
-        return self.state not in _WHY_NOT
+        return self.state not in _NOT_READY
 
     @property
     def world_size(self) -> int:
@@ -176,13 +176,13 @@ class Pool:
             StartError: a rank could not be started.
         """
         options = options or PoolOptions()
-        self.unmet = None if options.placing.is_local else options
+        self.pending = None if options.placing.is_local else options
         launch, plan = options.plan()
-        self._clear_away_what_failed()
-        if self.is_running:
+        self._stop_if_failed()
+        if self.has_ranks:
             raise PoolError("ranks run already. To start others, and lose what these have: %distributed stop")
         cluster = None
-        if plan is None:
+        if plan is None:  # machines are asked first what they have
             cluster = Cluster(launch)
             plan = cluster.plan
         for warning in (*plan.warnings, *(cluster.notes if cluster else ())):
@@ -201,7 +201,7 @@ class Pool:
                     cluster.close()
                 raise
             atexit.register(self.stop)
-        self.unmet = None
+        self.pending = None
 
     def stop(self) -> None:
         """End every rank. Does nothing if there are none.
@@ -212,7 +212,7 @@ class Pool:
             return
         with Interrupts() as interrupts:
             if self.group is not None:
-                self.group.close(interrupts, ask=self.is_idle and self.group.why_it_failed is None)
+                self.group.close(interrupts, ask=self.accepts_cells and self.group.why_it_failed is None)
                 self.group = None  # only now, so that a stop that was broken off can be repeated
             atexit.unregister(self.stop)
             self.variables.forget()
@@ -235,30 +235,36 @@ class Pool:
             ConfigError: there is no such rank.
             StartError: a machine that is lost cannot be reached. The other ranks keep their variables.
         """
-        if rank is None and self.group is not None and self.group.placing.lost:
-            rank = self.group.missing[0]
-        if rank is None:
-            if self._clear_away_what_failed() is None and not self.is_running:
-                raise PoolError(_WHY_NOT[PoolState.STOPPED])
-            options = self.options
-            self.stop()
-            self.start(options)
-            return [*range(self.world_size)]
-        group = self._the_group()
-        group.check((rank,))
+        if rank is not None:
+            return self._replace([rank])
+        if self.group is not None and self.group.placing.lost:
+            return self._replace([])
+        if self._stop_if_failed() is None and not self.has_ranks:
+            raise PoolError(_NOT_READY[PoolState.STOPPED])
+        options = self.options
+        self.stop()
+        self.start(options)
+        return [*range(self.world_size)]
+
+    def _replace(self, ranks: Sequence[int]) -> list[int]:
+        """Replace these ranks, and those that have ended; return which are new."""
+        group = self._require_group()
+        group.check(ranks)
         self._check_idle()
-        new = sorted({rank, *group.missing})
+        new = sorted({*ranks, *group.missing})
         with Interrupts() as interrupts:
             for ended in group.missing:
                 group.remove(ended, interrupts)
-        group.reopen()
+        group.reopen()  # outside of the blocks, because an interrupt has to end the wait for a machine
         with Interrupts() as interrupts:
-            group.remove(rank, interrupts)
+            for rank in ranks:
+                group.remove(rank, interrupts)
             with self._starting():
                 self._bring_up(new, interrupts)
         others = sorted({*range(self.world_size)} - {*new})
-        if others:  # who have drawn random numbers since they began
-            self.call(self.call(RandomStates.here, ranks=others[:1])[0].use, ranks=new)
+        if others:  # new ranks go on with the random numbers of the others
+            state = self.call(RandomStates.here, ranks=others[:1])[0]
+            self.call(state.use, ranks=new)
         return new
 
     # Work.
@@ -289,7 +295,7 @@ class Pool:
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
         self.wait()
-        group = self._the_group()
+        group = self._require_group()
         ranks = group.chosen(options.ranks)
         syncs = {rank.rank: self.variables.syncs[rank.rank] for rank in ranks}
         sink = sink or sink_here()
@@ -298,13 +304,14 @@ class Pool:
         )
         if self.state is PoolState.DISCONNECTED:
             self._reconnect(output)
-        # What is packed is kept until the end, and the plan is not: the notebook may delete values meanwhile.
         kept = self.variables
-        plan = plan_cell(source.free, variables, syncs, kept.numbers, options.send, kept.trained)
-        shipments = pack_plan(plan, self._changed_there, None if options.large else SIZE_LIMIT, group.placing.by_value)
-        remarks, before = plan.remarks(group.plan.kind.name), plan.before(source.stored)
-        del plan
+        plan = plan_cell(source.free, variables, syncs, kept.object_ids, options.send, kept.trained)
+        shipments = pack_plan(
+            plan, self._changed_on_ranks, None if options.large else SIZE_LIMIT, group.placing.by_value
+        )
         try:
+            remarks, before = plan.remarks(group.plan.kind.name), plan.before(source.stored)
+            del plan  # it holds objects of the notebook, which the cell may be meant to free
             request = cell_request(
                 source,
                 options,
@@ -319,7 +326,7 @@ class Pool:
             )
             for remark in remarks:
                 output.say(remark)
-            request.take_note = lambda: self._take_note(group, request, shipments, variables, before)
+            request.on_end = lambda: self._record_end(group, request, shipments, variables, before)
             # Once more, since packing runs code of users, by which another cell may have begun.
             self._check_idle()
         except BaseException:
@@ -339,7 +346,7 @@ class Pool:
         """Wait for the end of a cell that was begun, and return what `run` returns."""
         if self.group is not None:
             self.group.loop.wait_for(request)
-        self._clear_away_what_failed()
+        self._stop_if_failed()
         return result_of(request)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -365,7 +372,7 @@ class Pool:
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None = None) -> list[list[Any]]:
         """Return the values of these variables, for each rank a list."""
-        chosen = [rank.rank for rank in self._the_group().chosen(ranks)]
+        chosen = [rank.rank for rank in self._require_group().chosen(ranks)]
         try:
             values = self.call(remote.pull, tuple(names), ranks=chosen)
         except ShippingError as error:
@@ -381,9 +388,9 @@ class Pool:
             raise NameError(f"no rank has a variable {name!r}{hint}")
         raise NameError(f"{named(lacking)} {'has' if len(lacking) == 1 else 'have'} no variable {name!r}{hint}")
 
-    def different(self, names: Sequence[str]) -> list[str]:
+    def differing(self, names: Sequence[str]) -> list[str]:
         """Return which of these variables have another value on some rank, or are not there."""
-        found = zip(names, *self.call(remote.checksums, tuple(names), ranks=self._the_group().alive), strict=True)
+        found = zip(names, *self.call(remote.checksums, tuple(names), ranks=self._require_group().alive), strict=True)
         return [name for name, *sums in found if len(set(sums)) > 1]
 
     def follow_settings(self) -> None:
@@ -391,7 +398,7 @@ class Pool:
         settings = set_here(at_start=False)
         changed = differences(self._settings, settings, is_elsewhere=self.is_elsewhere)
         if changed:
-            self.call(use_settings, pack_settings(changed), ranks=self._the_group().alive)
+            self.call(use_settings, pack_settings(changed), ranks=self._require_group().alive)
         self._settings = settings
 
     def reset(self) -> None:
@@ -407,12 +414,12 @@ class Pool:
         timeout: float | None = None,
     ) -> list[Any]:
         """Call a function on ranks, and return what it returned, by rank."""
-        group = self._the_group()
+        group = self._require_group()
         self.wait()
         chosen = group.chosen(ranks)
         name = getattr(function, "__name__", "function")
         with pack(
-            (function, args, {}), name=name, by_value=group.placing.by_value, globals_there=Globals.FOUND
+            (function, args, {}), name=name, by_value=group.placing.by_value, globals_there=Globals.OF_RECEIVER
         ) as packed:
             call = Call(parcel=packed.parcel)
             request = group.request(chosen, lambda rank: rank.handle.ask(call, packed.fds), timeout=timeout)
@@ -424,17 +431,17 @@ class Pool:
             finally:
                 # The connections of a rank that was taken out of a collective are gone: the ranks meet again before the
                 # next cell.
-                if StepKind.CUT in request.taken and self.world_size > 1:
+                if StepKind.CUT in request.steps_taken and self.world_size > 1:
                     group.is_disconnected = True
 
     # From outside.
 
     def status(self) -> list[RankStatus]:
         """Return the state of every rank, without asking them."""
-        group, busy = self._the_group(), self._busy_ranks()
+        group, busy = self._require_group(), self._busy_ranks()
         ranks = group.ranks
         return [
-            look_at(ranks[number], busy=number in busy, device=ranks[number].device)
+            status_of(ranks[number], busy=number in busy, device=ranks[number].device)
             if number not in group.missing
             else RankStatus(
                 rank=number,
@@ -448,7 +455,7 @@ class Pool:
 
     def where(self) -> dict[int, str]:
         """Return where every rank is in its code, also while it runs a cell: in a few words, by rank."""
-        group = self._the_group()
+        group = self._require_group()
         return locate_ranks(group.ranks, self._busy_ranks(), self.timeouts.stacks, group.loop.post)
 
     def _busy_ranks(self) -> set[int]:
@@ -470,18 +477,18 @@ class Pool:
         return running is not None and not running.done.is_set()
 
     def _check_idle(self) -> None:
-        if self.state in _WHY_NOT:
-            raise PoolError(_WHY_NOT[self.state])
+        if self.state in _NOT_READY:
+            raise PoolError(_NOT_READY[self.state])
 
-    def _the_group(self) -> RankGroup:
-        error = self._clear_away_what_failed()
+    def _require_group(self) -> RankGroup:
+        error = self._stop_if_failed()
         if error is not None:
             raise error
         if self.group is None:
-            raise PoolError(_WHY_NOT[PoolState.STOPPED])
+            raise PoolError(_NOT_READY[PoolState.STOPPED])
         return self.group
 
-    def _clear_away_what_failed(self) -> BaseException | None:
+    def _stop_if_failed(self) -> BaseException | None:
         """Stop a pool whose thread has failed. Returns the error, or None if it has not failed."""
         error = self.group.why_it_failed if self.group is not None else None
         if error is not None:
@@ -489,13 +496,13 @@ class Pool:
         return error
 
     def _bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
-        group = self._the_group()
+        group = self._require_group()
         self.variables.begin(ranks)
         group.bring_up(ranks, interrupts)
         for sync in self.variables.syncs.values():
             sync.rejoined()
 
-    def _changed_there(self, keys: Mapping[int, set[Key]]) -> set[Key]:
+    def _changed_on_ranks(self, keys: Mapping[int, set[Key]]) -> set[Key]:
         every = tuple(set[Key]().union(*keys.values()))
         return set[Key]().union(*self.call(changed_there, every, ranks=[*keys]))
 
@@ -507,7 +514,7 @@ class Pool:
         said = f"the process group was made again in {time.monotonic() - began:.1f} s; variables are kept"
         output.note(f"in the cell before, the ranks were not in the same collectives: {said}" if unseen else said)
 
-    def _take_note(
+    def _record_end(
         self,
         group: RankGroup,
         request: Request,
@@ -528,7 +535,7 @@ class Pool:
                     sync.sent(shipment.sent, shipment.contents, shipment.uses)
                     sync.dropped(shipment.deleted)
             sync.gone(end.gone)
-            # A number that is bound again is the same object: only the source says so.
+            # Python has one object for a small number: that it is bound again is seen in the source alone.
             again = [name for name in before if sync.is_there(name)] if isinstance(end.answer, Result) else ()
             sync.bound({name: before.get(name) or Before.of(name, variables) for name in (*end.bound, *again)})
             sync.unbound({name: before.get(name) or Before.of(name, variables) for name in end.unbound})
@@ -539,12 +546,12 @@ class Pool:
             trained.pop(name, None)
         names = {name for end in ends for name in end.trained}
         trained |= {name: Before.of(name, variables) for name in names}
-        self.variables.told.difference_update(received)
+        self.variables.announced.difference_update(received)
         first_last = [name for name in reversed(list(variables)) if name in names]
         kinds = ("nn.Module", "Tensor")
         first = {id(variables[n]): n for n in first_last if any(is_of_torch(variables[n], kind) for kind in kinds)}
-        news = sorted(set(first.values()) - self.variables.told)
-        self.variables.told.update(news)
+        news = sorted(set(first.values()) - self.variables.announced)
+        self.variables.announced.update(news)
         if news and request.output is not None:
             were = f"{' and '.join(news)} {'was' if len(news) == 1 else 'were'}"
             request.output.note(f"{were} trained on the ranks: %distributed pull {' '.join(news)}")

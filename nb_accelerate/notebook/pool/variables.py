@@ -1,7 +1,7 @@
 """Record the variables of the notebook that each rank was sent, and the variables that its cells have bound. Pure.
 
 A name is *sent* if the rank has the notebook's value of it, and *own* if a cell on the rank has bound it. An own name
-is replaced only if the user asks for it. Of the objects in what was sent, by their numbers, it is known what they held.
+is replaced only if the user asks for it. Of the objects in what was sent, by their ids, it is known what they held.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.notebook.pool.names import names_in
-from nb_accelerate.notebook.protocol.content import Numbers, Snapshot, is_constant, shape
+from nb_accelerate.notebook.protocol.content import ObjectIds, Snapshot, is_constant, structure
 from nb_accelerate.notebook.protocol.renewal import is_of_torch
 from nb_accelerate.notebook.worker.namespace import is_hidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-    from nb_accelerate.notebook.protocol.content import Shape
+    from nb_accelerate.notebook.protocol.content import Structure
     from nb_accelerate.notebook.worker.received import Key
 
 # Names that every rank has from the start; they count as own.
@@ -100,7 +100,7 @@ class NamespaceSync:
     def changed(self, name: str, snapshot: Snapshot, *, is_new: bool) -> set[Key]:
         """Return which of the objects in a value hold something else than when they were sent."""
         sent = self._sent.get(name)
-        if sent is not None and snapshot.is_as(sent.tokens):
+        if sent is not None and snapshot.matches(sent.tokens):
             return set()
         found = {
             key
@@ -129,7 +129,7 @@ class NamespaceSync:
         return {id(value): name for name, value in values.items() if value is namespace.get(name) and value is not None}
 
     def watches(self, name: str) -> bool:
-        """Return whether changes in place of a value that is not sent are to be told."""
+        """Return whether changes in place of a value that is not sent are to be announced."""
         return name in self._told and self._told[name][1] is not None
 
     def models(self, keys: Container[Key]) -> list[str]:
@@ -166,11 +166,11 @@ class NamespaceSync:
             self.known.update(dict.fromkeys(same, tokens))
             self._uses[key] = self._uses.get(key, frozenset()) | uses
 
-    def gone(self, numbers: Iterable[Key]) -> None:
+    def gone(self, object_ids: Iterable[Key]) -> None:
         """Note objects that the rank has no more."""
-        for number in numbers:
-            self.known.pop(number, None)
-            self._uses.pop(number, None)
+        for object_id in object_ids:
+            self.known.pop(object_id, None)
+            self._uses.pop(object_id, None)
 
     def bound(self, names: Mapping[str, Before]) -> None:
         """Note names that a cell on the rank has bound, with what the notebook had before."""
@@ -199,7 +199,7 @@ class NamespaceSync:
         self._told.pop(name, None)
 
     def rejoined(self) -> None:
-        """Note that the rank was given its number again."""
+        """Note that the rank has joined a group again, which defines names such as ``rank``."""
         for name in RANK_NAMES - {"accelerator"}:
             self._sent.pop(name, None)
 
@@ -221,14 +221,14 @@ class RankVariables:
 
     Attributes:
         trained: names of models that cells have trained on the ranks, with what the notebook had under each then.
-        told: names of models that the user knows to be trained there only.
+        announced: names of models that the user knows to be trained there only.
     """
 
     def __init__(self) -> None:
         self.syncs: dict[int, NamespaceSync] = {}
-        self.numbers = Numbers()
+        self.object_ids = ObjectIds()
         self.trained: dict[str, Before] = {}
-        self.told: set[str] = set()
+        self.announced: set[str] = set()
 
     @property
     def own_names(self) -> set[str]:
@@ -245,18 +245,20 @@ class RankVariables:
         self.trained.clear()
 
     def note_pulled(
-        self, values: Mapping[str, Any], share: Callable[[Mapping[str, Shape]], Sequence[Container[str]]] | None
+        self, values: Mapping[str, Any], share: Callable[[Mapping[str, Structure]], Sequence[Container[str]]] | None
     ) -> None:
         """Note that variables of the notebook are copies of what the ranks have.
 
         Args:
-            share: has ranks know the objects in their values by the numbers of the copies; returns the names whose
+            share: has ranks know the objects in their values by the ids of the copies; returns the names whose
                 values are alike, by rank. None if the ranks do not all have what was copied, and go on with theirs.
         """
-        looks = {name: Snapshot(value, self.numbers) for name, value in values.items()}
+        looks = {name: Snapshot(value, self.object_ids) for name, value in values.items()}
         before = {name: Before.of(name, values, look) for name, look in looks.items()}
         alike = (
-            share({name: shape(look) for name, look in looks.items()}) if share is not None else [()] * len(self.syncs)
+            share({name: structure(look) for name, look in looks.items()})
+            if share is not None
+            else [()] * len(self.syncs)
         )
         for sync, names in zip(self.syncs.values(), alike, strict=True):
             sync.bound(before)
@@ -267,7 +269,7 @@ class RankVariables:
                     sent = Sent.of(name, values[name], look if parts else None, uses)
                     sync.sent({name: sent}, parts, uses)
         self.trained |= {name: before[name] for name in before.keys() & self.trained.keys()}
-        self.told |= values.keys()
+        self.announced |= values.keys()
 
 
 def _reference(value: object) -> Callable[[], Any]:

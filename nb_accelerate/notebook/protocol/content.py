@@ -1,8 +1,8 @@
 """Read what an object holds, so that a change in place is noticed and the object keeps its identity on another process.
 
-A value is read as a flat list of *tokens*: numbers and texts as they are, and the number of each object in it. Two
-lists are equal as long as nothing has changed. The kernel does this before each cell, so it has to be quick: of a
-tensor its version counter is read, of an array a checksum.
+A value is read as a flat list of *tokens*: numbers and texts as they are, and of each object in it an id that no other
+object ever gets. As long as two lists are equal, nothing has changed. The kernel does this before each cell, so it has
+to be quick: of a tensor its version counter is read, of an array a checksum.
 """
 
 from __future__ import annotations
@@ -54,104 +54,106 @@ _BY_NAME = (
 _NO_ATTRIBUTES = frozenset({"__dict__", "__weakref__", "_abc_impl"})
 
 
-class Numbers:
-    """Gives each object that has weak references a number, which no other object ever gets.
+class ObjectIds:
+    """Gives each object that has weak references an id. Unlike that of ``id()``, no other object ever gets it.
 
-    The first number is larger than what users have in their objects.
+    The first one is larger than the numbers that users have in their objects.
 
     Attributes:
-        slow: those of objects that take long to read.
-        heads: where the first numbers of tensors on the CPU are, and what reads them, by the addresses of the tensors.
+        slow: ids of objects that took longer than `_MAX_SECONDS` to pickle: they are not read again.
+        first_words: the address, and a view, of the first four bytes of each tensor on the CPU, by its ``id()``: writes
+            by ``.data`` do not change the version of a tensor. An entry goes with its tensor.
     """
 
     def __init__(self, first: int = 1 << 40) -> None:
         self.entries: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._next = itertools.count(first)
         self.slow: set[int] = set()
-        self.heads: dict[int, tuple[int, ctypes.c_uint32]] = {}
+        self.first_words: dict[int, tuple[int, ctypes.c_uint32]] = {}
 
     def get(self, value: object) -> int | None:
-        """Return the number of an object; None if it has none yet."""
+        """Return the id of an object; None if it has none yet."""
         entry = self.entries.get(id(value))
         return None if entry is None else entry[0]
 
-    def of(self, value: object) -> int | None:
-        """Return the number of an object; None if it has no weak references."""
+    def assign(self, value: object) -> int | None:
+        """Return the id of an object; None if it has no weak references."""
         entry = self.entries.get(id(value))
         if entry is not None:
             return entry[0]
         try:
-            return self.adopt(next(self._next), value)
+            return self.register(next(self._next), value)
         except TypeError:
             return None
 
-    def adopt(self, number: int, value: object) -> int:
-        """Give an object the number that it has in another process. Raises TypeError if it has no weak references."""
-        self.entries[id(value)] = number, weakref.ref(value, functools.partial(self._forget, id(value)))
-        return number
+    def register(self, object_id: int, value: object) -> int:
+        """Give an object the id that it has in another process. Raises TypeError if it has no weak references."""
+        self.entries[id(value)] = object_id, weakref.ref(value, functools.partial(self._forget, id(value)))
+        return object_id
 
     def _forget(self, address: int, _: object) -> None:
-        number, _ = self.entries.pop(address)
-        self.heads.pop(address, None)
-        self.slow.discard(number)
-        self.on_end(number)
+        object_id, _ = self.entries.pop(address)
+        self.first_words.pop(address, None)
+        self.slow.discard(object_id)
+        self.on_end(object_id)
 
-    def on_end(self, number: int) -> None:
+    def on_end(self, object_id: int) -> None:
         """Take note of the end of an object."""
 
 
 class Snapshot:
-    """What a value holds at this moment. It keeps the objects in the value alive, so it is not to be kept.
+    """What a value holds at this moment. Do not store one: it keeps the objects in the value alive.
 
     Args:
         deep: read the objects in it too, and what they hold.
         moves: a tensor that is moved to another address has not changed.
 
     Attributes:
-        held: addresses of the containers, variables of closures and other objects without numbers that were read.
+        visited: ``id()`` of the containers, variables of closures and other objects without ids that were read.
         is_partial: something was left out, because it is too large or cannot be read.
     """
 
-    def __init__(self, value: Any, numbers: Numbers, *, deep: bool = True, moves: bool = False) -> None:
+    def __init__(self, value: Any, ids: ObjectIds, *, deep: bool = True, moves: bool = False) -> None:
         self.tokens: list[Any] = []
         self.objects: dict[int | None, Any] = {}
         self.is_partial = False
-        self.numbers = numbers
+        self.ids = ids
         self.moves = moves
         self._items_left = _MAX_ITEMS
         self._ends: list[int] = []
-        self._same: list[Any] | None = None
-        self.held: set[int] = set()
-        number = None if issubclass(type(value), CONTAINERS) else numbers.of(value)
+        self._last_match: list[Any] | None = None
+        self.visited: set[int] = set()
+        object_id = None if issubclass(type(value), CONTAINERS) else ids.assign(value)
         self.value = value
-        self.objects[number] = value
+        self.objects[object_id] = value
         self._waiting: list[Any] = []
-        parts = itertools.chain((value,), self._waiting if deep else ())  # it grows meanwhile
-        tokens, ends = self.tokens, self._ends
-        read: Read | None = Snapshot.add if number is None else None
-        for part in parts:
-            if len(tokens) > _MAX_TOKENS:
+        self._read(value, Snapshot.add if object_id is None else None)
+        for part in self._waiting if deep else ():  # it grows meanwhile
+            if len(self.tokens) > _MAX_TOKENS:
                 self.is_partial = True
                 break
-            kind = type(part)
-            read = read or _readers.get(kind) or _reader(kind)
-            try:
-                read(self, part)
-            except Exception:  # users' code takes part
-                _leave_out(self)
-            ends.append(len(tokens))
-            read = None
+            self._read(part)
+
+    def _read(self, part: Any, reader: Read | None = None) -> None:
+        kind = type(part)
+        try:
+            (reader or _readers.get(kind) or _reader(kind))(self, part)
+        except Exception:  # users' code takes part
+            _leave_out(self)
+        self._ends.append(len(self.tokens))
 
     def parts(self, name: str) -> dict[int | str, list[Any]]:
-        """Return the tokens of each object by its number; those of a value without one by `name`."""
+        """Return the tokens of each object by its id; those of a value without one by `name`."""
         spans = zip(self.objects, (0, *self._ends), self._ends, strict=False)
-        return {name if number is None else number: self.tokens[start:end] for number, start, end in spans}
+        return {name if object_id is None else object_id: self.tokens[start:end] for object_id, start, end in spans}
 
-    def is_as(self, tokens: list[Any] | None) -> bool:
-        """Return whether the value holds what an earlier list of tokens says. Ranks that have the same share one."""
-        if self._same is None or self._same is not tokens:
-            self._same = tokens if tokens == self.tokens else None
-        return self._same is not None
+    def matches(self, tokens: list[Any] | None) -> bool:
+        """Return whether the value holds what an earlier list of tokens says."""
+        if tokens is None:
+            return False
+        if self._last_match is not tokens:  # ranks that have the same share one list, which is compared once
+            self._last_match = tokens if tokens == self.tokens else None
+        return self._last_match is not None
 
     def codes(self) -> list[types.CodeType]:
         """Return the code of the functions of ``__main__`` that were read."""
@@ -172,28 +174,28 @@ class Snapshot:
             self.add(value.__func__)
             self.add(value.__self__)
         else:
-            number = self.read_later(value)
-            if number is not None:
-                self.tokens.append(number)
-            elif id(value) not in self.held:
-                self.held.add(id(value))
+            object_id = self.read_later(value)
+            if object_id is not None:
+                self.tokens.append(object_id)
+            elif id(value) not in self.visited:
+                self.visited.add(id(value))
                 _reader(kind)(self, value)
 
     def read_later(self, value: Any) -> int | None:
-        """Have an object read after this one. Return its number; None if it has none, and is not read."""
-        number = self.numbers.of(value)
-        if number is not None and number not in self.objects:
-            self.objects[number] = value
+        """Have an object read after this one. Return its id; None if it has none, and is not read."""
+        object_id = self.ids.assign(value)
+        if object_id is not None and object_id not in self.objects:
+            self.objects[object_id] = value
             self._waiting.append(value)
-        return number
+        return object_id
 
     def _container(self, value: Any) -> None:
         self.tokens.append(len(value))
         self._items_left -= len(value)
         if self._items_left < 0:
             self.is_partial = True
-        elif id(value) not in self.held:  # one may hold itself
-            self.held.add(id(value))
+        elif id(value) not in self.visited:  # one may hold itself
+            self.visited.add(id(value))
             if issubclass(type(value), dict):
                 for key, part in dict.items(value):
                     self.add(key)
@@ -205,13 +207,13 @@ class Snapshot:
             self.add(vars(value))
 
 
-# The number, if there is one, and the class of each object in a value, in the order in which they are read.
-Shape = list[tuple[int | None, str]]
+# The id, if there is one, and the class of each object in a value, in the order in which they are read.
+Structure = list[tuple[int | None, str]]
 
 
-def shape(snapshot: Snapshot) -> Shape:
+def structure(snapshot: Snapshot) -> Structure:
     """Return which objects a value holds."""
-    return [(number, type(value).__qualname__) for number, value in snapshot.objects.items()]
+    return [(object_id, type(value).__qualname__) for object_id, value in snapshot.objects.items()]
 
 
 def is_constant(value: Any) -> bool:
@@ -260,18 +262,18 @@ def _reader_of(kind: type, torch: Any) -> Read:
 
 
 def _tensor(snapshot: Snapshot, value: Any) -> None:
-    """Read the version counter of a tensor, and its first numbers: what is written by ``.data`` is not counted."""
+    """Read the version counter of a tensor, and its first numbers: ``.data`` writes do not change the counter."""
     try:
         if snapshot.moves:
             first = value.detach()[(slice(0, 2),) * value.ndim].tolist()
             address, head = 0, zlib.crc32(str(first).encode())
         else:
-            address, heads = value.data_ptr(), snapshot.numbers.heads
-            known, reader = heads.get(id(value), (0, None))
+            address, first_words = value.data_ptr(), snapshot.ids.first_words
+            known, reader = first_words.get(id(value), (0, None))
             if known != address:
                 reader = None
                 if value.is_cpu and value.is_contiguous() and value.nbytes >= 4:
-                    heads[id(value)] = address, (reader := ctypes.c_uint32.from_address(address))
+                    first_words[id(value)] = address, (reader := ctypes.c_uint32.from_address(address))
             head = reader.value if reader is not None else 0
         snapshot.tokens += (value._version, value.requires_grad, address, head)  # noqa: SLF001 - there is no public name
     except Exception:  # of inference mode, not initialized, or without memory of its own
@@ -282,7 +284,7 @@ def _tensor(snapshot: Snapshot, value: Any) -> None:
 def _module(snapshot: Snapshot, value: Any) -> None:
     """Read a module, but not whether it is training: `model.eval()` is no change."""
     _class_of(snapshot, value)
-    append, entries, objects = snapshot.tokens.append, snapshot.numbers.entries, snapshot.objects
+    append, entries, objects = snapshot.tokens.append, snapshot.ids.entries, snapshot.objects
     attributes = vars(value)
     for part in map(attributes.get, _CHILDREN):
         if part:
@@ -293,63 +295,25 @@ def _module(snapshot: Snapshot, value: Any) -> None:
                     append(entry[0])
                 else:
                     append(child if child is None else snapshot.read_later(child))
-    own = _attributes_of_module(type(value), attributes)
-    if _are_atoms(own):
-        append(own)
-    else:
-        for part in own:
+    names, get_hooks = _attributes_of_all_modules()
+    for name, part in attributes.items():
+        if name not in names:
             snapshot.add(part)
-    hooks = _own_attributes()[1](attributes)
+    hooks = get_hooks(attributes)
     if any(hooks):
         for part in hooks:
             snapshot.add(part)
 
 
-_getters: dict[tuple[type, int], Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
-
-
-def _attributes_of_module(kind: type, attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a module has besides what every module has. Those of a class mostly have the same attributes."""
-    get = _getters.get((kind, len(attributes)))
-    try:
-        if get is not None:
-            return get(attributes)
-    except KeyError:  # this one has others
-        pass
-    names = [name for name in attributes if name not in _own_attributes()[0]]
-    get = operator.itemgetter(*names, names[0]) if names else lambda _: ()  # of one name alone it would be no tuple
-    if kind.__module__ != "__main__":  # classes of the notebook come and go
-        _getters[kind, len(attributes)] = get
-    return get(attributes)
-
-
-_atoms: set[tuple[Any, ...]] = set()
-
-
-def _are_atoms(values: tuple[Any, ...]) -> bool:
-    """Return whether values are atoms, or tuples of them, which is remembered."""
-    try:
-        if values in _atoms:
-            return True
-    except TypeError:  # one has no hash
-        return False
-    each = itertools.chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
-    if not ATOMS.issuperset(map(type, each)):
-        return False
-    if len(_atoms) < _MAX_ITEMS:
-        _atoms.add(values)
-    return True
-
-
 @functools.cache
-def _own_attributes() -> tuple[frozenset[str], operator.itemgetter[Any]]:
-    """Return the attributes that every module has, and what returns its hooks."""
+def _attributes_of_all_modules() -> tuple[frozenset[str], operator.itemgetter[Any]]:
+    """Return the attributes that every module has, and what gets those of them that hold hooks."""
     names = vars(imported("torch").nn.Module())
     return frozenset(names), operator.itemgetter(*(name for name in names if name.endswith("_hooks")))
 
 
 @functools.cache
-def _torchs_names() -> frozenset[str]:
+def _attributes_of_this_process() -> frozenset[str]:
     """Return the attributes of optimizers that stay on a process: hooks, say, and the ``step`` of its scheduler."""
     torch = imported("torch")
     return frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1))) - {
@@ -361,33 +325,33 @@ def _torchs_names() -> frozenset[str]:
 
 def attributes_of_optimizer(value: Any) -> dict[str, Any]:
     """Return the attributes that rebuild an optimizer. torch pickles fewer: LBFGS has a list of its parameters."""
-    return {name: part for name, part in vars(value).items() if name not in _torchs_names()}
+    return {name: part for name, part in vars(value).items() if name not in _attributes_of_this_process()}
 
 
 def _optimizer(snapshot: Snapshot, value: Any) -> None:
     attributes = attributes_of_optimizer(value)
     groups = enumerate(attributes.pop("param_groups"))
-    _settings(snapshot, (((index, name), part) for index, group in groups for name, part in group.items()))
+    _add_scalars(snapshot, (((index, name), part) for index, group in groups for name, part in group.items()))
     for part in attributes.values():
         snapshot.add(part)
 
 
-class Settings(dict[Any, Any]):
+class Scalars(dict[Any, Any]):
     """A token: the plain numbers and texts among the attributes of an object, or in the groups of an optimizer.
 
     Each by its name; in an optimizer by the index of the group and the name. They can be changed one by one.
     """
 
 
-def _settings(snapshot: Snapshot, items: Iterable[tuple[Any, Any]]) -> None:
-    settings = Settings()
-    snapshot.tokens.append(settings)
+def _add_scalars(snapshot: Snapshot, items: Iterable[tuple[Any, Any]]) -> None:
+    scalars = Scalars()
+    snapshot.tokens.append(scalars)
     for name, part in items:
         kind = type(part)
         if (kind in ATOMS and not (kind in (str, bytes) and len(part) > _MAX_TEXT)) or (
             kind is tuple and ATOMS.issuperset(map(type, part))
         ):
-            settings[name] = part
+            scalars[name] = part
         else:
             snapshot.tokens.append(name)
             snapshot.add(part)
@@ -403,15 +367,15 @@ class Edit:
     @classmethod
     def between(cls, before: list[Any], now: list[Any]) -> Edit:
         """Return how the settings among the tokens of an object have changed."""
-        old, new = _settings_in(before), _settings_in(now)
+        old, new = _scalars_in(before), _scalars_in(now)
         changed = {name: part for name, part in new.items() if name not in old or old[name] != part}
         return cls(changed, tuple(name for name in old if name not in new and name not in now))
 
     def apply(self, tokens: list[Any]) -> list[Any]:
         """Return the tokens that the object has afterwards."""
         return [
-            Settings({name: part for name, part in token.items() if name not in self.gone} | self.changed)
-            if type(token) is Settings
+            Scalars({name: part for name, part in token.items() if name not in self.gone} | self.changed)
+            if type(token) is Scalars
             else token
             for token in tokens
         ]
@@ -420,14 +384,16 @@ class Edit:
         return bool(self.changed or self.gone)
 
 
-def _settings_in(tokens: list[Any]) -> Settings:
-    return next((token for token in tokens if type(token) is Settings), Settings())
+def _scalars_in(tokens: list[Any]) -> Scalars:
+    return next((token for token in tokens if type(token) is Scalars), Scalars())
 
 
 def _array(snapshot: Snapshot, value: Any) -> None:
     snapshot.tokens += (value.shape, value.dtype.str)
-    if value.nbytes > MAX_BYTES or value.dtype.hasobject:
-        _opaque(snapshot, value) if value.nbytes <= MAX_BYTES else _leave_out(snapshot)
+    if value.nbytes > MAX_BYTES:
+        _leave_out(snapshot)
+    elif value.dtype.hasobject:
+        _opaque(snapshot, value)
     else:
         snapshot.tokens.append(zlib.crc32(value if value.flags.c_contiguous else value.tobytes()))
 
@@ -449,7 +415,7 @@ def _function(snapshot: Snapshot, value: Any) -> None:
     for part in (value.__defaults__, value.__kwdefaults__, vars(value)):
         snapshot.add(part)
     for cell in value.__closure__ or ():
-        snapshot.held.add(id(cell))
+        snapshot.visited.add(id(cell))
         try:
             snapshot.add(cell.cell_contents)
         except ValueError:  # its variable has no value yet
@@ -458,7 +424,7 @@ def _function(snapshot: Snapshot, value: Any) -> None:
 
 def _attributes(snapshot: Snapshot, value: Any) -> None:
     _class_of(snapshot, value)
-    _settings(snapshot, getattr(value, "__dict__", {}).items())
+    _add_scalars(snapshot, getattr(value, "__dict__", {}).items())
     for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle does
         snapshot.add(getattr(value, name, None))
 
@@ -469,23 +435,23 @@ def _class_of(snapshot: Snapshot, value: object) -> None:
 
 
 def _opaque(snapshot: Snapshot, value: object) -> None:
-    number = snapshot.numbers.get(value)
-    if number in snapshot.numbers.slow:
+    object_id = snapshot.ids.get(value)
+    if object_id in snapshot.ids.slow:
         _leave_out(snapshot)
         return
     for _ in range(2):  # the first time, libraries are imported
         began = time.perf_counter()
         checksum = Checksum(MAX_BYTES)
         try:
-            _Summing(snapshot, value, checksum).dump(value)
+            _ChecksumPickler(snapshot, value, checksum).dump(value)
         except Exception:  # users' code, or there is too much of it
             break
         if time.perf_counter() - began < _MAX_SECONDS:
             snapshot.tokens.append(checksum.value)
             return
     _leave_out(snapshot)
-    if number is not None:
-        snapshot.numbers.slow.add(number)
+    if object_id is not None:
+        snapshot.ids.slow.add(object_id)
 
 
 def _leave_out(snapshot: Snapshot) -> None:
@@ -515,8 +481,8 @@ class Checksum:
         return False
 
 
-class _Summing(pickle.Pickler):
-    """Sums up an object, and has the objects in it read that are read in other ways."""
+class _ChecksumPickler(pickle.Pickler):
+    """Takes the checksum of an object, and has the objects in it read that are read in other ways."""
 
     def __init__(self, snapshot: Snapshot, value: object, checksum: Checksum) -> None:
         super().__init__(checksum, protocol=5, buffer_callback=checksum.take)
@@ -524,15 +490,15 @@ class _Summing(pickle.Pickler):
         self._value = value
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in ATOMS or obj is self._value or not is_apart(obj):
+        if type(obj) in ATOMS or obj is self._value or not has_identity(obj):
             return None
-        # Not by its number: one that is made to be pickled has another each time.
+        # The same for all, because an object that is made to be pickled has another id each time.
         return None if self._snapshot.read_later(obj) is None else 0
 
 
 _APART = frozenset({_tensor, _module, _optimizer, _attributes})
 
 
-def is_apart(value: object) -> bool:
+def has_identity(value: object) -> bool:
     """Return whether a value is an object that others refer to, and not a container or what only its type knows."""
     return not issubclass(type(value), CONTAINERS) and _reader(type(value)) in _APART

@@ -51,10 +51,10 @@ class Globals(enum.Enum):
 
     OWN = enum.auto()  # a dictionary of their own, with what they use
 
-    FOUND = enum.auto()  # those of the ``__main__`` there, as they are
+    OF_RECEIVER = enum.auto()  # those of the ``__main__`` there, as they are
 
     # Those of the ``__main__`` there, with what they use, and with the classes and functions that are pickled.
-    BROUGHT = enum.auto()
+    OF_RECEIVER_AND_SENT = enum.auto()
 
 
 class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -75,7 +75,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._main = main_globals()
         self._globals = globals_there
         self.names: set[str] = set()
-        self.codes: list[types.CodeType] = []  # code of the functions that were pickled with `Globals.FOUND`
+        self.codes: list[types.CodeType] = []  # code of the functions that were pickled with `Globals.OF_RECEIVER`
         self._empty: dict[int, tuple[types.CellType, types.CellType]] = {}
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> tuple[Any, ...]:
         make, arguments, (attributes, slots), *rest = super()._dynamic_function_reduce(func)
-        if self._globals is Globals.FOUND and func.__globals__ is self._main:
+        if self._globals is Globals.OF_RECEIVER and func.__globals__ is self._main:
             slots["__globals__"] = {}
             self.codes.append(func.__code__)
         return (make, arguments, (attributes, slots), *rest)
@@ -105,7 +105,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
             found = getattr(found, part, None)
         if found is not obj or obj.__module__ != self._main.get("__name__"):  # pickle would not find it there
             return reduced
-        brought = {name: self._main[name]} if self._globals is Globals.BROUGHT else {}
+        brought = {name: self._main[name]} if self._globals is Globals.OF_RECEIVER_AND_SENT else {}
         self.names.add(name)
         make, arguments, state, *items, set_state = reduced
         return (make, arguments, (state, set_state, obj.__qualname__, brought), *items, _complete)

@@ -192,7 +192,7 @@ class CellEnd:
     steps: Mapping[str, int]  # how many collectives each process group has seen, by the group's name
     trained: tuple[str, ...] = ()  # names of models that it has trained; told by rank 0
     has_names: bool = True  # the names that came with the cell were defined, or there were none
-    gone: tuple[int, ...] = ()  # numbers of objects that the rank was sent and that it has no more
+    gone: tuple[int, ...] = ()  # ids of objects that the rank was sent and that it has no more
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ freed when the last process ends.
 
 Tensors on an accelerator arrive on the CPU: unpickling must not touch a device in a kernel that may still fork.
 
-What a receiver has already travels as a reference to it, so that it stays one object there: `References` gives its
-number to the pickle, and `unpack_numbered` finds the object of a number. How the two sides come to know objects by the
-same numbers: a pickle counts the objects in it, in the same order when it is written and when it is read.
+What a receiver has already travels as a reference to it, so that it stays one object there: `References` gives its id
+to the pickle, and `unpack_with_ids` finds the object of an id. Both sides know new objects by the same ids because a
+pickle counts the objects in it, in the same order when it is written and when it is read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import cloudpickle
 from nb_accelerate.base.imported import imported
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.notebook.protocol.anonymous_file import anonymous_file
-from nb_accelerate.notebook.protocol.content import Checksum, attributes_of_optimizer, is_apart
+from nb_accelerate.notebook.protocol.content import Checksum, attributes_of_optimizer, has_identity
 from nb_accelerate.notebook.protocol.explain import find_unpicklable
 from nb_accelerate.notebook.protocol.interrupts import interrupts_later
 from nb_accelerate.notebook.protocol.main_module import REDUCERS, Globals, MainPickler
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from types import ModuleType
 
-    from nb_accelerate.notebook.protocol.content import Numbers
+    from nb_accelerate.notebook.protocol.content import ObjectIds
 
 # Bytes of a pickle that is part of its message, at most: sending to a busy rank must not fill the socket's buffer.
 _INLINE_LIMIT = 1 << 15
@@ -60,7 +60,7 @@ RETURNABLE = "what can be pickled: numbers, text, arrays, tensors, a model's sta
 class References:
     """What the receivers have already."""
 
-    numbers: Numbers
+    object_ids: ObjectIds
     known: Container[int | str]
     # Variables of the receivers that hold a list or dictionary, by its address here.
     names: Mapping[int, str] = field(default_factory=dict)
@@ -123,7 +123,7 @@ def pack(
         advice: a sentence for the error: what to write instead of a part that cannot be pickled.
         by_value: modules whose functions and classes are pickled by value too, as they are in memory here. Those of all
             other modules are imported where they are unpickled.
-        references: what the receivers have. They call `unpack_numbered`, and not `unpack`.
+        references: what the receivers have. They call `unpack_with_ids`, and not `unpack`.
         refuses_graphs: a tensor that was computed from others that need gradients is an error. It would arrive without
             them, and `backward` would not reach them.
 
@@ -146,7 +146,7 @@ def pack(
             pickler.refuses_graphs = refuses_graphs
             pickler.dump(value)
             if references is not None:
-                _number_parts(pickler, references, file)
+                _write_ids(pickler, references, file)
         except (Exception, SystemExit) as error:  # __reduce__ and __getstate__ are users' code
             dumps = functools.partial(_dumps, refuses_graphs=refuses_graphs)
             raise _why_not(value, name, parts or {}, advice, error, dumps) from error
@@ -166,15 +166,15 @@ def _pickled_by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
         yield
 
 
-def _number_parts(pickler: ValuePickler, references: References, file: IO[bytes]) -> None:
-    """Write the numbers of the objects in a pickle behind it, by their index in the memo, which unpickling has too."""
-    numbers = {}
+def _write_ids(pickler: ValuePickler, references: References, file: IO[bytes]) -> None:
+    """Write the ids of the objects in a pickle behind it, by their index in the memo, which unpickling has too."""
+    object_ids = {}
     for index, part in pickler.memo.copy().values():
-        number = references.numbers.of(part) if is_apart(part) else references.numbers.get(part)
-        if number is not None:
-            numbers[index] = number
-            references.packed[number] = part
-    pickle.dump(numbers, file)
+        object_id = references.object_ids.assign(part) if has_identity(part) else references.object_ids.get(part)
+        if object_id is not None:
+            object_ids[index] = object_id
+            references.packed[object_id] = part
+    pickle.dump(object_ids, file)
 
 
 def _why_not(
@@ -206,13 +206,13 @@ def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
         raise
 
 
-def unpack_numbered(
+def unpack_with_ids(
     parcel: Parcel, fds: tuple[int, ...], find: Callable[[int | str], Any]
 ) -> tuple[Any, dict[int, Any]]:
-    """Return the object in a parcel that was packed with references, and the objects in it by their numbers.
+    """Return the object in a parcel that was packed with references, and the objects in it by their ids.
 
     Args:
-        find: returns what this process has, by its number or by the name of a variable.
+        find: returns what this process has, by its id or by the name of a variable.
     """
     stream, buffers = _opened(parcel, fds)
     file = io.BytesIO(stream)
@@ -224,7 +224,7 @@ def unpack_numbered(
         _note_variable(error, stream, buffers, find)
         raise
     memo = unpickler.memo.copy()
-    return value, {number: memo[index] for index, number in pickle.load(file).items()}
+    return value, {object_id: memo[index] for index, object_id in pickle.load(file).items()}
 
 
 def _note_variable(
@@ -388,7 +388,7 @@ class _ReferringPickler(ValuePickler):
 
     def persistent_id(self, obj: Any) -> int | str | None:
         references = self._references
-        key: int | str | None = references.numbers.get(obj)
+        key: int | str | None = references.object_ids.get(obj)
         if key is None:
             key = references.names.get(id(obj))
         elif key not in references.known:

@@ -349,8 +349,8 @@ class RankLoop(RankReader):
         if panel is not None and not request.keeps_panel:
             self.show(lambda: panel.finish(*outcome_of(request)))
         self._hangs.pop(request, None)
-        request.take_note()
-        self.requests.remove(request)  # only now: if `take_note` fails, so does the request
+        request.on_end()
+        self.requests.remove(request)  # only now: if `on_end` fails, so does the request
         request.finish()
 
     # Deadlines.
@@ -439,7 +439,7 @@ class RankLoop(RankReader):
 
     @override
     def drops_stderr(self) -> bool:
-        return any(StepKind.CUT in request.taken for request in self.requests)
+        return any(StepKind.CUT in request.steps_taken for request in self.requests)
 
     @override
     def on_end(self, rank: RankProxy) -> None:

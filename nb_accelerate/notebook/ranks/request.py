@@ -93,13 +93,13 @@ class Request:
     # Whether its error is raised in the cell that shows its panel; if not, the panel shows the traceback.
     is_raised: bool = True
     # Called just before it is done, after `callbacks`. An error in it fails the request.
-    take_note: Callable[[], object] = lambda: None
+    on_end: Callable[[], object] = lambda: None
     answers: dict[int, Answer] = field(default_factory=dict)
     cell_ends: dict[int, CellEnd] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     failure: BaseException | None = None  # the error of the loop, if that has ended before the ranks have answered
     step: Step | None = None
-    taken: set[StepKind] = field(default_factory=set)  # kinds of the steps that have acted on a rank
+    steps_taken: set[StepKind] = field(default_factory=set)  # kinds of the steps that have acted on a rank
     # Called just before it is done. An error in one is shown to the user or logged, and otherwise ignored.
     callbacks: list[Callable[[], object]] = field(default_factory=list)
     is_unwanted: bool = False
@@ -362,7 +362,7 @@ class Request:
         self._again_at = now + again.get(step.kind, NEVER)
         waiting = self.waiting
         if waiting:
-            self.taken.add(step.kind)
+            self.steps_taken.add(step.kind)
         for rank in waiting:
             _try(step.take, rank)
         if step.answered is not None:

@@ -15,7 +15,7 @@ from nb_accelerate.notebook.display.drawing.lines import Lines, Relay, bundle
 from nb_accelerate.notebook.display.drawing.notebook_panel import NotebookPanel
 from nb_accelerate.notebook.display.frontend import choose_front_end
 from nb_accelerate.notebook.display.panel import Panel
-from nb_accelerate.notebook.display.rank_history import RankStatus
+from nb_accelerate.notebook.display.rank_history import RankObservation
 from nb_accelerate.notebook.display.widgets.controls import logs_as_html
 from nb_accelerate.notebook.ranks.output.sinks import CellSink, StreamSink, sink_here
 from nb_accelerate.notebook.ranks.status import state_of
@@ -41,8 +41,6 @@ recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
 class RequestView:
     """The `PanelSource` of one request, which has not begun."""
 
-    has_asides = True
-
     def __init__(self, request: Request, actions: Sequence[Action]) -> None:
         self._request = request
         self._actions = actions
@@ -51,9 +49,9 @@ class RequestView:
         self._unasked: set[int] = set()
         self._requests_before = {rank.rank: rank.handle.page.request for rank in request.ranks if rank.is_ready}
 
-    def statuses(self) -> list[RankStatus]:
+    def statuses(self) -> list[RankObservation]:
         return [
-            RankStatus(
+            RankObservation(
                 rank=rank.rank,
                 sample=self._sample(rank),
                 state=state_of(rank, self._request),
@@ -157,8 +155,8 @@ def attach(name: str | None = None) -> None:
 
     if panel.attach(draw):
         return
-    if panel.ended is not None:
-        content = bundle(panel.ended)
+    if panel.final_view is not None:
+        content = bundle(panel.final_view)
         printed = {rank: text for rank, text in panel.logs.items() if text}
         content["data"]["text/html"] += logs_as_html(printed)
         content["data"]["text/plain"] += "".join(f"\nlog of rank {rank}:\n{text}" for rank, text in printed.items())
@@ -174,4 +172,4 @@ def _find(name: str | None) -> Panel:
         raise ConfigError(
             f"attach({'' if name is None else repr(name)}): there is no such run in this notebook.{known}"
         )
-    return next((panel for panel in reversed(found) if panel.ended is None), found[-1])
+    return next((panel for panel in reversed(found) if panel.final_view is None), found[-1])

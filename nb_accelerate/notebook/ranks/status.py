@@ -55,7 +55,7 @@ def state_of(rank: RankProxy, request: Request) -> str:
     return "running" if rank.is_ready else "starting"
 
 
-def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
+def status_of(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
     """Look at the process of a rank of a pool that has not ended."""
     state = "running" if busy else "idle"
     memory = rank.handle.memory()

@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.worker.interrupt import InterruptGate
-# In torch's own words, from torch/cuda/__init__.py and its C++ code.
-_TEXTS = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
-
-ADVICE = "These ranks have no CUDA device. Write accelerator.device where the code names one."  # what to write instead
-
 
 logger = logging.getLogger("nb_accelerate")
+
+# In torch's own words, from torch/cuda/__init__.py and its C++ code.
+_NO_CUDA = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+_NO_CUDA_ADVICE = "These ranks have no CUDA device. Write accelerator.device where the code names one."
 
 # In texts of exceptions that only report that another rank went away: torch has no type for that.
 _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
@@ -88,8 +87,10 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
     if says_out_of_memory(report.type_name, report.message):
         with contextlib.suppress(Exception):  # what was measured before has to do then
             here().measure()
-    if report.type_name in ("AssertionError", "RuntimeError") and any(words in report.message for words in _TEXTS):
-        report = replace(report, notes=(*report.notes, ADVICE), last_lines=(*report.last_lines, f"{ADVICE}\n"))
+    if report.type_name in ("AssertionError", "RuntimeError") and any(words in report.message for words in _NO_CUDA):
+        report = replace(
+            report, notes=(*report.notes, _NO_CUDA_ADVICE), last_lines=(*report.last_lines, f"{_NO_CUDA_ADVICE}\n")
+        )
     packed = _pack_exception(error)
     failure = Failure(
         report=report,

@@ -28,7 +28,7 @@ from nb_accelerate.notebook.worker.debugger import InputRequests, debug_with
 from nb_accelerate.notebook.worker.groups import collectives_of_groups
 from nb_accelerate.notebook.worker.namespace import is_hidden
 from nb_accelerate.notebook.worker.received import received
-from nb_accelerate.notebook.worker.shell import DisplayPort, free_what_did_not_fit, make_shell
+from nb_accelerate.notebook.worker.shell import DisplayPort, clear_frames_out_of_memory, make_shell
 from nb_accelerate.notebook.worker.trained_models import trained_models
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nb_accelerate.notebook.protocol.shipping import Packed
     from nb_accelerate.notebook.worker.alarm import Alarm
     from nb_accelerate.notebook.worker.interrupt import InterruptGate
+
 _SMALL = frozenset({bool, int, float, str, type(None)})
 # Types without weak references. They are asked about first because an error for each would take most of the time.
 _CONTAINERS = frozenset({list, tuple, dict})
@@ -49,8 +50,8 @@ class Bindings:
     """The variables of a rank before a cell, none of which is kept alive.
 
     A cell that deletes a model to make room for another must get the memory while it runs, so no reference to the model
-    is held. What allows it is referred to weakly. What does not (lists, tuples, dicts) is known by its address, which a
-    later object may have: then the source of the cell says whether it was bound again.
+    is held, but a weak one where its type supports that. Of others (lists, tuples, dicts) the address is kept. A later
+    object may get the same address, so that the source of the cell is asked too whether it binds the name again.
     """
 
     def __init__(self, names: Mapping[str, Any]) -> None:
@@ -129,10 +130,10 @@ class PersistentRank:
         self._shell = make_shell(DisplayPort(channel, mark))
         self._names: dict[str, Any] = main_globals()
         debug_with(InputRequests(channel))
-        self._half = training_half()
+        self._training = training_half()
         self._store: object = None
         self._alarm = alarm
-        alarm.abort_groups = self._half.abort_groups
+        alarm.abort_groups = self._training.abort_groups
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
         """Answer a message of the kernel, whose descriptors are taken over."""
@@ -144,13 +145,13 @@ class PersistentRank:
         # In this order: the alarm knows the rendezvous before anything waits in it, and how to end waits for its store
         # before the group is made there.
         self._alarm.begin_rendezvous(message.rendezvous)
-        self._half.leave_group()
+        self._training.leave_group()
         self._store = None
         os.environ.update(message.environ)
-        store = self._half.reach_store(message.store, fds[0] if fds else -1, self._alarm.is_given_up)
+        store = self._training.reach_store(message.store, fds[0] if fds else -1, self._alarm.is_given_up)
         self._alarm.on_given_up(store.give_up)
         self._store = store
-        given = self._half.join_group(_GROUP_TIMEOUT)
+        given = self._training.join_group(_GROUP_TIMEOUT)
         group_replaced.fire()
         self._names.update(given)
         return str(given["device"])
@@ -158,10 +159,12 @@ class PersistentRank:
     def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
         page = here()
         page.begin_request()
-        if cell.is_python:  # not %debug, which looks at them
-            free_what_did_not_fit()  # outside of the gate: it drops what the text of an exception raises
-        before = Bindings(self._names)
+        if cell.is_python:  # %debug needs the frames that this clears
+            # Outside of the gate: str() of an exception runs users' code, and an interrupt there would be lost.
+            clear_frames_out_of_memory()
+        before = Bindings(self._names)  # of a cell whose names cannot be unpickled
         has_names = cell.names is None
+        value: object = None
         outcome: Result | Failure
         try:
             with self._gate:
@@ -173,20 +176,22 @@ class PersistentRank:
                     has_names = True
                     before = Bindings(self._names)
                 if cell.wants_accelerator and "accelerator" not in self._names:
-                    self._names["accelerator"] = self._half.make_accelerator()
+                    self._names["accelerator"] = self._training.make_accelerator()
                     before.add("accelerator", self._names["accelerator"])
+                # With --convert gradients are averaged here: it is no mistake that the cell exchanges none.
                 trained_models.begin(1 if cell.converts else cell.num_ranks)
-                with self._half.converted(self._names) if cell.converts else nullcontext() as converted:
+                with self._training.converted(self._names) if cell.converts else nullcontext() as converted:
                     result = self._shell.run(cell)
                     if converted is not None and result.success:
                         converted.report()
                 trained_models.end()
             error = result.error_before_exec or result.error_in_exec
+            value = result.result if cell.wants_value else None
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
             error = caught
-        if error is None or exits_well(error):
+        if error is None or (has_names and exits_well(error)):
             page.end_request()
-            outcome, packed = self._value(result.result if cell.wants_value else None)
+            outcome, packed = self._value(value)
         else:
             outcome, packed = _cell_failed(error)
         # After a failure too: the notebook asks what the cell did before it failed.
@@ -197,7 +202,7 @@ class PersistentRank:
             steps=collectives_of_groups(),
             trained=_visible(trained_models.among(list(self._names.items()))),
             has_names=has_names,
-            gone=received.take_gone(),
+            gone=received.pop_gone(),
         )
         return end, packed
 

@@ -49,7 +49,7 @@ from nb_accelerate.notebook.worker.patches.loaders import fork_by_default, spawn
 from nb_accelerate.notebook.worker.patches.trainers import trainers_as_loops
 from nb_accelerate.notebook.worker.patches.whole_files import save_whole_files
 from nb_accelerate.notebook.worker.server.interpreter import imports_from
-from nb_accelerate.notebook.worker.server.limits import enough_room
+from nb_accelerate.notebook.worker.server.limits import explain_resource_errors
 from nb_accelerate.notebook.worker.server.process_tree import die_with_parent, set_name
 from nb_accelerate.notebook.worker.stack_writer import answer_requests
 from nb_accelerate.notebook.worker.streams import replace_streams, send_record
@@ -106,7 +106,7 @@ def run_rank(
             set_name(f"nb-rank{setup.rank}")
             if broken is not None:
                 raise broken
-            with enough_room():
+            with explain_resource_errors():
                 random, settings, modules = unpack(setup.notebook, fds)
                 sys.meta_path.append(SentModules(modules))
                 store = _set_up(setup, random, settings, ends.store)

@@ -1,4 +1,4 @@
-"""What a rank was sent from the notebook: found again by its number, and changed in place."""
+"""What a rank was sent from the notebook: found again by its id, and changed in place."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing_extensions import override
 
 from nb_accelerate.errors import ShippingError
-from nb_accelerate.notebook.protocol.content import Numbers, Snapshot, shape
+from nb_accelerate.notebook.protocol.content import ObjectIds, Snapshot, structure
 from nb_accelerate.notebook.protocol.main_module import main_globals
 from nb_accelerate.notebook.protocol.renewal import edit, is_of_torch, renew
-from nb_accelerate.notebook.protocol.shipping import unpack_numbered
+from nb_accelerate.notebook.protocol.shipping import unpack_with_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nb_accelerate.notebook.protocol.content import Edit, Shape
+    from nb_accelerate.notebook.protocol.content import Edit, Structure
     from nb_accelerate.notebook.protocol.messages import Parcel
 
-# The number of an object; or the name of a variable that holds a list or dictionary, which cannot have a number.
+# The id of an object; or the name of a variable that holds a list or dictionary, which cannot have one.
 Key = int | str
 
 
@@ -32,8 +32,8 @@ class Names(NamedTuple):
     deleted: list[str]
 
 
-class Received(Numbers):
-    """Objects that came from the notebook, by the numbers that they have there. Keeps none of them alive."""
+class Received(ObjectIds):
+    """Objects that came from the notebook, by the ids that they have there. Keeps none of them alive."""
 
     def __init__(self) -> None:
         super().__init__(first=1 << 50)  # for objects of this rank
@@ -45,7 +45,7 @@ class Received(Numbers):
 
     def define(self, parcel: Parcel, fds: tuple[int, ...], names: dict[str, Any]) -> None:
         """Define, or change in place, what has come with a cell: a `Names`. Its descriptors are taken over."""
-        sent, objects = unpack_numbered(parcel, fds, lambda key: self._find(key, names))
+        sent, objects = unpack_with_ids(parcel, fds, lambda key: self._find(key, names))
         changed = {key: self._find(key, names) for key in sent.states}
         # An object that holds a list which is changed here differs afterwards, though this rank has not changed it.
         has_lists = any(isinstance(key, str) for key in changed)
@@ -61,8 +61,8 @@ class Received(Numbers):
         for name, value in sent.values.items():
             if not _is_within(value, names.get(name)):
                 names[name] = value
-        for number, value in objects.items():
-            self._take(number, value)
+        for object_id, value in objects.items():
+            self._take(object_id, value)
         for value in objects.values():
             self._find_home_of_parameters(value)
         for key in {*objects, *changed, *sent.values, *same}:
@@ -70,14 +70,14 @@ class Received(Numbers):
             if value is not None:
                 self._tokens[key] = self._read(value)
 
-    def share(self, name: str, value: Any, numbers: Shape) -> bool:
-        """Know the objects in a value by the numbers of the notebook's copy. Return False if they are not alike."""
+    def share(self, name: str, value: Any, structure_there: Structure) -> bool:
+        """Know the objects in a value by the ids of the notebook's copy. Return False if they are not alike."""
         look = Snapshot(value, self, moves=True)
-        if look.is_partial or [kind for _, kind in shape(look)] != [kind for _, kind in numbers]:
+        if look.is_partial or [kind for _, kind in structure(look)] != [kind for _, kind in structure_there]:
             return False
         # Objects that hold one of these are read in another way from now on, and were not changed by this rank.
         same = self._tokens.keys() - self.changed([*self._tokens], main_globals())
-        keys: list[Key] = [name if number is None else number for number, _ in numbers]
+        keys: list[Key] = [name if object_id is None else object_id for object_id, _ in structure_there]
         for key, part in zip(keys, look.objects.values(), strict=True):
             if isinstance(key, int):
                 self._take(key, part)
@@ -99,51 +99,55 @@ class Received(Numbers):
                 found.add(key)
         return found
 
-    def take_gone(self) -> tuple[int, ...]:
-        """Return the numbers of objects that are gone. Each is returned once."""
-        # Not the number of a parameter that its module has replaced: what refers to it must not get a copy.
-        kept = [number for number in self._gone if number in self._homes and self._homes[number][0]() is not None]
+    def pop_gone(self) -> tuple[int, ...]:
+        """Return the ids of objects that are gone. Each is returned once."""
+        # Not the id of a parameter that its module has replaced: what refers to it must not get a copy.
+        kept = [
+            object_id
+            for object_id in self._gone
+            if object_id in self._homes and self._homes[object_id][0]() is not None
+        ]
         gone = tuple(set(self._gone).difference(kept))
         self._gone = kept
-        for number in gone:
-            self._homes.pop(number, None)
+        for object_id in gone:
+            self._homes.pop(object_id, None)
         return gone
 
     @override
-    def on_end(self, number: int) -> None:
-        if self._objects.pop(number, None) is not None:
-            self._tokens.pop(number, None)
-            self._gone.append(number)
-        if number in self._earlier:
-            self.on_end(self._earlier.pop(number))
+    def on_end(self, object_id: int) -> None:
+        if self._objects.pop(object_id, None) is not None:
+            self._tokens.pop(object_id, None)
+            self._gone.append(object_id)
+        if object_id in self._earlier:
+            self.on_end(self._earlier.pop(object_id))
 
-    def _take(self, number: int, value: Any) -> None:
+    def _take(self, object_id: int, value: Any) -> None:
         earlier = self.get(value)
         try:
-            self._objects[number] = weakref.ref(value)
-            self.adopt(number, value)
-            if earlier in self._objects and earlier != number:
-                self._earlier[number] = earlier
+            self._objects[object_id] = weakref.ref(value)
+            self.register(object_id, value)
+            if earlier in self._objects and earlier != object_id:
+                self._earlier[object_id] = earlier
         except TypeError:  # it became something else on the way
-            self._gone.append(number)
+            self._gone.append(object_id)
 
     def _find_home_of_parameters(self, module: Any) -> None:
         if is_of_torch(module, "nn.Module"):
             for name, parameter in vars(module)["_parameters"].items():
-                number = self.get(parameter)
-                if number in self._objects:
-                    self._homes[number] = weakref.ref(module), name
+                object_id = self.get(parameter)
+                if object_id in self._objects:
+                    self._homes[object_id] = weakref.ref(module), name
 
-    def _object(self, number: int) -> Any:
-        reference = self._objects.get(number)
+    def _object(self, object_id: int) -> Any:
+        reference = self._objects.get(object_id)
         return None if reference is None else reference()
 
     def _read(self, value: Any) -> list[Any]:
         return Snapshot(value, self, deep=False, moves=True).tokens
 
-    def _successor(self, number: int, value: Any) -> str:
+    def _successor(self, object_id: int, value: Any) -> str:
         """Return which parameter a module has in the place of one that was sent; "" if it has the same."""
-        module, name = self._homes.get(number, (lambda: None, ""))
+        module, name = self._homes.get(object_id, (lambda: None, ""))
         home: Any = module()
         is_same = home is None or vars(home)["_parameters"].get(name) is value
         return "" if is_same else f"{name!r} of a {type(home).__name__}"
@@ -177,10 +181,14 @@ def _is_within(value: Any, holder: Any) -> bool:
 received = Received()  # what this process was sent
 
 
-def share(shapes: dict[str, Shape]) -> set[str]:
-    """Know what the notebook has pulled by its numbers. Returns the names of what is alike. Sent in a `Call`, too."""
+def share(structures: dict[str, Structure]) -> set[str]:
+    """Know what the notebook has pulled by its ids. Returns the names of what is alike. Sent in a `Call`, too."""
     names = main_globals()
-    return {name for name, numbers in shapes.items() if name in names and received.share(name, names[name], numbers)}
+    return {
+        name
+        for name, structure_there in structures.items()
+        if name in names and received.share(name, names[name], structure_there)
+    }
 
 
 def changed_there(keys: tuple[Key, ...]) -> set[Key]:

@@ -321,7 +321,7 @@ class RankShell(InteractiveShell):
             raise
 
 
-def free_what_did_not_fit() -> None:
+def clear_frames_out_of_memory() -> None:
     """Free the variables of functions in which memory did not suffice, or a smaller batch would not fit either."""
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is not None and says_out_of_memory(type(error).__qualname__, text_of(error)):

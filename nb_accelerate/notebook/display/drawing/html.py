@@ -299,7 +299,7 @@ def with_chart(view: View, curve: str) -> str:
     if "<path" not in curve:
         return curve
     is_on = view.state in ("starting", "running")
-    chart = draw_losses(view.curve, view.logged, view.before, view.own_settings, is_on=is_on)
+    chart = draw_losses(view.curve, view.logged, view.before, view.run_label, is_on=is_on)
     return fold(curve, chart, key=view.key, kind="nba-chart", hint="chart of the loss")
 
 
@@ -307,7 +307,7 @@ def draw_losses(
     loss: Points,
     logged: Sequence[Curve] = (),
     before: Sequence[Curve] = (),
-    own_settings: str = "",
+    run_label: str = "",
     *,
     is_on: bool = False,
 ) -> str:
@@ -316,7 +316,7 @@ def draw_losses(
     Args:
         logged: other values by step. Losses of validation share the picture of the loss; a constant is a word.
         before: losses of earlier runs.
-        own_settings: by which this run differs from them.
+        run_label: by which this run differs from them.
     """
     most = 30 if is_on else 240
     validation = [curve for curve in logged if is_loss_of_validation(curve.name)]
@@ -329,7 +329,7 @@ def draw_losses(
         ),
         *(Line(curve, "validation", "#b35c00") for curve in validation),
     ]
-    own = f", {own_settings}" if own_settings else ""
+    own = f", {run_label}" if run_label else ""
     if len(loss) < SMOOTHED_FROM:
         lines.append(Line(Curve(f"loss{own}", loss), "loss", "#1f66ba"))
     else:

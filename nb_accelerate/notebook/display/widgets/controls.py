@@ -81,7 +81,7 @@ class Controls:
         self._shared: dict[str, Any] = {"layout": self._one_line}
         end, *self._steering = self._source.actions()
         self._more = self._button(Action(_MORE, "stacks, logs and what else can be done now", self._open_or_close))
-        self._row = (self._button(end), self._more) if self._source.has_asides else (self._button(end),)
+        self._row = (self._button(end), self._more)
         margin = ipywidgets.Layout(margin="0 0 16px 5px", flex_flow="row wrap")
         self._controls = self._add(ipywidgets.HBox(self._row, layout=margin))
         children = (self._again, self._controls)

@@ -21,7 +21,7 @@ class _ByValuePickler(MainPickler):
         registered = multiprocessing.reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined] # noqa: SLF001
         # Before the C code's constructor, which looks it up once.
         self.dispatch_table = ChainMap(registered, CODE_REDUCERS)
-        super().__init__(file, globals_there=Globals.BROUGHT, protocol=protocol)
+        super().__init__(file, globals_there=Globals.OF_RECEIVER_AND_SENT, protocol=protocol)
 
 
 def _dump(obj: Any, file: IO[bytes], protocol: int | None = None) -> None:

@@ -22,8 +22,8 @@ def limits() -> tuple[tuple[int, int], ...]:
 
 
 @contextlib.contextmanager
-def enough_room() -> Iterator[None]:
-    """Turn an error inside the block that says that a limit was reached into one that says what to do."""
+def explain_resource_errors() -> Iterator[None]:
+    """Turn an error inside the block about a limit of the system into one that says what to do."""
     try:
         yield
     except (OSError, RuntimeError) as error:
