@@ -471,7 +471,7 @@ class TestCellsThatBreakTheGroup:
         self, members: Any, *, ran: int = 2, fails: bool = False, cut: bool = False, backend: str = "nccl"
     ) -> bool:
         taken = {StepKind.CUT} if cut else set()
-        request: Any = SimpleNamespace(ranks=[object()] * ran, incidents=["one"] * fails, taken=taken)
+        request: Any = SimpleNamespace(ranks=[object()] * ran, incidents=["one"] * fails, steps_taken=taken)
         return breaks_group(request, members, backend)
 
     def test_after_a_failure_ranks_that_are_in_step_go_on(self):
