@@ -213,8 +213,8 @@ class Accelerator(
         for feature, is_used in (("sync_each_batch", accumulation.sync_each_batch), ("torch.compile", dynamo.is_on)):
             if is_used:
                 strategy.check_supports(feature)
-        shared = shared_training()
-        shared.window.join()
+        process_wide = shared_training()
+        process_wide.window.join()
         precision = strategy.adapt_precision(
             select_precision(
                 chosen_precision,
@@ -222,11 +222,11 @@ class Accelerator(
                 autocast=handlers.autocast,
                 scaler=handlers.scaler,
                 fp8=fp8,
-                scaler_before=shared.scaler,
+                scaler_before=process_wide.scaler,
             )
         )
         if isinstance(precision, FP16Precision):
-            shared.scaler = precision.scaler
+            process_wide.scaler = precision.scaler
         # The parts; all `Accelerator` objects of the process share some.
         prepared = Prepared()
         memory = MemoryReport(here(), process.kind, strategy, prepared, ranks=process.topology.local_world_size)
@@ -235,8 +235,8 @@ class Accelerator(
             collectives=strategy.collectives,
             strategy=strategy,
             precision=precision,
-            accumulation=shared.accumulation(accumulation),
-            shared=shared,
+            accumulation=process_wide.accumulation(accumulation),
+            process_wide=process_wide,
             loader=loader,
             rng_types=in_step,
             handlers=handlers,

@@ -96,7 +96,7 @@ class Core:
     strategy: Strategy
     precision: Precision
     accumulation: AccumulationState
-    shared: SharedTraining  # state that all `Accelerator` objects of this process share
+    process_wide: SharedTraining  # what all `Accelerator` objects of this process share
     loader: DataLoaderConfiguration
     rng_types: tuple[RNGType, ...]  # which random generators get the state of rank 0 at each epoch
     handlers: Handlers
@@ -111,7 +111,7 @@ class Core:
     losses: LossReport
     steering: Steering
     memory: MemoryReport
-    prepared: Prepared = field(default_factory=Prepared)
+    prepared: Prepared = field(default_factory=Prepared)  # by this `Accelerator` alone
 
     @property
     def choices(self) -> Choices:
@@ -139,7 +139,7 @@ class Core:
     @property
     def loops(self) -> RunningLoops:
         """The loaders that are being iterated in this process."""
-        return self.shared.loops
+        return self.process_wide.loops
 
     @property
     def device(self) -> torch.device:

@@ -155,7 +155,7 @@ class PreparingMixin(CoreMixin):
                 list(requests.values()),
                 # The user's optimizer, also inside one that another `Accelerator` prepared.
                 [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one, _ in given.values()],
-                earlier=[known.optimizer for known in core.shared.optimizers],
+                earlier=[known.optimizer for known in core.process_wide.optimizers],
             )
         page.enter(Phase.RUNNING)
         made: dict[int, Any] = {}
@@ -205,7 +205,7 @@ class PreparingMixin(CoreMixin):
             is_sharded = not core.strategy.is_replicated
             rehearsal.watch_model(prepared, is_sharded=is_sharded, precision=core.precision.name)
         core.prepared.models.append(prepared)
-        core.shared.models.add(prepared)
+        core.process_wide.models.add(prepared)
         return prepared
 
     def _finish_optimizer(
@@ -221,8 +221,8 @@ class PreparingMixin(CoreMixin):
                 accumulation=core.accumulation,
                 step=step if rehearsal is None else rehearsal.watched(step),
                 scaler=core.precision.scaler,
-                complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
-                drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
+                average_gradients=core.strategy.average_gradients(engine, core.process_wide.models),
+                drop_gradients=core.strategy.drop_gradients(engine, core.process_wide.models),
                 owns_gradients=core.strategy.owns_gradients,
             )
             if isinstance(optimizer, AcceleratedOptimizer):
@@ -232,7 +232,7 @@ class PreparingMixin(CoreMixin):
             else:
                 prepared = AcceleratedOptimizer(engine, place, training=training)
         core.prepared.optimizers.append(prepared)
-        core.shared.add_optimizer(prepared)
+        core.process_wide.add_optimizer(prepared)
         return prepared
 
     def prepare_data_loader(
@@ -289,7 +289,7 @@ class PreparingMixin(CoreMixin):
             core.prepared.schedulers.append(prepared)
             return prepared
         own = scheduler.optimizer
-        matching = [known for known in core.shared.optimizers if known is own or known.optimizer is own]
+        matching = [known for known in core.process_wide.optimizers if known is own or known.optimizer is own]
         prepared = AcceleratedScheduler(
             scheduler,
             matching or core.prepared.optimizers,

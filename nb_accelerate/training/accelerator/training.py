@@ -17,7 +17,6 @@ from nb_accelerate.training.optim import AcceleratedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
@@ -32,33 +31,6 @@ MAKE_IT_INSIDE = (
     "It knows only the process it was made in. Make it, and what it prepares, inside of the function that you launch: "
     "def train(): accelerator = Accelerator(); model, optimizer, loader = accelerator.prepare(...)."
 )
-
-
-class AccumulateBlock:
-    """The block of one batch in an accumulation window. Made by `TrainingMixin.accumulate`."""
-
-    __slots__ = ("_core", "_inner", "_models")
-
-    def __init__(self, core: Core, models: tuple[nn.Module, ...]) -> None:
-        self._core = core
-        self._models = models
-        self._inner: contextlib.AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        accumulation = self._core.accumulation
-        if not accumulation.advance():
-            self._inner = self._core.strategy.accumulate(self._models)
-            if self._inner is not None:
-                self._inner.__enter__()
-        accumulation.window.num_open += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._core.accumulation.window.num_open -= 1
-        if self._inner is not None:
-            self._inner.__exit__(kind, error, trace)
-            self._inner = None
 
 
 class TrainingMixin(CoreMixin):
@@ -115,7 +87,7 @@ class TrainingMixin(CoreMixin):
         Args:
             *models: the models whose backward runs in the block; what ``prepare`` returned, or what holds it.
         """
-        return AccumulateBlock(self.core, models)
+        return _accumulating(self.core, models)
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a block in which the gradients of a model are not averaged over ranks.
@@ -207,7 +179,7 @@ class TrainingMixin(CoreMixin):
                 f"was started from it. {MAKE_IT_INSIDE}"
             )
         is_distributed = core.collectives.world_size > 1
-        if is_distributed and not core.shared.models and not core.shared.optimizers:
+        if is_distributed and not core.process_wide.models and not core.process_wide.optimizers:
             raise NotPreparedError(
                 f"accelerator.backward was called on {core.collectives.world_size} ranks, but no model and no "
                 "optimizer went through prepare. Each rank would train a copy of its own, on its part of the data. "
@@ -255,11 +227,11 @@ class TrainingMixin(CoreMixin):
                     f"unscale_gradients was given a {type(item).__name__} that did not go through prepare, so its "
                     "gradients were never scaled. Write optimizer = accelerator.prepare(optimizer) first."
                 )
-            item.complete_gradients()
+            item.average_and_unscale()
 
     def _own_or_all_optimizers(self) -> list[AcceleratedOptimizer]:
         """Return the optimizers that this `Accelerator` prepared, or if there are none those of others."""
-        return list(self.core.prepared.optimizers) or self.core.shared.optimizers
+        return list(self.core.prepared.optimizers) or self.core.process_wide.optimizers
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down so that their norm is at most ``max_norm``, when the window closes.
@@ -285,7 +257,7 @@ class TrainingMixin(CoreMixin):
         items = core.strategy.current_parameters(_as_iterable(parameters))
         if not core.accumulation.sync_gradients:  # they are not complete: their norm is returned, and that is all
             return core.precision.without_scale(core.strategy.grad_norm(items, norm_type), items)
-        self._complete_gradients(items)
+        self._average_and_unscale(items)
         return core.strategy.clip_grad_norm(items, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -297,18 +269,16 @@ class TrainingMixin(CoreMixin):
         core = self.core
         if core.accumulation.sync_gradients:
             items = core.strategy.current_parameters(_as_iterable(parameters))
-            self._complete_gradients(items)
+            self._average_and_unscale(items)
             core.strategy.clip_grad_value(items, clip_value)
 
-    def _complete_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over all ranks, and divide them by the loss scale."""
-        core = self.core
-        incomplete = [optimizer for optimizer in core.shared.optimizers if optimizer.completes_gradients]
-        wanted = {id(parameter) for parameter in parameters} if incomplete else set()
-        for optimizer in incomplete:
+    def _average_and_unscale(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients over all ranks and divide them by the loss scale, in all optimizers of these parameters."""
+        optimizers = [each for each in self.core.process_wide.optimizers if each.averages_or_unscales]
+        wanted = {id(parameter) for parameter in parameters} if optimizers else set()
+        for optimizer in optimizers:
             if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
-                optimizer.complete_gradients()
-        core.precision.unscale(parameters)  # of optimizers that another Accelerator prepared
+                optimizer.average_and_unscale()
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
         """Return a loader that leaves out the first batches of every epoch; use it for the one that is resumed.
@@ -402,6 +372,19 @@ class TrainingMixin(CoreMixin):
             autocast_handler: arguments for this block; by default those given to the `Accelerator`.
         """
         return self.core.precision.autocast(autocast_handler)
+
+
+@contextlib.contextmanager
+def _accumulating(core: Core, models: tuple[nn.Module, ...]) -> Iterator[None]:
+    accumulation = core.accumulation
+    syncs = accumulation.advance()
+    without_exchange = None if syncs else core.strategy.accumulate(models)
+    with without_exchange or contextlib.nullcontext():
+        accumulation.window.num_open += 1
+        try:
+            yield
+        finally:
+            accumulation.window.num_open -= 1
 
 
 def _as_iterable(parameters: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:

@@ -27,7 +27,7 @@ class OptimizerTraining:
     step: OptimizerStep
     scaler: torch.amp.GradScaler | None = None
     # averages what backward has not averaged; told whether a step follows
-    complete_gradients: Callable[[bool], None] | None = None
+    average_gradients: Callable[[bool], None] | None = None
     drop_gradients: Callable[[], None] | None = None  # those kept elsewhere than in ``parameter.grad``
     owns_gradients: bool = False  # `drop_gradients` drops all: the optimizer's own ``zero_grad`` is not called
 
@@ -100,12 +100,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             page = here()
             page.trains()
             page.enter(_STEP)
-            complete_gradients = self._training.complete_gradients
-            if complete_gradients is not None:
+            average_gradients = self._training.average_gradients
+            if average_gradients is not None:
                 if closure is None:
-                    complete_gradients(True)
+                    average_gradients(True)
                 else:
-                    closure = _completed(closure, complete_gradients)
+                    closure = _averaging(closure, average_gradients)
             taken = self.accelerated_step(closure)
             self.num_steps += 1
             page.enter(_RUNNING)
@@ -113,17 +113,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return None
 
     @property
-    def completes_gradients(self) -> bool:
-        """Whether `complete_gradients` has anything to do."""
-        return self._training.complete_gradients is not None or self.accelerated_step.unscales
+    def averages_or_unscales(self) -> bool:
+        """Whether `average_and_unscale` has anything to do."""
+        return self._training.average_gradients is not None or self.accelerated_step.unscales
 
-    def complete_gradients(self) -> None:
+    def average_and_unscale(self) -> None:
         """Average gradients over all ranks and divide them by the loss scale. Called before they are clipped.
 
         In the middle of an accumulation window they stay those of each rank: they are not complete.
         """
-        if self._training.complete_gradients is not None and self._accumulation.window.closes:
-            self._training.complete_gradients(False)
+        if self._training.average_gradients is not None and self._accumulation.window.closes:
+            self._training.average_gradients(False)
         self.accelerated_step.unscale()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -231,12 +231,12 @@ def _rebuild(
     return kind(optimizer, device_placement, scaler) if has_accelerator() else optimizer
 
 
-def _completed(closure: Callable[[], float], complete_gradients: Callable[[bool], None]) -> Callable[[], float]:
+def _averaging(closure: Callable[[], float], average_gradients: Callable[[bool], None]) -> Callable[[], float]:
     """Return a closure that also averages its gradients over all ranks."""
 
-    def completed() -> float:
+    def averaged() -> float:
         loss = closure()
-        complete_gradients(True)
+        average_gradients(True)
         return loss
 
-    return completed
+    return averaged

@@ -300,14 +300,13 @@ class FP16Precision(AutocastPrecision):
         self.scaler.scale(loss).backward(**kwargs)
 
     @override
-    def unscale(self, parameters: Sequence[Tensor]) -> None:
-        for step in self._steps_of(parameters):
-            step.unscale()
-
-    @override
     def without_scale(self, norm: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         scale = self.scaler._get_scale_async()  # noqa: SLF001 - get_scale waits for the device
-        if scale is None or any(step.unscaled for step in self._steps_of(parameters)):
+        wanted = {id(parameter) for parameter in parameters}
+        if scale is None or any(
+            step.unscaled and any(id(parameter) in wanted for parameter in step.parameters())
+            for step in self.scaler.steps()
+        ):
             return norm
         return norm / scale.to(norm.device)
 
@@ -318,7 +317,3 @@ class FP16Precision(AutocastPrecision):
             if self._has_own_options or not self.scaler.knows(optimizer):
                 self.scaler.restart(**self._scaler_options)
         return self.scaler.bind(optimizer)
-
-    def _steps_of(self, parameters: Sequence[Tensor]) -> list[ScaledStep]:
-        wanted = {id(parameter) for parameter in parameters}
-        return [step for step in self.scaler.steps() if any(id(parameter) in wanted for parameter in step.parameters())]

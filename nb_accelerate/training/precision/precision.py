@@ -146,9 +146,6 @@ class Precision:
         """Compute the gradients of a loss of shape ``()``. Called once per batch."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
-    def unscale(self, parameters: Sequence[Tensor]) -> None:
-        """Divide the gradients of parameters by the loss scale. Called before clipping."""
-
     def without_scale(self, norm: Tensor, parameters: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
         """Return a norm of gradients divided by the loss scale, without waiting for the device."""
         return norm

@@ -265,7 +265,7 @@ class DDPStrategy(Strategy):
         return block
 
     @override
-    def complete_gradients(
+    def average_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         def wrappers() -> list[DistributedDataParallel]:

@@ -205,7 +205,7 @@ class FSDPStrategy(DTensorStrategy):
             self.check_supports("create_graph")
 
     @override
-    def complete_gradients(
+    def average_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         def sharded() -> list[AveragesGradients]:

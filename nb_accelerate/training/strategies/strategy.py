@@ -172,7 +172,7 @@ class Strategy:
         self.check_supports("join_uneven_inputs")
         return contextlib.nullcontext()
 
-    def complete_gradients(
+    def average_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         """Return what averages the gradients that backward left alone; None if it leaves none.

@@ -240,7 +240,7 @@ class TensorParallelStrategy(DTensorStrategy):
         return model
 
     @override
-    def complete_gradients(
+    def average_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         def equal() -> list[AveragesGradients]:  # ranks read the same rows, so that their gradients are equal

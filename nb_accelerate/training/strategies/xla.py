@@ -69,7 +69,7 @@ class XLAStrategy(Strategy):
         return model
 
     @override
-    def complete_gradients(
+    def average_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         optimizer.register_step_post_hook(_SubmitsSteps())
