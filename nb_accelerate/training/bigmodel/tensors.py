@@ -18,7 +18,7 @@ from nb_accelerate.errors import ConfigError, PlacedModelError
 from nb_accelerate.training.bigmodel.sizes import as_dtype
 from nb_accelerate.training.process import context
 from nb_accelerate.training.process.memory import clear_device_cache
-from nb_accelerate.training.pytree import map_tensors, send_to_device
+from nb_accelerate.training.pytree import is_on, send_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -281,16 +281,4 @@ def moved(data: Any, device: torch.device) -> Any:
         return data.to(device)
     if data is None or type(data) is bool:  # most of what a block is called with
         return data
-    return data if _is_on(data, device) else send_to_device(data, device)
-
-
-def _is_on(data: Any, device: torch.device) -> bool:
-    there = True
-
-    def look(leaf: Any) -> Any:
-        nonlocal there
-        there = there and isinstance(leaf, Tensor) and leaf.device == device
-        return leaf
-
-    map_tensors(look, data, movable=True)
-    return there
+    return data if is_on(data, device) else send_to_device(data, device)

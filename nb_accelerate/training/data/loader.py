@@ -9,11 +9,6 @@ A batch goes forward through these steps::
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import linecache
-import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,100 +19,24 @@ from typing_extensions import override
 
 from nb_accelerate.base.devices import find_kind
 from nb_accelerate.base.progress_page import Phase, here
-from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.training.data.adapter import DataLoaderAdapter
+from nb_accelerate.training.data.epoch_guess import epoch_of
 from nb_accelerate.training.data.loops import DataLoaderStateMixin, LoaderView
 from nb_accelerate.training.data.reading.iterable import LastBatch
 from nb_accelerate.training.process import context
 from nb_accelerate.training.process.rng import RNGType
-from nb_accelerate.training.pytree import map_tensors, send_to_device
+from nb_accelerate.training.pytree import is_on, send_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
 
     from nb_accelerate.training.data.loops import RunningLoops
     from nb_accelerate.training.data.resuming.epochs import EpochProgress
 
 
-# A line of a cell that is no Python: `%%distributed`, `!pip ...`.
-_MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
+_READING, _EVALUATING = Phase.DATA, Phase.EVALUATING  # Python 3.11 looks members of an enum up slowly
 
-
-def epoch_of(frame: FrameType | None) -> tuple[int, int] | None:
-    """Return which epoch it is, from 1, of how many, by the loops that code is in; None if there is a doubt.
-
-    What it says is shown, and nothing depends on it: ``for epoch in range(10)`` around the only loop over a loader.
-    """
-    found: list[tuple[FrameType, ast.stmt]] = []
-    is_innermost = True
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-            over_loader, around = _loops_at(source, frame.f_lineno)
-            # What may end before its loader is no epoch.
-            if is_innermost and (
-                over_loader is None or any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(over_loader))
-            ):
-                return None
-            is_innermost = False
-            found += [(frame, loop) for loop in around]
-        frame = frame.f_back
-    return _in_range(*found[0]) if len(found) == 1 else None
-
-
-@functools.lru_cache(maxsize=64)
-def _loops_at(source: str, line: int) -> tuple[ast.stmt | None, Sequence[ast.stmt]]:
-    """Return the loop that begins at a line, and the loops around that line in the same function."""
-    try:
-        nodes = [*ast.walk(ast.parse(_MAGIC.sub(r"\1pass", source)))]
-    except (SyntaxError, ValueError, RecursionError):  # a file that has changed since it was imported, say
-        return None, ()
-    functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    since = max((node.lineno for node in functions if _spans(node.body, line)), default=0)
-    loops = [node for node in nodes if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and node.lineno >= since]
-    begins = [
-        node for node in loops if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0)
-    ]
-    return (begins[-1] if begins else None), [node for node in loops if _spans(node.body, line) and node not in begins]
-
-
-def _spans(body: Sequence[ast.stmt], line: int) -> bool:
-    return body[0].lineno <= line <= (body[-1].end_lineno or 0)
-
-
-def _in_range(frame: FrameType, loop: ast.stmt) -> tuple[int, int] | None:
-    """Return the number of the pass of a loop, from 1, and of how many, if it is one over a range of known ends."""
-    if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Name) or not isinstance(loop.iter, ast.Call):
-        return None
-    call = loop.iter
-    if not isinstance(call.func, ast.Name) or call.func.id != "range" or len(call.args) not in (1, 2):
-        return None
-    *begin, end = (_value(argument, frame) for argument in call.args)
-    start, now = (begin or [0])[0], _value(loop.target, frame)
-    if not all(type(number) is int for number in (start, now, end)) or not start <= now < end:
-        return None
-    return now - start + 1, end - start
-
-
-def _value(node: ast.expr, frame: FrameType) -> Any:
-    """Return the value of a number, a name, an attribute of a name, or a sum; None of all else. Runs no user's code."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Name):
-        names = frame.f_locals
-        value = names.get(node.id, frame.f_globals.get(node.id))
-        # Until Python 3.13 a frame keeps this dictionary, and so the user's model, until it ends. It is emptied if no
-        # other than the frame, this name and the call below refer to it: `locals()` has given it to the program, too.
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13) and sys.getrefcount(names) == 3:
-            names.clear()
-        return value
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return inspect.getattr_static(_value(node.value, frame), node.attr, None)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = [_value(part, frame) for part in (node.left, node.right)]
-        return sum(parts) if all(type(part) is int for part in parts) else None
-    return None
+_END = object()  # stands for the batch after the last
 
 
 class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
@@ -186,8 +105,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     def synchronized_generator(self) -> torch.Generator | None:
         """The generator of the sampler or dataset that is set to the state of rank 0's; None if there is none."""
         called = (self._on_start, getattr(self._reader.shard, "on_start", None))
-        found = (getattr(sync, "generator", None) for sync in called)
-        return next((generator for generator in found if generator is not None), None)
+        generators = (getattr(sync, "generator", None) for sync in called)
+        return next((generator for generator in generators if generator is not None), None)
 
     @property
     def total_batch_size(self) -> int:
@@ -240,70 +159,71 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
+        # Four are told that an epoch begins, in this order: samplers and datasets (`announce`), the progress page, the
+        # counter of epochs (in `_begin`), and the running loops, by which accumulation windows close.
         evaluates = not torch.is_grad_enabled()
         self.epochs.announce()
         page = here()
         enter, step = page.enter, page.step
+        begin_work = partial(enter, _EVALUATING) if evaluates else page.begin_work
         if page.is_read and not evaluates:
             page.guess_epoch(epoch_of(sys._getframe(1)))  # noqa: SLF001 - as `warnings` does
-        reads, work = Phase.DATA, partial(enter, Phase.EVALUATING) if evaluates else page.begin_work
-        batches = self._known_length()
+        num_batches = self._known_length()
         loop = page.begin_loop(
-            total=None if batches is None else batches + self.skip_batches,
+            total=None if num_batches is None else num_batches + self.skip_batches,
             rows=self._total_batch_size,
             epoch=self.iteration + 1,
             evaluates=evaluates,
             step=self._first_position,
             num_workers=self._reader.source.loader.num_workers,
         )
-        enter(reads)
+        enter(_READING)
         progress, loops = None, self._loops
         try:
             progress, reading = self._begin()
             loops.begin(progress)
             if progress.reader.source.is_stateful:
                 reading = _with_read_states(reading, progress)
-            try:
-                current = next(reading)
-            except StopIteration:
+            current = next(reading, _END)
+            if current is _END:
                 return
             kind = None if self.device is None else find_kind(self.device.type)
-            make = None if kind is None else kind.end_step
-            end_step: Callable[[int, Any], None] = (lambda _step, _batch: None) if make is None else make()
-            late = place = _placement(current, self.device, non_blocking=self._non_blocking)
+            end_step = None if kind is None or kind.end_step is None else kind.end_step()
+            place_at_yield = place = _placement(current, self.device, non_blocking=self._non_blocking)
             if (rehearsal := context.rehearsal()) is not None:
-                late = place = rehearsal.placement(place)
+                place_at_yield = place = rehearsal.placement(place)
             if place is not None and self._non_blocking:
                 # Asynchronous copies start as early as possible; others as late as possible, so that only one batch at
                 # a time takes memory of the device.
-                current, late, reading = place(current), None, map(place, reading)
+                place_at_yield = None
+                current, reading = place(current), map(place, reading)
             position = progress.position
-            for upcoming in reading:
+            is_last = False
+            while not is_last:
+                upcoming = next(reading, _END)
                 position += 1
-                progress.position = position
+                if upcoming is _END:
+                    is_last = progress.end_of_dataloader = True
+                    progress.position = 0
+                    current = progress.reader.with_rows(current)
+                else:
+                    progress.position = position
+                # Another loop is active if it advances together with this one (`zip`), or was left unclosed inside it.
                 if loops.active is not progress:
                     loops.advance(progress)
                 step(position)
-                work()
-                if type(current) is LastBatch:  # of one worker of several; others go on
+                begin_work()
+                # One of several workers may be at its end, and mark its last batch, before the others are.
+                if type(current) is LastBatch:
                     progress.rows, current = current.rows, current.batch
-                    yield current if late is None else late(current)
-                    progress.rows = None
                 else:
-                    yield current if late is None else late(current)
-                end_step(position, current)
+                    progress.rows = None
+                yield current if place_at_yield is None else place_at_yield(current)
+                if end_step is not None:
+                    end_step(position, current)
                 current = upcoming
-                enter(reads)
-            progress.end_of_dataloader = True
-            progress.position = 0
-            if loops.active is not progress:
-                loops.advance(progress)
-            step(position + 1)
-            work()
-            last = progress.reader.last(current)
-            progress.rows, current = last.rows, last.batch
-            yield current if late is None else late(current)
-            end_step(position + 1, current)
+                if not is_last:
+                    enter(_READING)
         finally:
             page.end_loop(loop)
             if progress is not None:
@@ -317,16 +237,16 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
 
     def _known_length(self) -> int | None:
         """Return the length of this loader if it has one."""
-        # torch warns for each batch beyond a length that was asked for. Users did not ask here, so its mark is
-        # restored.
+        # len() sets this flag, which makes torch warn about longer iterables; it is restored, because the user did not
+        # call len().
         loader = self._reader.source.loader
-        asked = loader._IterableDataset_len_called  # noqa: SLF001 - torch's
+        len_called = loader._IterableDataset_len_called  # noqa: SLF001 - torch's
         try:
             return len(self._reader)
         except Exception:  # a dataset's own, as when the loader was prepared
             return None
         finally:
-            loader._IterableDataset_len_called = asked  # noqa: SLF001 - torch's
+            loader._IterableDataset_len_called = len_called  # noqa: SLF001 - torch's
 
 
 def _with_read_states(batches: Iterator[Any], progress: EpochProgress) -> Iterator[Any]:
@@ -348,7 +268,7 @@ def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -
     if device is None:
         return None
     if device.type == "cpu":
-        if _is_on_cpu(first.batch if type(first) is LastBatch else first):
+        if is_on(first.batch if type(first) is LastBatch else first, device):
             return None
         non_blocking = False  # the batch would be read before it has come from its device
 
@@ -358,15 +278,3 @@ def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -
         return send_to_device(batch, device, non_blocking=non_blocking)
 
     return place
-
-
-def _is_on_cpu(batch: Any) -> bool:
-    """Return whether all tensors of a batch are on the CPU, and it has no other objects that move themselves."""
-    kind = type(batch)
-    if kind is torch.Tensor:
-        return batch.is_cpu  # type: ignore[no-any-return]
-    if kind is list or kind is tuple:
-        return all(map(_is_on_cpu, batch))
-    leaves: list[Any] = []
-    map_tensors(leaves.append, batch, movable=True)
-    return all(isinstance(leaf, torch.Tensor) and leaf.is_cpu for leaf in leaves)

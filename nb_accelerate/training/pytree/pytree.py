@@ -164,6 +164,19 @@ def send_to_device(data: Any, device: torch.device | str | int, *, non_blocking:
     return map_tensors(move, data, movable=True)
 
 
+def is_on(data: Any, device: torch.device) -> bool:
+    """Return whether all tensors of ``data`` are on ``device``, and it has no other objects that move themselves."""
+    are_there = True
+
+    def look(leaf: Any) -> Any:
+        nonlocal are_there
+        are_there = are_there and isinstance(leaf, Tensor) and leaf.device == device
+        return leaf
+
+    map_tensors(look, data, movable=True)
+    return are_there
+
+
 def to_float32(data: Any) -> Any:
     """Return ``data`` with 16-bit floating point tensors converted to float32; others are kept as they are."""
     if type(data) is Tensor:

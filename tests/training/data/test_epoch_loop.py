@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nb_accelerate.training.data.loader import epoch_of
+from nb_accelerate.training.data.epoch_guess import epoch_of
 
 
 class Loader:

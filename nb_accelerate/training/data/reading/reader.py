@@ -129,7 +129,7 @@ class Reader:
             skip(batches, dropped)
         return batches
 
-    def last(self, batch: Any) -> LastBatch:
+    def with_rows(self, batch: Any) -> LastBatch:
         """Return the last batch of an epoch with the numbers of rows of its group.
 
         Rows are what the sampler drew. Those of a stream that one process reads are counted in the batch.
