@@ -28,7 +28,7 @@ from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.training.accelerator.checkpoint_parts import OptimizerPart
 from nb_accelerate.training.bigmodel.ties import find_tied_parameters
 from nb_accelerate.training.checkpoint.names import FSDP_MODEL_NAME, METADATA_NAME, OPTIMIZER_NAME
-from nb_accelerate.training.checkpoint.sharded import merge_weights, named, numbered, read_model, read_optimizer
+from nb_accelerate.training.checkpoint.sharded import by_name, by_number, merge_weights, read_model, read_optimizer
 from nb_accelerate.training.checkpoint.shared_staging import run_on_all_ranks
 from nb_accelerate.training.process.devices import device_kind
 from nb_accelerate.training.state import PartialState
@@ -190,7 +190,7 @@ def save_fsdp_optimizer(
     keep = accelerator.is_main_process
     if not fsdp_plugin.saves_shards:
         part.collect(keep=keep)
-    state = named(part.state_dict(), part.names) if fsdp_plugin.saves_shards or keep else {}
+    state = by_name(part.state_dict(), part.names) if fsdp_plugin.saves_shards or keep else {}
     files = _StateFiles(fsdp_plugin, accelerator, OPTIMIZER_NAME, optimizer_index, use_dcp)
     files.save(output_dir, "optimizer", state)
 
@@ -228,7 +228,7 @@ def load_fsdp_optimizer(
         path = files.find(input_dir)
         if files.is_folder:
             return read_optimizer(path, [group["params"] for group in part.param_groups], part.names)
-        return numbered(_read_file(path), part.names, str(path))
+        return by_number(_read_file(path), part.names, str(path))
 
     part.load_state_dict(run_on_all_ranks(accelerator.core.collectives, read))
     accelerator.wait_for_everyone()

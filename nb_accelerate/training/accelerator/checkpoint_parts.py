@@ -165,7 +165,7 @@ class CheckpointPartsMixin(CoreMixin):
                 "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
             )
         # Here, because it takes torch a second to import what writes shards.
-        from nb_accelerate.training.checkpoint.sharded import ShardedFolder, named
+        from nb_accelerate.training.checkpoint.sharded import ShardedFolder, by_name
 
         folders = [
             ShardedFolder(f"{FSDP_MODEL_NAME}_{number}", "model", model.state_dict())
@@ -173,9 +173,9 @@ class CheckpointPartsMixin(CoreMixin):
         ]
         weights = [folder.state for folder in folders]
         for part in parts:
-            if isinstance(part.thing, OptimizerPart) and part.folder is not None:
-                by_name = named(part.thing.state_dict(), part.thing.names)
-                folders.append(ShardedFolder(part.folder, "optimizer", by_name))
+            if isinstance(part.thing, OptimizerPart):
+                state = by_name(part.thing.state_dict(), part.thing.names)
+                folders.append(ShardedFolder(part.folder, "optimizer", state))
         for folder in folders:
             folder.plan(self.core.collectives)
         return weights, folders

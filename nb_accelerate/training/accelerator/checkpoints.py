@@ -313,7 +313,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         def read_weights(checkpoint: loading.Checkpoint) -> list[dict[str, Any]]:
             return loading.read_weights(checkpoint, models, map_location=map_location, strict=strict)
 
-        def read(
+        def read_content(
             checkpoint: loading.Checkpoint,
         ) -> tuple[loading.Checkpoint, loading.LoadedStates, list[dict[str, Any]]]:
             for tag, engine in engines.items():
@@ -335,13 +335,13 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
         if means_newest:
             parent = run_on_all_ranks(collectives, self._numbered_folders)
             found, next_number = read_newest(
-                parent, read, collectives=collectives, this_rank=this_rank, first=core.registry.first_of_run
+                parent, read_content, collectives=collectives, this_rank=this_rank, first=core.registry.first_of_run
             )
         else:
             first = gather_from_all_ranks(collectives, lambda: _given(input_dir, "input_dir").absolute())[0]
             folder = run_on_all_ranks(collectives, lambda: _own_or(first, input_dir))
             next_number = project.iteration
-            whole, damage = loading.read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
+            whole, damage = loading.read_checkpoint(folder, read_content, collectives=collectives, this_rank=this_rank)
             if damage or whole is None:
                 raise CheckpointError("\n".join(damage))
             found = whole

@@ -26,7 +26,7 @@ from nb_accelerate.base.progress_page import here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator.checkpoints import CheckpointMixin
 from nb_accelerate.training.checkpoint.fitting import position_here
-from nb_accelerate.training.checkpoint.numbered import newest_of_others, next_number, numbered
+from nb_accelerate.training.checkpoint.numbered import checkpoints_in, newest_of_others, next_number
 from nb_accelerate.training.checkpoint.shared_staging import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.training.process.notes import note
 
@@ -303,7 +303,7 @@ class ResumingMixin(CheckpointMixin):
             batch = dataloader.epoch_and_batch[1]
             after = f" after its batch {batch}" if batch else ""
             note(f"Training goes on from {core.registry.loaded_from}, with epoch {first + 1} of {epochs}{after}.")
-        elif is_asked_for and not numbered(parent):
+        elif is_asked_for and not checkpoints_in(parent):
             note(f"There is no checkpoint in {parent} to go on from: training begins with the first epoch.")
 
     def _leave_earlier_run(self, *, begins_anew: bool) -> None:
@@ -320,7 +320,7 @@ class ResumingMixin(CheckpointMixin):
     def _go_on(self, dataloader: DataLoaderShard) -> int:
         """Load the newest checkpoint, and have the loader begin where it was; return the epoch that is next."""
         core = self.core
-        there = run_on_all_ranks(core.collectives, lambda: numbered(self._numbered_folders()))
+        there = run_on_all_ranks(core.collectives, lambda: checkpoints_in(self._numbered_folders()))
         own = [number for number, _ in there if number >= core.registry.first_of_run]
         if not any(core.collectives.all_gather_object(bool(own))):
             return self._begin_anew()
@@ -340,7 +340,7 @@ class ResumingMixin(CheckpointMixin):
     def _begin_anew(self) -> int:
         core = self.core
         parent = self._numbered_folders()
-        there = run_on_all_ranks(core.collectives, lambda: numbered(parent))
+        there = run_on_all_ranks(core.collectives, lambda: checkpoints_in(parent))
         newest = max((number for number, _ in there), default=-1)
         project = core.recording.project
         project.iteration = run_on_all_ranks(core.collectives, lambda: next_number(parent, newest))

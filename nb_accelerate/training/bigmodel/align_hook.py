@@ -24,10 +24,10 @@ from nb_accelerate.training.bigmodel.tensors import (
     QUANTISED,
     move_tensor,
     moved,
-    numbered,
     owner_of,
     tensor_at,
     tensor_names,
+    with_index,
 )
 from nb_accelerate.training.pytree import map_tensors, tensors_in
 from nb_accelerate.training.pytree.structures import find_device, send_to_device
@@ -144,7 +144,7 @@ class AlignDevicesHook(ModelHook):
         if given is None:
             return None
         if self._numbered is None or self._numbered[0] is not given:
-            self._numbered = given, numbered(given)
+            self._numbered = given, with_index(given)
         return self._numbered[1]
 
     @property

@@ -15,7 +15,7 @@ from nb_accelerate.training.bigmodel.hooks import add_hook_to_module
 from nb_accelerate.training.bigmodel.offloaded import PrefixedDataset
 from nb_accelerate.training.bigmodel.schedule import Schedule
 from nb_accelerate.training.bigmodel.sizes import compute_module_sizes
-from nb_accelerate.training.bigmodel.tensors import is_cpu, move_tensor, numbered, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.tensors import is_cpu, move_tensor, tensor_at, tensor_names, with_index
 from nb_accelerate.training.bigmodel.ties import device_of
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _attach_to_blocks(
         stays = any(other.name.startswith(prefix) for other in blocks if other is not block) and not is_cpu(device)
         hook.offload = offload and not stays and any(hook.visits(block.module, name) for name in block.tensors)
         if hook.offload and device is not None:
-            hook.schedule = schedules.setdefault(device, Schedule(numbered(device)))
+            hook.schedule = schedules.setdefault(device, Schedule(with_index(device)))
         add_hook_to_module(block.module, hook, append=True)
 
 
@@ -233,7 +233,7 @@ def attach_align_device_hook_on_blocks(
     computing = _by_entry(execution_device, offload, prefix)
     resting = _by_entry(offload, execution_device, prefix)
     names = [name for name in tensor_names(module) if _entry(name, resting) is not None]
-    devices = {name: numbered(device_of(name, computing)) for name in names if _entry(name, computing) is not None}
+    devices = {name: with_index(device_of(name, computing)) for name in names if _entry(name, computing) is not None}
     staying = {name for name in devices if not resting[_entry(name, resting) or ""]}
     for name in staying:
         move_tensor(module, name, devices[name])

@@ -26,7 +26,7 @@ from nb_accelerate.training.bigmodel.hooks import (
 )
 from nb_accelerate.training.bigmodel.mapped import WeightFiles, check_files, files_of
 from nb_accelerate.training.bigmodel.offloaded import OffloadedWeightsLoader, check_space, save_offload_index
-from nb_accelerate.training.bigmodel.tensors import numbered, owner_of, tensor_at, tensor_names
+from nb_accelerate.training.bigmodel.tensors import owner_of, tensor_at, tensor_names, with_index
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_on_same_device,
     device_of,
@@ -197,7 +197,7 @@ def dispatch_model(
     left_out = dict.fromkeys(getattr(model, "_no_placement_params", None) or (), "cpu")
     check_device_map(model, {**device_map, **left_out})
     check_files(tensor_at(model, name) for name in tensor_names(model))
-    places: dict[str, Any] = {name: "disk" if at == "disk" else numbered(at) for name, at in device_map.items()}
+    places: dict[str, Any] = {name: "disk" if at == "disk" else with_index(at) for name, at in device_map.items()}
     _remove_placement(model)
     devices = list(dict.fromkeys(places.values()))
     if len(devices) > 1 or "disk" in devices or force_hooks:
@@ -206,7 +206,7 @@ def dispatch_model(
         _place(
             model,
             places,
-            first if main_device is None else numbered(main_device),
+            first if main_device is None else with_index(main_device),
             (state_dict, offload_dir, offload_index),
             {
                 "offload_buffers": offload_buffers,
@@ -369,5 +369,5 @@ def _offload(
 
 def _device(model: nn.Module, given: Device | None) -> torch.device:
     if given is not None:
-        return numbered(given)
+        return with_index(given)
     return next((tensor_at(model, name).device for name in tensor_names(model)), torch.device("cpu"))

@@ -61,7 +61,7 @@ def set_module_tensor_to_device(
         ConfigError: there is no such tensor, its shape is another, or it is on ``meta`` and no value is given.
     """
     owner, name = owner_of(module, tensor_name)
-    target = numbered(device)
+    target = with_index(device)
     old = getattr(owner, name)
     source = old if value is None else value
     pointers = (tensor.data_ptr() for tensor in (source, old)) if tied_params_map else ()
@@ -167,7 +167,7 @@ def _parameters_on(module: nn.Module, device: Device) -> Iterator[None]:
     away = {
         name: (parameter, parameter.data)
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.device != numbered(device)
+        if parameter.device != with_index(device)
     }
     for name in away:
         if away[name][0].is_meta:
@@ -229,7 +229,7 @@ def init_on_device(device: torch.device | str, include_buffers: bool = False) ->
         yield
 
 
-def numbered(device: Device) -> torch.device:
+def with_index(device: Device) -> torch.device:
     """Return a device with its number, which tensors have too; in a rehearsal the CPU, with that number.
 
     Raises:
@@ -248,7 +248,7 @@ def numbered(device: Device) -> torch.device:
 
 def is_cpu(device: Device | None) -> bool:
     """Return whether a device is the CPU, and stands for no other; True for none, where nothing moves."""
-    return device is None or numbered(device) == torch.device("cpu")
+    return device is None or with_index(device) == torch.device("cpu")
 
 
 def move_tensor(module: nn.Module, name: str, device: torch.device, values: Mapping[str, Tensor] | None = None) -> None:

@@ -139,7 +139,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         return torch.load(f, map_location=map_location, **kwargs)
 
 
-def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **kwargs: Any) -> Any:
+def load_or_explain(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **kwargs: Any) -> Any:
     """Do as `load` does; say which file could not be loaded, why, and how to allow it to run code."""
     try:
         return load(file, map_location=map_location, **kwargs)
@@ -161,7 +161,7 @@ def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **
 def weights_of(file: str | os.PathLike[str], **kwargs: Any) -> Mapping[str, Any]:
     """Return what a file that `torch.save` wrote holds by name. ``kwargs`` are those of `torch.load`."""
     trusted = "load it with torch.load(..., weights_only=False), and save its weights alone."
-    tensors: Any = read(file, "cpu", if_trusted=trusted, **kwargs)
+    tensors: Any = load_or_explain(file, "cpu", if_trusted=trusted, **kwargs)
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise CheckpointError(f"{file} does not hold weights by name, but a {type(tensors).__name__}.")
     return tensors

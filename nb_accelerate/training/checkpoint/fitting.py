@@ -141,15 +141,15 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
                 "saved between epochs."
             )
     same_size = before is not None and before == now
-    if not position or same_size or (before is now is None and manifest.readers == world_size):
+    if not position or same_size or (before is now is None and manifest.num_data_ranks == world_size):
         return position
     if before is not None and now is not None and position * before % now == 0:
         return position * before // now
     had = f"{position} batches" + ("" if before is None else f" of {before} rows, {position * before} in all,")
     reads = "in batches of no fixed size" if now is None else f"{now} rows at a time"
     raise CheckpointError(
-        f"It was saved by {manifest.readers} processes after {had} of an epoch, and this run of {world_size} "
-        f"reads {reads}: rows would be left out or come twice. Start {manifest.readers} processes with the same "
+        f"It was saved by {manifest.num_data_ranks} processes after {had} of an epoch, and this run of {world_size} "
+        f"reads {reads}: rows would be left out or come twice. Start {manifest.num_data_ranks} processes with the same "
         "batch_size, or load a checkpoint that was saved between epochs."
     )
 

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.checkpoint.checksums import Verification
-from nb_accelerate.training.checkpoint.files import load_state_dict, read
+from nb_accelerate.training.checkpoint.files import load_or_explain, load_state_dict
 from nb_accelerate.training.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
 from nb_accelerate.training.checkpoint.manifest import examine
 from nb_accelerate.training.checkpoint.model import fit
@@ -55,6 +55,13 @@ IF_TRUSTED = "write load_state(..., load_kwargs={'weights_only': False})."
 
 _RANDOM_NUMBERS = re.compile(RANDOM_NUMBERS.format(r"\d+"))
 
+# Files without which training does not go on as it was.
+_TO_TRAIN_WITH = re.compile(
+    r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_fsdp)?(_\d+)?\.bin)"
+)
+
+logger = logging.getLogger("nb_accelerate")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -62,18 +69,18 @@ class Checkpoint:
 
     folder: Path
     asked_for: Path  # the folder that was given, for messages
-    there: frozenset[str]
+    files: frozenset[str]  # without a manifest, the names of folders too
     manifest: Manifest | None
 
-    def read(self, name: str, **kwargs: Any) -> Any:
+    def load_file(self, name: str, **kwargs: Any) -> Any:
         """Return what `torch.save` has written to a file of it, on the CPU. ``kwargs`` are those of `torch.load`."""
         path = self.folder / name
         # Copied from the mapped file by all threads of torch: it takes twice as long to read it into memory by one.
-        return deep_copy(read(path, "cpu", if_trusted=IF_TRUSTED, mmap=zipfile.is_zipfile(path), **kwargs))
+        return deep_copy(load_or_explain(path, "cpu", if_trusted=IF_TRUSTED, mmap=zipfile.is_zipfile(path), **kwargs))
 
     def has_shards(self, folder: str) -> bool:
         """Return whether a folder of it holds parts that each rank has written."""
-        return f"{folder}/{METADATA_NAME}" in self.there
+        return f"{folder}/{METADATA_NAME}" in self.files
 
     def all_files(self) -> list[str]:
         """Return the names of all files, those in folders below too, as ``part/file``."""
@@ -97,40 +104,39 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         return None, damage
     # What is there besides is not part of it, and is not read.
     entries = (*where.iterdir(), *where.glob(f"*/{METADATA_NAME}"))
-    there = [entry.relative_to(where).as_posix() for entry in entries] if manifest is None else manifest.files
-    return Checkpoint(folder=where, asked_for=folder, there=frozenset(there), manifest=manifest), []
+    files = [entry.relative_to(where).as_posix() for entry in entries] if manifest is None else manifest.files
+    return Checkpoint(folder=where, asked_for=folder, files=frozenset(files), manifest=manifest), []
 
 
 def read_checkpoint(
-    folder: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, this_rank: ThisRank
+    folder: Path, read_content: Callable[[Checkpoint], T], *, collectives: Collectives, this_rank: ThisRank
 ) -> tuple[T | None, list[str]]:
-    """Read a checkpoint, by ``read``, which changes nothing, and compare its checksums meanwhile.
+    """Read a checkpoint, by ``read_content``, which changes nothing, and compare its checksums meanwhile.
 
-    All ranks call it together; those of one machine share the comparing. Return what ``read`` returned, or a sentence
-    for each file of the checkpoint that is not as it was written, on this rank or another.
+    All ranks call it together; those of one machine share the comparing. Return what ``read_content`` returned, or a
+    sentence for each file of the checkpoint that is not as it was written, on this rank or another.
     """
-    opened: list[Checkpoint | None] = []
+    checkpoint: Checkpoint | None
 
     def open_here() -> list[str]:
+        nonlocal checkpoint
         checkpoint, damage = open_checkpoint(folder)
-        opened.append(checkpoint)
         return damage
 
-    damage = _found_on_all(gather_from_all_ranks(collectives, open_here), folder)
-    checkpoint = opened[0]
+    damage = _damage_on_all(gather_from_all_ranks(collectives, open_here), folder)
     if checkpoint is None or damage:
         return None, damage
     files = {} if checkpoint.manifest is None else checkpoint.manifest.files
-    result: list[T] = []
+    content: T | None = None
     error: Exception | None = None
     with Verification(
         checkpoint.folder, files, rank=this_rank.local_rank, num_ranks=this_rank.local_world_size
-    ) as compared:
+    ) as verification:
         try:
-            result.append(read(checkpoint))
+            content = read_content(checkpoint)
         except Exception as caught:  # it may be the damage that is about to be found
             error = caught
-        damage = _found_on_all(gather_from_all_ranks(collectives, compared.result), folder)
+        damage = _damage_on_all(gather_from_all_ranks(collectives, verification.result), folder)
     if damage:
         return None, damage
 
@@ -139,37 +145,30 @@ def read_checkpoint(
             raise error
 
     run_on_all_ranks(collectives, raise_error)
-    return result[0], []
+    return content, []
 
 
-def _found_on_all(damage: list[list[str]], folder: Path) -> list[str]:
+def _damage_on_all(damage: list[list[str]], folder: Path) -> list[str]:
     """Return the sentences of all ranks, each once, with a hint if there are several."""
-    found = list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
+    sentences = list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
     hint = f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint."
-    return [*found, hint] if len(found) > 1 else found
+    return [*sentences, hint] if len(sentences) > 1 else sentences
 
 
 def _damage_without_manifest(folder: Path) -> list[str]:
     """Return a sentence if a folder without a manifest cannot be a checkpoint of accelerate; else none."""
-    known = sorted(entry.name for entry in folder.iterdir() if OF_A_STATE.fullmatch(entry.name))
-    if not known and not any(OF_SHARDS.fullmatch(entry.name) for entry in folder.iterdir()):
+    files = sorted(entry.name for entry in folder.iterdir() if OF_A_STATE.fullmatch(entry.name))
+    if not files and not any(OF_SHARDS.fullmatch(entry.name) for entry in folder.iterdir()):
         return [f"{folder} holds no checkpoint."]
-    odd = [name for name in known if not stat.S_ISREG((folder / name).lstat().st_mode)]
-    if odd:
-        return [f"{folder / odd[0]} is a link, or no regular file. Put the file itself there."]
-    for name in known:
+    irregular = [name for name in files if not stat.S_ISREG((folder / name).lstat().st_mode)]
+    if irregular:
+        return [f"{folder / irregular[0]} is a link, or no regular file. Put the file itself there."]
+    for name in files:
         if _RANDOM_NUMBERS.fullmatch(name):
-            states = read(folder / name, "cpu", if_trusted=IF_TRUSTED)
+            states = load_or_explain(folder / name, "cpu", if_trusted=IF_TRUSTED)
             if isinstance(states, dict) and SAVED_BY in states:
                 return [f"{folder / MANIFEST_NAME} is missing, which says what belongs to this checkpoint."]
     return []
-
-
-logger = logging.getLogger("nb_accelerate")
-
-_TO_TRAIN_WITH = re.compile(
-    r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_fsdp)?(_\d+)?\.bin)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,66 +176,72 @@ class LoadedStates:
     """What was read, the weights of models apart. Made by `read_states`."""
 
     of_parts: list[tuple[Part, Path, Any]]
-    numbers: dict[str, Any] | None  # random numbers of this rank; None if it has none
+    rng_state: dict[str, Any] | None  # of this rank; None if it has none
     step: int | None  # batches in the accumulation window when it was saved; None if that is not known
     orders: list[Order | None]  # of each loader, what draws the order of its rows; None where nothing does
 
 
 def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: ThisRank, **kwargs: Any) -> LoadedStates:
     """Read everything but the weights of models, and look whether it fits."""
-    manifest = checkpoint.manifest
-    took_part = manifest is None or this_rank.rank in manifest.ranks
-    rank = this_rank.rank if took_part or manifest is None else min(manifest.ranks, default=0)
+    manifest, rank = checkpoint.manifest, this_rank.rank
+    if manifest is not None and rank not in manifest.ranks:
+        rank = min(manifest.ranks, default=0)  # one that took part in the save
     states = []
-    # To the CPU: an optimizer moves on what belongs to the device. It does not move back what does not: with the
-    # steps counted on a device every step would wait for it, and a sampler's random state cannot be restored from one.
     for part in parts:
         name = part.name_on(rank)
-        if part.loader is not None and name not in checkpoint.there:
+        if part.loader is not None and name not in checkpoint.files:
             name = part.file  # of accelerate's, which has one for all
-            if name not in checkpoint.there:
+            if name not in checkpoint.files:
                 continue
         path = checkpoint.folder / name
-        # On other numbers of ranks a loader does not go on from its own state, but after as many rows.
-        layout = this_rank.world_size, this_rank.readers
-        if part.loader is not None and manifest is not None and layout != (manifest.num_processes, manifest.readers):
-            position = position_here(manifest, part.loader, part.thing, this_rank.readers)
-            if isinstance(part.thing.dataset, IterableDataset) and position:
-                raise CheckpointError(
-                    f"{path} is the position of {manifest.readers} processes in a stream, in the middle of an "
-                    f"epoch, and this run has {this_rank.readers}. Start {manifest.readers} processes, or load "
-                    "a checkpoint that was saved between epochs."
-                )
-            states.append(
-                (part, path, {"nb_accelerate": {"epoch": manifest.epochs[part.loader], "position": position}})
-            )
+        if part.loader is not None and manifest is not None and _is_of_other_ranks(manifest, this_rank):
+            states.append((part, path, _position_by_rows(manifest, part, part.loader, path, this_rank)))
             continue
-        state = _read_optimizer(checkpoint, part) or checkpoint.read(name, **kwargs)
+        # Load to the CPU. Optimizers move their state to the device, but never move CPU-only entries (step counters, a
+        # sampler's random state) back.
+        state = _read_named_optimizer(checkpoint, part) or checkpoint.load_file(name, **kwargs)
         if part.check is not None:
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)
         states.append((part, path, state))
-    # A rank that had no part in the save draws other numbers; the orders of loaders are those of all ranks.
-    numbers, orders = None, []
+    # A rank that had no part in the save draws other random numbers; the orders of loaders are those of all ranks.
+    rng_state, orders = None, []
     file = RANDOM_NUMBERS.format(rank)
-    if file in checkpoint.there:
-        found = checkpoint.read(file)
-        check_random_numbers(str(checkpoint.folder / file), found)
-        orders = [order and Order.decoded(order) for order in found.get("orders", ())]
-        numbers = found if rank == this_rank.rank else None
-    step = None if numbers is None else numbers.get("step")
+    if file in checkpoint.files:
+        saved = checkpoint.load_file(file)
+        check_random_numbers(str(checkpoint.folder / file), saved)
+        orders = [order and Order.decoded(order) for order in saved.get("orders", ())]
+        rng_state = saved if rank == this_rank.rank else None
     # What the manifest says is the same on all ranks, those without random numbers of their own too.
-    step = step if manifest is None else manifest.step
-    return LoadedStates(of_parts=states, numbers=numbers, step=step, orders=orders)
+    step = manifest.step if manifest is not None else rng_state.get("step") if rng_state is not None else None
+    return LoadedStates(of_parts=states, rng_state=rng_state, step=step, orders=orders)
 
 
-def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
+def _is_of_other_ranks(manifest: Manifest, this_rank: ThisRank) -> bool:
+    layout = this_rank.world_size, this_rank.num_data_ranks
+    return layout != (manifest.num_processes, manifest.num_data_ranks)
+
+
+def _position_by_rows(manifest: Manifest, part: Part, loader: int, path: Path, this_rank: ThisRank) -> dict[str, Any]:
+    """Return the position of a loader after as many rows: on other ranks it cannot go on from its own state."""
+    position = position_here(manifest, loader, part.thing, this_rank.num_data_ranks)
+    if isinstance(part.thing.dataset, IterableDataset) and position:
+        raise CheckpointError(
+            f"{path} is the position of {manifest.num_data_ranks} processes in a stream, in the middle of an epoch, "
+            f"and this run has {this_rank.num_data_ranks}. Start {manifest.num_data_ranks} processes, or load a "
+            "checkpoint that was saved between epochs."
+        )
+    return {"nb_accelerate": {"epoch": manifest.epochs[loader], "position": position}}
+
+
+def _read_named_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
     """Return the state of an optimizer that is saved by the names of parameters; None for any other."""
-    is_sharded = part.file not in checkpoint.there
-    if part.folder is None or not (is_sharded or checkpoint.manifest is None):
+    is_sharded = part.file not in checkpoint.files
+    # A whole file of this package has the parameters by number. One of accelerate may have them by name.
+    if not part.is_optimizer or not (is_sharded or checkpoint.manifest is None):
         return None
     # Here, because it takes torch a second to import what reads shards.
-    from nb_accelerate.training.checkpoint.sharded import NamedOptimizer, numbered, read_optimizer
+    from nb_accelerate.training.checkpoint.sharded import NamedOptimizer, by_number, read_optimizer
 
     if not isinstance(part.thing, NamedOptimizer):
         return None
@@ -244,11 +249,10 @@ def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
     if is_sharded:
         parameters = [group["params"] for group in optimizer.param_groups]
         return read_optimizer(checkpoint.folder / part.folder, parameters, names)
-    file = checkpoint.folder / part.file  # accelerate's, which may have collected it from shards
-    state = checkpoint.read(part.file)
+    state = checkpoint.load_file(part.file)
     groups = state.get("param_groups") if isinstance(state, dict) else None
     is_named = groups and all(isinstance(name, str) for group in groups for name in group.get("params", (0,)))
-    return numbered(state, names, str(file)) if is_named else None
+    return by_number(state, names, str(checkpoint.folder / part.file)) if is_named else None
 
 
 def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: int, strict: bool) -> None:
@@ -256,8 +260,8 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
 
     What nobody takes is an error if ``strict``, where training goes on.
     """
-    folder, there = checkpoint.asked_for, checkpoint.there
-    has_weights = there & set(_weight_names(0)) or checkpoint.has_shards(f"{FSDP_MODEL_NAME}_0")
+    folder, files = checkpoint.asked_for, checkpoint.files
+    has_weights = not files.isdisjoint(_weight_names(0)) or checkpoint.has_shards(f"{FSDP_MODEL_NAME}_0")
     if not num_models and not parts and has_weights:
         raise CheckpointError(
             f"There is nothing that {folder} could be loaded into. Call load_state after prepare(model, ...)."
@@ -265,16 +269,16 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
     missing = [
         part.file
         for part in parts
-        if part.file not in there
+        if part.file not in files
         and part.loader is None
-        and not (part.folder is not None and checkpoint.has_shards(part.folder))
+        and not (part.is_optimizer and checkpoint.has_shards(part.folder))
     ]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {', '.join(sorted(missing))}. A state is loaded after the same models, optimizers, "
             "schedulers and objects were prepared or registered as when it was saved, in the same order."
         )
-    saved = [name for name in there if re.fullmatch(r"custom_checkpoint_\d+\.pkl", name)]
+    saved = [name for name in files if re.fullmatch(r"custom_checkpoint_\d+\.pkl", name)]
     registered = [part for part in parts if part.file.startswith("custom_checkpoint_")]
     if len(saved) != len(registered):
         raise CheckpointError(
@@ -282,24 +286,20 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
             "Call register_for_checkpointing with the same objects before load_state."
         )
     # What the checkpoint has for models, optimizers and schedulers that nothing here takes.
-    taken = {part.file for part in parts}
+    used = {part.file for part in parts} | {part.folder for part in parts if part.is_optimizer}
     for number in range(num_models):
-        taken |= {*_weight_names(number), shards_of(name_of(SAFE_WEIGHTS_NAME, number))}
-    taken |= {part.folder for part in parts if part.folder is not None}
-    folders = {name.partition("/")[0] for name in there if checkpoint.has_shards(name.partition("/")[0])}
-    left = sorted(
-        name
-        for name in there | folders
-        if (_TO_TRAIN_WITH.fullmatch(name) or (name in folders and OF_SHARDS.fullmatch(name))) and name not in taken
-    )
-    trains = any(part.file.startswith("optimizer") for part in parts)
-    if left and trains and strict:
+        used |= {*_weight_names(number), shards_of(name_of(SAFE_WEIGHTS_NAME, number))}
+    sharded = {name.partition("/")[0] for name in files if checkpoint.has_shards(name.partition("/")[0])}
+    needed = {name for name in files | sharded if _TO_TRAIN_WITH.fullmatch(name)}
+    unused = sorted((needed | {name for name in sharded if OF_SHARDS.fullmatch(name)}) - used)
+    trains = any(part.is_optimizer for part in parts)
+    if unused and trains and strict:
         raise CheckpointError(
-            f"{folder} has {', '.join(left)}, which nothing here takes: training would go on without. Prepare what was "
-            "prepared when it was saved, or leave it behind with load_state(..., strict=False)."
+            f"{folder} has {', '.join(unused)}, which nothing here takes: training would go on without. Prepare what "
+            "was prepared when it was saved, or leave it behind with load_state(..., strict=False)."
         )
-    if left:
-        logger.warning("Of %s, %s was not used: nothing that was prepared takes it.", folder, ", ".join(left))
+    if unused:
+        logger.warning("Of %s, %s was not used: nothing that was prepared takes it.", folder, ", ".join(unused))
 
 
 def check_no_engine(checkpoint: Checkpoint) -> None:
@@ -318,15 +318,15 @@ def read_weights(
     checkpoint: Checkpoint, models: Sequence[nn.Module], *, map_location: str | torch.device, strict: bool
 ) -> list[dict[str, Any]]:
     """Read the weights of models, under the names that these have for them, and look whether they fit."""
-    found = []
+    weights = []
     for number, model in enumerate(models):
         names = _weight_names(number)
-        name = next((name for name in names if name in checkpoint.there), None)
+        name = next((name for name in names if name in checkpoint.files), None)
         shards = shards_of(names[0])
         if name is None and checkpoint.has_shards(shards):
             from nb_accelerate.training.checkpoint.sharded import read_model  # as above
 
-            found.append(read_model(checkpoint.folder / shards, model, strict=strict))
+            weights.append(read_model(checkpoint.folder / shards, model, strict=strict))
             continue
         if name is None:
             raise CheckpointError(
@@ -339,8 +339,8 @@ def read_weights(
         check_shapes(
             str(file), {name: value.shape for name, value in tensors.items() if hasattr(value, "shape")}, model
         )
-        found.append(tensors)
-    return found
+        weights.append(tensors)
+    return weights
 
 
 def _weight_names(number: int) -> list[str]:
@@ -367,17 +367,17 @@ def apply(
 
     def load_others() -> None:
         for part, file, state in states.of_parts:
-            if part.folder is None:  # not of an optimizer
+            if not part.is_optimizer:
                 before.append((part.thing, _copied(part.thing.state_dict())))
                 _load(part, file, state)
 
     def load_checked() -> None:
         for part, file, state in states.of_parts:
-            if part.folder is not None:
+            if part.is_optimizer:
                 _load(part, file, state)
         for model, tensors in zip(models, weights, strict=True):
             load_weights(model, tensors, strict=False, **kwargs)
-        _restore_numbers(checkpoint, states, loaders, this_rank)
+        _restore_rng_and_loaders(checkpoint, states, loaders, this_rank)
 
     try:
         run_on_all_ranks(collectives, load_others)
@@ -405,7 +405,9 @@ def _copied(state: Any) -> Any:
     )
 
 
-def _restore_numbers(checkpoint: Checkpoint, states: LoadedStates, loaders: Sequence[Any], this_rank: ThisRank) -> None:
+def _restore_rng_and_loaders(
+    checkpoint: Checkpoint, states: LoadedStates, loaders: Sequence[Any], this_rank: ThisRank
+) -> None:
     """Restore random numbers, and the epochs, seeds and orders of loaders."""
     manifest = checkpoint.manifest
     if manifest is not None:
@@ -417,13 +419,13 @@ def _restore_numbers(checkpoint: Checkpoint, states: LoadedStates, loaders: Sequ
     for loader, order in zip(loaders, states.orders, strict=False):
         if order is not None:
             loader.draw_again(order)
-    if states.numbers is not None:
-        rng.restore(states.numbers, this_rank.kind)
+    if states.rng_state is not None:
+        rng.restore(states.rng_state, this_rank.kind)
         return
-    were = this_rank.world_size if manifest is None else manifest.num_processes
+    num_before = this_rank.world_size if manifest is None else manifest.num_processes
     file = checkpoint.folder / RANDOM_NUMBERS.format(this_rank.rank)
-    said = f"{file} is not there: rank {this_rank.rank} goes on with other random numbers than it had."
-    if were != this_rank.world_size:
-        note(f"{said} It was saved by {were} processes, and this run has {this_rank.world_size}.")
+    message = f"{file} is not there: rank {this_rank.rank} goes on with other random numbers than it had."
+    if num_before != this_rank.world_size:
+        note(f"{message} It was saved by {num_before} processes, and this run has {this_rank.world_size}.")
     else:
-        logger.warning("%s Was save_state called on the main process only?", said)
+        logger.warning("%s Was save_state called on the main process only?", message)

@@ -59,7 +59,7 @@ class Manifest:
     saved_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
 
     @property
-    def readers(self) -> int:
+    def num_data_ranks(self) -> int:
         """Processes, or groups of them that share rows, that read rows of their own."""
         return self.num_processes if self.num_readers is None else self.num_readers
 

@@ -13,7 +13,7 @@ from nb_accelerate.errors import CheckpointError
 from nb_accelerate.training.bigmodel.device_map import planned_map
 from nb_accelerate.training.bigmodel.device_memory import limits_for
 from nb_accelerate.training.bigmodel.dispatch import dispatch_model
-from nb_accelerate.training.bigmodel.tensors import numbered
+from nb_accelerate.training.bigmodel.tensors import with_index
 from nb_accelerate.training.bigmodel.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -136,7 +136,7 @@ def load_checkpoint_in_model(
             device_of(name, device_map)
         for device in device_map.values():
             if device != "disk":
-                numbered(device)
+                with_index(device)
         check_tied_parameters_on_same_device(tied, device_map)
     files = Checkpoint(weight_files(checkpoint))
     found: set[str] = set()

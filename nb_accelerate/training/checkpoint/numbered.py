@@ -28,7 +28,7 @@ T = TypeVar("T")
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})")
 
 
-def numbered(parent: Path) -> list[tuple[int, Path]]:
+def checkpoints_in(parent: Path) -> list[tuple[int, Path]]:
     """Return the numbers and paths of the folders ``checkpoint_<number>`` that hold something, by number."""
     found = []
     for entry in parent.iterdir() if parent.is_dir() else ():
@@ -55,7 +55,7 @@ def is_taken(folder: Path) -> bool:
 
 def newest_of_others(parent: Path, launches: Iterable[str]) -> int:
     """Return the number of the newest checkpoint that none of ``launches`` has saved; -1 if there is none."""
-    for number, folder in reversed(numbered(parent)):
+    for number, folder in reversed(checkpoints_in(parent)):
         try:
             manifest = Manifest.read(published(folder, "state"))
         except CheckpointError:  # damaged; those below it tell
@@ -67,7 +67,7 @@ def newest_of_others(parent: Path, launches: Iterable[str]) -> int:
 
 def read_newest(
     parent: Path,
-    read: Callable[[Checkpoint], T],
+    read_content: Callable[[Checkpoint], T],
     *,
     collectives: Collectives,
     this_rank: ThisRank,
@@ -79,15 +79,15 @@ def read_newest(
     and the number of the next checkpoint, which none that was passed over has either.
     """
     everywhere = gather_from_all_ranks(
-        collectives, lambda: [number for number, _ in numbered(parent) if number >= first]
+        collectives, lambda: [number for number, _ in checkpoints_in(parent) if number >= first]
     )
     numbers = sorted(set(everywhere[0]).intersection(*everywhere), reverse=True)
     if not numbers:
         raise ConfigError(f"There is no checkpoint in {parent} yet.")
     passed_over: list[str] = []
     for number in numbers:
-        folder = dict(numbered(parent))[number]
-        result, damage = read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
+        folder = dict(checkpoints_in(parent))[number]
+        result, damage = read_checkpoint(folder, read_content, collectives=collectives, this_rank=this_rank)
         if not damage:
             if passed_over and this_rank.local_rank == 0:
                 logger.warning(
@@ -109,7 +109,7 @@ def remove_old(
     below ``first`` are of an earlier run: they stay, and do not count. What cannot be removed stays too, and a line
     says so.
     """
-    numbers = {folder: number for number, folder in numbered(saved.parent) if number >= first or folder == saved}
+    numbers = {folder: number for number, folder in checkpoints_in(saved.parent) if number >= first or folder == saved}
     others = [folder for folder in numbers if folder != saved]
     metrics: dict[Path, Mapping[str, float]] = {}  # of those of which all files are there and none is cut off
     for folder in others:

@@ -14,7 +14,7 @@ from nb_accelerate.training.bigmodel.device_memory import limits_for
 from nb_accelerate.training.bigmodel.dispatch import dispatch_model
 from nb_accelerate.training.bigmodel.mapped import WeightFiles
 from nb_accelerate.training.bigmodel.quantised import is_within, modules_not_to_quantise, replace_linear_layers
-from nb_accelerate.training.bigmodel.tensors import numbered, set_module_tensor_to_device
+from nb_accelerate.training.bigmodel.tensors import set_module_tensor_to_device, with_index
 from nb_accelerate.training.bigmodel.ties import device_of, find_tied_parameters, retie_parameters
 from nb_accelerate.training.checkpoint.files import load_state_dict
 from nb_accelerate.training.checkpoint.model import weight_files
@@ -118,7 +118,7 @@ def map_for(
     placed: dict[str, int | str | torch.device] = {**(device_map or {})}
     if device_map is None:
         first = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        placed[""] = torch.device("cpu") if first is None else numbered(first)
+        placed[""] = torch.device("cpu") if first is None else with_index(first)
     return placed, [*kept, *_visiting(placed)]
 
 

@@ -174,10 +174,10 @@ def read_optimizer(folder: Path, parameters: Sequence[Sequence[Tensor]], names: 
             state.setdefault(path[2], {})[path[3]] = wanted[name]
         else:
             groups.setdefault(path[2], {})[path[3]] = wanted[name]
-    return numbered({"state": state, "param_groups": [groups[key] for key in sorted(groups)]}, names, str(folder))
+    return by_number({"state": state, "param_groups": [groups[key] for key in sorted(groups)]}, names, str(folder))
 
 
-def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return the state of an optimizer by the names of parameters instead of their numbers."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, itertools.chain.from_iterable(names), strict=True))
@@ -185,8 +185,8 @@ def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str,
     return {"state": {name_of[number]: values for number, values in state["state"].items()}, "param_groups": groups}
 
 
-def numbered(state: Mapping[str, Any], names: Sequence[Sequence[str]], source: str) -> dict[str, Any]:
-    """Undo `named`, for an optimizer whose groups have their parameters in another order, too."""
+def by_number(state: Mapping[str, Any], names: Sequence[Sequence[str]], source: str) -> dict[str, Any]:
+    """Undo `by_name`, for an optimizer whose groups have their parameters in another order, too."""
     saved = [list(group.get("params", ())) for group in state["param_groups"]]
     if [sorted(group) for group in saved] != [sorted(group) for group in names]:
         lacking = sorted({name for group in names for name in group} - {name for group in saved for name in group})

@@ -42,17 +42,22 @@ def run_on_all_ranks(collectives: GathersObjects, action: Callable[[], T]) -> T:
     """Return what ``action`` returns on this rank, when it has ended on all. All ranks call it together."""
     # A rank that cannot read a file would otherwise leave the others waiting in their next collective. If it failed on
     # other ranks only, `CheckpointError` is raised.
-    kept: list[T] = []
-    gather_from_all_ranks(collectives, lambda: kept.append(action()))
-    return kept[0]
+    result: T
+
+    def run() -> None:
+        nonlocal result
+        result = action()
+
+    gather_from_all_ranks(collectives, run)
+    return result
 
 
 def gather_from_all_ranks(collectives: GathersObjects, action: Callable[[], T]) -> list[T]:
     """Return what ``action`` returns on each rank, in rank order: it travels pickled. See `run_on_all_ranks`."""
     error: Exception | SystemExit | None = None
-    result: list[T] = []
+    result: T | None = None
     try:
-        result.append(action())
+        result = action()
     except (Exception, SystemExit) as caught:  # the others wait for what this rank says
         error = caught
     # As text: an exception of the user's may not be picklable, or its class unknown to the others.
@@ -62,7 +67,7 @@ def gather_from_all_ranks(collectives: GathersObjects, action: Callable[[], T]) 
     failed = [f"on rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text is not None]
     if failed:
         raise CheckpointError("\n".join(failed))
-    return [values[0] for _, values in told]
+    return [value for _, value in told]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,7 @@ class ThisRank(Topology):
     num_sharing: int = 1  # processes that read the same rows as this one, with itself
 
     @property
-    def readers(self) -> int:
+    def num_data_ranks(self) -> int:
         """Processes, or groups of them that share rows, that read rows of their own."""
         return self.world_size // self.num_sharing
 

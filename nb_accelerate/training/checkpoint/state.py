@@ -58,9 +58,13 @@ class Part:
     check: Callable[[str, Any, Any], None] | None = None
 
     @property
-    def folder(self) -> str | None:
-        """The folder that it is in where each rank writes a part; None for what is never in one."""
-        return shards_of(self.file) if self.file.startswith(OPTIMIZER_NAME) else None
+    def is_optimizer(self) -> bool:
+        return self.file.startswith(OPTIMIZER_NAME)
+
+    @property
+    def folder(self) -> str:
+        """The folder that an optimizer is in where each rank writes a part; empty for others, which are in none."""
+        return shards_of(self.file) if self.is_optimizer else ""
 
     def name_on(self, rank: int) -> str:
         """Return the name of the file of a rank: the first one's has the plain name."""
@@ -116,7 +120,7 @@ def collect(
     manifest = Manifest(
         step=step,
         num_processes=this_rank.world_size,
-        num_readers=None if this_rank.num_sharing == 1 else this_rank.readers,
+        num_readers=None if this_rank.num_sharing == 1 else this_rank.num_data_ranks,
         ranks=shared.ranks,
         epochs=[epoch for epoch, _ in positions],
         seeds=[seed if type(seed) is int else None for seed in seeds],
@@ -203,15 +207,16 @@ def save_state(
 
     ``when_published`` is called by the process that published the checkpoint.
     """
-    collected: list[Content] = []
+    content: Content
 
     def collect_and_write() -> Written:
-        collected.append(collect())
-        return write_content(collected[0], shared)
+        nonlocal content
+        content = collect()
+        return write_content(content, shared)
 
     try:
         written = gather_from_all_ranks(collectives, collect_and_write)
-        run_on_all_ranks(collectives, lambda: publish(collected[0], shared, written, when_published))
+        run_on_all_ranks(collectives, lambda: publish(content, shared, written, when_published))
     except BaseException:
         shared.discard()
         raise

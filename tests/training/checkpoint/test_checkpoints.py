@@ -15,7 +15,7 @@ from torch import nn
 from nb_accelerate.base.config.project import ProjectConfiguration
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.accelerator import Accelerator
-from nb_accelerate.training.checkpoint.numbered import numbered
+from nb_accelerate.training.checkpoint.numbered import checkpoints_in
 from nb_accelerate.training.process import context
 
 
@@ -319,7 +319,7 @@ def test_checkpoints_number_themselves_and_the_oldest_go(tmp_path: Path):
         accelerator.load_state()
     for counter.count in range(12):
         assert accelerator.save_state().name == f"checkpoint_{counter.count}"
-    assert [number for number, _ in numbered(tmp_path / "checkpoints")] == [10, 11]
+    assert [number for number, _ in checkpoints_in(tmp_path / "checkpoints")] == [10, 11]
     project.iteration = 0
     counter.count = 99
     accelerator.load_state()
