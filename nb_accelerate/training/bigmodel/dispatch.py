@@ -19,7 +19,7 @@ from nb_accelerate.training.bigmodel.align_hook import AlignDevicesHook
 from nb_accelerate.training.bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from nb_accelerate.training.bigmodel.device_map import check_device_map
 from nb_accelerate.training.bigmodel.hooks import (
-    MOVES,
+    DEVICE_METHODS,
     SequentialHook,
     add_hook_to_module,
     remove_hook_from_module,
@@ -57,7 +57,7 @@ def weights_in_files(
 
     Args:
         weights: of the model, by name; on ``meta`` where they are in a file only.
-        folder: that they are written to. Its ``index.json`` may be of another model: it counts for what is on ``meta``.
+        folder: that they are written to. Weights on ``meta`` are found by its ``index.json``.
         index: rows by name, as in ``index.json``, for all weights that it has.
 
     Returns:
@@ -67,25 +67,26 @@ def weights_in_files(
         ConfigError: there is neither a folder nor an index.
         CheckpointError: the disk has too little space, which is found out before anything is written.
     """
-    homeless = {name for name, weight in weights.items() if files_of(weight) is None}
-    if folder is None and index is None and homeless:
+    not_on_disk = {name for name, weight in weights.items() if files_of(weight) is None}
+    if folder is None and index is None and not_on_disk:
         raise ConfigError(
-            f"device_map has {', '.join(sorted(homeless))} on the disk, and these weights are in no file yet. Give "
+            f"device_map has {', '.join(sorted(not_on_disk))} on the disk, and these weights are in no file yet. Give "
             "dispatch_model an offload_dir that they are written to."
         )
-    rows = _index_of(folder) if index is None else index
-    found = _mapped(
-        {name: rows[name] for name in weights if name in rows and (index is not None or weights[name].is_meta)}, folder
-    )
-    converted = {name for name, weight in found.items() if weight.dtype != weights[name].dtype}
-    unwritten = {
-        name: found.get(name, weights[name])
-        for name in weights
-        if name in converted or (name in homeless and name not in found and not weights[name].is_meta)
-    }
-    if folder is not None and unwritten:
-        found |= _written({name: (weight, weights[name].dtype) for name, weight in unwritten.items()}, Path(folder))
-    return found
+    rows = index
+    if rows is None:
+        # index.json may be left over from another model, so it is used only for weights on meta.
+        rows = {name: row for name, row in _index_of(folder).items() if name in weights and weights[name].is_meta}
+    in_files = _mapped({name: rows[name] for name in weights if name in rows}, folder)
+    to_write = {}
+    for name, weight in weights.items():
+        if name in in_files and in_files[name].dtype != weight.dtype:
+            to_write[name] = in_files[name], weight.dtype
+        elif name not in in_files and name in not_on_disk and not weight.is_meta:
+            to_write[name] = weight, weight.dtype
+    if folder is not None and to_write:
+        in_files |= _written(to_write, Path(folder))
+    return in_files
 
 
 def _index_of(folder: str | os.PathLike[str] | None) -> Mapping[str, Mapping[str, Any]]:
@@ -98,24 +99,24 @@ def _mapped(rows: Mapping[str, Mapping[str, Any]], folder: str | os.PathLike[str
         dict.fromkeys(Path(row["safetensors_file"]) for row in rows.values() if row.get("safetensors_file"))
     )
     others = OffloadedWeightsLoader(save_folder=folder, index=rows)
-    found = {}
+    weights = {}
     for name, row in rows.items():
         source = row.get("weight_name", name)
-        is_here = source in files and files.entry(source).file == Path(row.get("safetensors_file") or "")
-        found[name] = files[source] if is_here else others[name]
-    return found
+        is_mapped = source in files and files.entry(source).file == Path(row.get("safetensors_file") or "")
+        weights[name] = files[source] if is_mapped else others[name]
+    return weights
 
 
 def _written(weights: Mapping[str, tuple[Tensor, torch.dtype]], folder: Path) -> dict[str, Tensor]:
-    """Write weights, each in a dtype, and return them as views of what was written."""
+    """Write weights, each in a dtype, and return them as views of what was written. Files that they replace go."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: weight.numel() * dtype.itemsize for name, (weight, dtype) in weights.items()}
     check_space(folder, sum(sizes.values()))
-    first = {
-        (id(weight), dtype): name for name, (weight, dtype) in reversed(list(weights.items()))
-    }  # of weights that are tied to each other
+    first: dict[tuple[int, torch.dtype], str] = {}  # name of weights that are tied to each other
+    for name, (weight, dtype) in weights.items():
+        first.setdefault((id(weight), dtype), name)
     files: list[list[str]] = [[]]
     for name in first.values():
         if sum(sizes[each] for each in files[-1]) > _BYTES_OF_FILE:
@@ -127,10 +128,16 @@ def _written(weights: Mapping[str, tuple[Tensor, torch.dtype]], folder: Path) ->
         part = {name: weights[name][0].detach().to("cpu", weights[name][1]).contiguous().clone() for name in names}
         save_file(part, file)
         for name in names:
-            dtype = str(weights[name][1]).removeprefix("torch.")
-            rows[name] = {"safetensors_file": str(file), "weight_name": name, "dtype": dtype}
+            dtype_name = str(weights[name][1]).removeprefix("torch.")
+            rows[name] = {"safetensors_file": str(file), "weight_name": name, "dtype": dtype_name}
     rows |= {name: rows[first[id(weight), dtype]] for name, (weight, dtype) in weights.items()}
-    found = _mapped(rows, folder)
+    written = _mapped(rows, folder)
+    _replace_rows(rows, folder)
+    return written
+
+
+def _replace_rows(rows: Mapping[str, Any], folder: Path) -> None:
+    """Put rows into the index of a folder, and remove files of ours that it does not name any more."""
     before = _index_of(folder)
     save_offload_index(rows, folder)
     after = {row.get("safetensors_file") for row in _index_of(folder).values()}
@@ -138,7 +145,6 @@ def _written(weights: Mapping[str, tuple[Tensor, torch.dtype]], folder: Path) ->
         if Path(old).parent == folder.absolute() and _OWN_FILE.fullmatch(Path(old).name):
             with contextlib.suppress(OSError):  # Windows keeps a file that is mapped; elsewhere its maps stay
                 Path(old).unlink()
-    return found
 
 
 def dispatch_model(
@@ -203,17 +209,30 @@ def dispatch_model(
     if len(devices) > 1 or "disk" in devices or force_hooks:
         cpu = torch.device("cpu")
         first = next((device for device in devices if device not in ("disk", cpu)), cpu)
-        _place(
+        main = first if main_device is None else with_index(main_device)
+        kind = find_kind(main.type)
+        not_computing = ("disk",) if kind is not None and kind.uses_host_memory else ("disk", cpu)
+        offload = {name: place in not_computing for name, place in places.items()}
+        computing = {name: main if offload[name] else place for name, place in places.items()}
+        _separate_ties(model, computing)
+        ties = find_tied_parameters(model)
+        on_disk = [name for name in tensor_names(model) if device_of(name, places, "") == "disk"]
+        to_offload = _tensors_to_offload(model, on_disk, offload_buffers=offload_buffers)
+        in_files = weights_in_files(to_offload, offload_dir, offload_index) if to_offload else {}
+        attach_align_device_hook_on_blocks(
             model,
-            places,
-            first if main_device is None else with_index(main_device),
-            (state_dict, offload_dir, offload_index),
-            {
-                "offload_buffers": offload_buffers,
-                "skip_keys": skip_keys,
-                "preload_module_classes": preload_module_classes,
-            },
+            {"": main, **computing},
+            offload,
+            {**(state_dict or {}), **in_files},
+            offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
         )
+        retie_parameters(model, ties)
+        model.to = functools.partial(_to, model)  # type: ignore[method-assign]
+        for name in DEVICE_METHODS:
+            if hasattr(model, name):
+                setattr(model, name, functools.partial(_refuse_move, name))
     elif any(tensor_at(model, name).device != devices[0] for name in tensor_names(model)):
         model.to(devices[0])
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -224,38 +243,12 @@ def _remove_placement(model: nn.Module) -> None:
     """Take away hooks that placed a model before. Those of others stay."""
     for module in model.modules():
         hook: Any = getattr(module, "_hf_hook", None)
-        hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+        hooks = hook.hooks if isinstance(hook, SequentialHook) else () if hook is None else (hook,)
         others = [each for each in hooks if not isinstance(each, AlignDevicesHook)]
         if len(others) < len(hooks):
             remove_hook_from_module(module)
             for other in others:
                 add_hook_to_module(module, other, append=True)
-
-
-def _place(
-    model: nn.Module,
-    places: Mapping[str, Any],
-    main_device: torch.device,
-    sources: tuple[Mapping[str, Tensor] | None, Any, Any],
-    options: Mapping[str, Any],
-) -> None:
-    state_dict, offload_dir, offload_index = sources
-    kind = find_kind(main_device.type)
-    visiting = ("disk",) if kind is not None and kind.uses_host_memory else ("disk", torch.device("cpu"))
-    offload = {name: place in visiting for name, place in places.items()}
-    computing = {name: main_device if offload[name] else place for name, place in places.items()}
-    _separate_ties(model, computing)
-    ties = find_tied_parameters(model)
-    on_disk = [name for name in tensor_names(model) if device_of(name, places, "") == "disk"]
-    saved = _visitors(model, on_disk, offload_buffers=options["offload_buffers"])
-    in_files = weights_in_files(saved, offload_dir, offload_index) if saved else {}
-    weights = {**(state_dict or {}), **in_files}
-    attach_align_device_hook_on_blocks(model, {"": main_device, **computing}, offload, weights, **options)
-    retie_parameters(model, ties)
-    model.to = functools.partial(_to, model)  # type: ignore[method-assign]
-    for name in MOVES[1:]:
-        if hasattr(model, name):
-            setattr(model, name, functools.partial(_refuse_move, name))
 
 
 def _separate_ties(model: nn.Module, computing: Mapping[str, torch.device]) -> None:
@@ -266,11 +259,13 @@ def _separate_ties(model: nn.Module, computing: Mapping[str, torch.device]) -> N
         shared = tensor_at(model, group[0])
         made: dict[Any, Tensor] = {}
         for name in group:
-            separate = nn.Parameter(shared.detach(), shared.requires_grad) if made else shared
-            setattr(*owner_of(model, name), made.setdefault(device_of(name, computing), separate))
+            device = device_of(name, computing)
+            if device not in made:
+                made[device] = nn.Parameter(shared.detach(), shared.requires_grad) if made else shared
+            setattr(*owner_of(model, name), made[device])
 
 
-def _visitors(model: nn.Module, names: Sequence[str], *, offload_buffers: bool) -> dict[str, Tensor]:
+def _tensors_to_offload(model: nn.Module, names: Sequence[str], *, offload_buffers: bool) -> dict[str, Tensor]:
     """Return those tensors that are in files: parameters, and saved buffers if asked for or if they are on ``meta``."""
     parameters, saved = {name for name, _ in model.named_parameters(remove_duplicate=False)}, model.state_dict().keys()
     tensors = {name: tensor_at(model, name) for name in names}
@@ -344,8 +339,8 @@ def disk_offload(
     Raises:
         CheckpointError: the disk has too little space, or a file is damaged.
     """
-    saved = _visitors(model, tensor_names(model), offload_buffers=offload_buffers)
-    weights = weights_in_files(saved, offload_dir, None)
+    to_offload = _tensors_to_offload(model, tensor_names(model), offload_buffers=offload_buffers)
+    weights = weights_in_files(to_offload, offload_dir, None)
     return _offload(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 

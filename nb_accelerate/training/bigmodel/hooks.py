@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-MOVES = ("to", *(kind.name for kind in DEVICE_KINDS))
-"""Methods of a placed model that `dispatch_model` replaces by refusals."""
+DEVICE_METHODS = tuple(kind.name for kind in DEVICE_KINDS)
+"""Methods that move a model to a device, as ``cuda``. `dispatch_model` replaces them, and ``to``, by refusals."""
 
 
 class ModelHook:
@@ -187,7 +187,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         kept.pop("forward", None)
         if getattr(forward, "__func__", None) is not type(module).forward:
             module.forward = forward  # it had been replaced before
-    for name in MOVES:
+    for name in ("to", *DEVICE_METHODS):
         kept.pop(name, None)
     for child in module.children() if recurse else ():
         remove_hook_from_module(child, recurse=True)
